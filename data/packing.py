@@ -1,0 +1,132 @@
+"""Packs samples into rows of one length; documents stay apart through their position ids.
+
+Shapes: R rows, B rows of a batch, T tokens per row, K heads.
+"""
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.sources import Sample
+
+IGNORE = -100
+"""Label where there is nothing to predict (the value that torch's losses ignore)."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows in which each document's positions start at 0; the rest of a row is one document of padding."""
+
+    input_ids: Tensor
+    """int32 [R, T]."""
+    position_ids: Tensor
+    """int32 [R, T]; a 0 begins a document."""
+    loss_mask: Tensor
+    """bool [R, T]; tokens that may be predicted. False on padding."""
+    lengths: Tensor
+    """int64 [R]; tokens of a row that are not padding."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def fill(self) -> float:
+        """Share of all tokens that is not padding."""
+        return float(self.lengths.sum()) / max(1, self.input_ids.numel())
+
+    def labels(self, rows: Tensor, num_heads: int) -> Tensor:
+        """Targets of heads 1..K: head k at position t predicts token t+1+k of the same document.
+
+        Args:
+            rows: indices of rows [B].
+            num_heads: K.
+
+        Returns:
+            int64 [B, T, K]; `IGNORE` past the document's end and on tokens outside the loss mask.
+        """
+        ids_BT, mask_BT = self.input_ids[rows].long(), self.loss_mask[rows]
+        labels_BTK = ids_BT.new_full((*ids_BT.shape, num_heads), IGNORE)
+        positions_BT = self.position_ids[rows]
+        for head in range(1, num_heads + 1):
+            ahead = head + 1
+            # Inside a document positions grow by one per token; a boundary between the two resets them.
+            same_document = positions_BT[:, ahead:] - positions_BT[:, :-ahead] == ahead
+            valid = same_document & mask_BT[:, ahead:]
+            labels_BTK[:, :-ahead, head - 1] = torch.where(valid, ids_BT[:, ahead:], IGNORE)
+        return labels_BTK
+
+    def label_counts(self, num_heads: int) -> Tensor:
+        """Number of labels per row and head, int64 [R, K]."""
+        parts = torch.arange(len(self)).split(256)
+        return torch.cat([(self.labels(part, num_heads) != IGNORE).sum(1) for part in parts])
+
+    def fingerprint(self) -> str:
+        """Digest of tokens, documents and masks: equal for equal training data."""
+        digest = hashlib.sha256()
+        for tensor in (self.input_ids, self.position_ids, self.loss_mask):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+    """Pack samples into rows by best fit, longest first; deterministic.
+
+    Samples longer than a row are cut into pieces; pieces in which no head has a target are dropped.
+
+    Args:
+        samples: token ids with loss masks.
+        row_tokens: T.
+
+    Raises:
+        ValueError: nothing is left to train on.
+    """
+    pieces = [piece for sample in samples for piece in _cut(sample, row_tokens)]
+    if not pieces:
+        raise ValueError(
+            f"samples ({len(samples)}) hold no supervised token past the second one; "
+            "give samples whose loss mask marks what the base answers"
+        )
+    rows = _best_fit([len(ids) for ids, _ in pieces], row_tokens)
+    input_ids_RT = torch.zeros(len(rows), row_tokens, dtype=torch.int32)
+    loss_mask_RT = torch.zeros(len(rows), row_tokens, dtype=torch.bool)
+    position_ids_RT = torch.zeros_like(input_ids_RT)
+    lengths_R = torch.zeros(len(rows), dtype=torch.int64)
+    ramp_T = torch.arange(row_tokens, dtype=torch.int32)
+    for row, members in enumerate(rows):
+        start = 0
+        for member in members:
+            ids, mask = pieces[member]
+            stop = start + len(ids)
+            input_ids_RT[row, start:stop] = ids
+            loss_mask_RT[row, start:stop] = mask
+            position_ids_RT[row, start:stop] = ramp_T[: len(ids)]
+            start = stop
+        position_ids_RT[row, start:] = ramp_T[: row_tokens - start]
+        lengths_R[row] = start
+    return PackedRows(input_ids_RT, position_ids_RT, loss_mask_RT, lengths_R)
+
+
+def _cut(sample: Sample, row_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    ids, mask = sample.input_ids.split(row_tokens), sample.loss_mask.split(row_tokens)
+    return [(i, m) for i, m in zip(ids, mask, strict=True) if m[2:].any()]  # head 1 first predicts token 2
+
+
+def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices per row: each item, longest first, goes to the fullest row that still takes it."""
+    rows: list[list[int]] = []
+    space: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(space, (lengths[item], 0))
+        if place == len(space):
+            free, row = capacity, len(rows)
+            rows.append([])
+        else:
+            free, row = space.pop(place)
+        rows[row].append(item)
+        if free > lengths[item]:
+            insort(space, (free - lengths[item], row))
+    return rows

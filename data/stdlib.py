@@ -1,0 +1,174 @@
+"""The embedded corpus: the running interpreter's standard library as code documents and as chat pairs.
+
+A machine with no network still has a few megabytes of good Python on disk. Modules are split once and for all into a
+training and a held-out side by name, so that any figure measured on held-out prompts is about text the base never saw.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "heldout"]
+
+HELD_OUT = frozenset(
+    "bisect calendar cmd colorsys configparser copy csv fnmatch fractions graphlib gzip heapq json mailbox netrc pprint"
+    " queue reprlib sched shelve shlex statistics string tarfile telnetlib textwrap wave zipapp".split()
+)
+"""Top-level modules and packages that no training ever sees."""
+
+EXCLUDED_DIRECTORIES = frozenset(
+    "site-packages __pycache__ test tests idle_test encodings pydoc_data turtledemo ensurepip __phello__".split()
+)
+"""Not installed everywhere (the tests), or tables and generated text rather than code."""
+
+MAX_ANSWER_LINES = 40
+NEAR_DUPLICATE = 0.4
+"""A training file that shares this fraction of its distinct lines with a held-out file is left out."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source file.
+
+    Attributes:
+        name: Path below the library's root, as ``json/decoder.py``.
+        text: Source text with Unix line ends.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatPair:
+    """A request for one function and the function as the library has it."""
+
+    name: str
+    request: str
+    answer: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The pair in the ``messages`` form that chat templates take."""
+        return [{"role": "user", "content": self.request}, {"role": "assistant", "content": self.answer}]
+
+
+@cache
+def documents(split: Split) -> tuple[Document, ...]:
+    """The library's source files on one side of the split, in a fixed order.
+
+    Files that cannot be read as UTF-8 or parsed as Python are left out, and so are training files that are near
+    duplicates of a held-out one (copies under another name would leak the held-out text into training).
+    """
+    sides: dict[str, list[Document]] = {"train": [], "heldout": []}
+    for document in _library_files(Path(sysconfig.get_path("stdlib"))):
+        top = document.name.split("/")[0].removesuffix(".py")
+        sides["heldout" if top.lstrip("_") in HELD_OUT else "train"].append(document)
+    if split == "heldout":
+        return tuple(sides["heldout"])
+    held_out_lines = [_significant_lines(document.text) for document in sides["heldout"]]
+    return tuple(document for document in sides["train"] if not _near_duplicate(document, held_out_lines))
+
+
+@cache
+def chat_pairs(split: Split) -> tuple[ChatPair, ...]:
+    """One request and answer for every documented function of at most ``MAX_ANSWER_LINES`` lines."""
+    pairs = [pair for document in documents(split) for pair in _pairs_of(document)]
+    unique = {pair.answer: pair for pair in pairs}
+    return tuple(unique.values())
+
+
+@cache
+def completion_prompts(split: Split, context_chars: int = 1200) -> tuple[str, ...]:
+    """Beginnings of functions in their files: what stands before, the signature and the docstring.
+
+    Args:
+        split: Which side's files to cut.
+        context_chars: At most so many characters of the file before the function (whole lines).
+    """
+    prompts = []
+    for document in documents(split):
+        lines = document.text.splitlines(keepends=True)
+        for function in _functions(ast.parse(document.text)):
+            body_line = function.body[1].lineno if len(function.body) > 1 else function.body[0].lineno
+            if body_line <= function.lineno or (function.end_lineno or 0) - body_line < 3:
+                continue
+            start = function.lineno - 1
+            while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= context_chars:
+                start -= 1
+            prompts.append("".join(lines[start : body_line - 1]))
+    return tuple(prompts)
+
+
+def _library_files(root: Path) -> Iterator[Document]:
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if EXCLUDED_DIRECTORIES.intersection(relative.parts) or relative.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError, ValueError):
+            continue
+        if text.strip():
+            yield Document(relative.as_posix(), text)
+
+
+def _significant_lines(text: str) -> frozenset[str]:
+    return frozenset(line for raw in text.splitlines() if len(line := raw.strip()) > 12)
+
+
+def _near_duplicate(document: Document, held_out_lines: list[frozenset[str]]) -> bool:
+    lines = _significant_lines(document.text)
+    return any(len(lines & other) > NEAR_DUPLICATE * max(len(lines), 1) for other in held_out_lines)
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(tree: ast.Module) -> Iterator[Function]:
+    """Documented functions and methods, outermost first, none from inside another function."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function) and ast.get_docstring(node):
+            yield node
+        elif isinstance(node, ast.ClassDef | ast.If | ast.Try):
+            yield from _functions(ast.Module(body=node.body, type_ignores=[]))
+
+
+def _pairs_of(document: Document) -> Iterator[ChatPair]:
+    lines = document.text.splitlines()
+    for function in _functions(ast.parse(document.text)):
+        end = function.end_lineno or function.lineno
+        first_sentence = _first_sentence(ast.get_docstring(function) or "")
+        if end - function.lineno >= MAX_ANSWER_LINES or len(function.body) < 2 or not first_sentence:
+            continue
+        indent = function.col_offset
+        source = "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines[function.lineno - 1 : end])
+        request = _request(function.name, f"{function.name}({ast.unparse(function.args)})", first_sentence)
+        yield ChatPair(f"{document.name}:{function.name}", request, f"```python\n{source}\n```")
+
+
+def _first_sentence(docstring: str) -> str:
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!?])\s", paragraph)[0].rstrip(".")
+    return sentence if 8 <= len(sentence) <= 200 else ""
+
+
+def _request(name: str, signature: str, sentence: str) -> str:
+    """One of four wordings, chosen by the name so that every run makes the same pair."""
+    lowered = sentence[0].lower() + sentence[1:] if sentence[1:2].islower() else sentence
+    first_word = lowered.split()[0]
+    task = f"that {lowered}" if first_word.endswith("s") and not first_word.endswith("ss") else f"to {lowered}"
+    wordings = (
+        f"Write a Python function {task}.",
+        f"Write a Python function `{name}` {task}.",
+        f"Write a Python function `{signature}` {task}.",
+        f"Write a Python function `{signature}`: {sentence}.",
+    )
+    return wordings[hashlib.blake2b(f"{name}{sentence}".encode(), digest_size=1).digest()[0] % len(wordings)]

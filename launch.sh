@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Sets up .venv inside the clone, then runs one command in it. Nothing outside the clone is written.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+PY=$ROOT/.venv/bin/python
+STAMP=$ROOT/.venv/.setup
+CACHE=$ROOT/.cache
+EXTRAS=train,serve,demo,dev
+
+# A login made earlier with the hf command stays valid: its token is read where it is.
+if [ -z "${HF_HOME:-}" ] && [ -f ~/.cache/huggingface/token ]; then
+    export HF_TOKEN_PATH=${HF_TOKEN_PATH:-~/.cache/huggingface/token}
+fi
+export XDG_CACHE_HOME=$CACHE HF_HOME=${HF_HOME:-$CACHE/huggingface} PIP_CACHE_DIR=${PIP_CACHE_DIR:-$CACHE/pip}
+export TRITON_HOME=$CACHE TRITON_CACHE_DIR=$CACHE/triton TORCHINDUCTOR_CACHE_DIR=$CACHE/torchinductor
+export CUDA_CACHE_PATH=$CACHE/cuda MPLCONFIGDIR=$CACHE/matplotlib WANDB_DATA_DIR=$CACHE/wandb WANDB_CONFIG_DIR=$CACHE/wandb
+
+usage() {
+    cat <<'HELP'
+usage: ./launch.sh [command] [arguments]
+
+  (none), demo   train heads on the embedded model, then compare plain decoding with decoding by heads
+  chat           talk to a model with heads in the terminal
+  data           make and inspect training data
+  train          train heads (torchrun + DeepSpeed)
+  test           run the tests; arguments go to pytest
+  setup          only set up .venv; every command does this first, and the second time it is instantaneous
+  help           this text
+
+Arguments go to the command, --help too. Relative paths are read from the clone.
+
+environment
+  PYTHON           interpreter that .venv is made with, 3.11 or newer (default: the first one found)
+  TORCH_INDEX_URL  extra package index for torch, e.g. https://download.pytorch.org/whl/cpu
+  HF_HOME          Hugging Face cache (default: .cache/huggingface in the clone)
+  NPROC            training processes on this machine (default: the number of GPUs, or 1)
+  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   training on several machines (default: 1, 0, -, 29500)
+  OMP_NUM_THREADS  CPU threads of each training process (default: cores / NPROC)
+HELP
+}
+
+say() { printf 'launch.sh: %s\n' "$*" >&2; }
+
+find_python() {
+    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.14 python)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$candidate" && return
+    done
+    say "found no Python 3.11 or newer${PYTHON:+ at PYTHON=$PYTHON}; install one, or name it: PYTHON=/path/to/python3"
+    return 1
+}
+
+# Everything that decides what .venv must contain.
+fingerprint() { { cat pyproject.toml constraints.txt && echo "$ROOT $EXTRAS" && "$PY" -V; } 2>&1 | cksum; }
+
+ready() { [ -x "$PY" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
+
+# torch first: DeepSpeed's build imports it. Without build isolation no build fetches tools that no constraint pins.
+install() {
+    set -- "$PY" -m pip --disable-pip-version-check install -qq --no-build-isolation -c constraints.txt
+    "$@" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} setuptools torch && "$@" -e ".[$EXTRAS]"
+}
+
+setup() (
+    if ready; then return; fi
+    mkdir -p "$CACHE"
+    if command -v flock >/dev/null; then
+        exec 9>"$CACHE/setup.lock"
+        flock -n 9 || { say "waiting for another set-up of this clone" && flock 9; }
+        if ready; then return; fi
+    fi
+    trap 'exit 130' INT TERM
+    if [ "$(cat "$STAMP" 2>/dev/null)" = unfinished ] || ! "$PY" -m pip --version >/dev/null 2>&1; then
+        python=$(find_python)
+        "$python" -m venv --clear .venv
+    fi
+    say "setting up .venv with $("$PY" -V); the first time takes minutes"
+    echo unfinished >"$STAMP" # an interrupted set-up leaves this word, and the next one starts afresh
+    if ! install; then
+        rm -f "$STAMP" # pip ended in good order: the next set-up goes on from here
+        say "set-up failed, see pip's message above; the same command tries again"
+        return 1
+    fi
+    fingerprint >"$STAMP"
+    rm -rf "$CACHE/pip" # downloads are kept only while an unfinished set-up may need them
+    say ".venv is ready after $SECONDS s"
+)
+
+run() { setup; exec "$PY" "$@"; }
+
+train() {
+    setup
+    case " $* " in *" -h "* | *" --help "* | *" --check "*) run -m train "$@" ;; esac
+    "$PY" -m train --check "$@" # wrong use ends here, with one message and status 2
+    local nproc cores rendezvous=(--standalone)
+    nproc=${NPROC:-$("$PY" -c 'import torch; print(torch.cuda.device_count() or 1)')}
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
+    if [ "${NNODES:-1}" != 1 ]; then
+        if [ -z "${MASTER_ADDR:-}" ]; then say "NNODES=$NNODES needs MASTER_ADDR, the machine with NODE_RANK=0" && exit 2; fi
+        rendezvous=(--node_rank "${NODE_RANK:-0}" --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
+    fi
+    run -m torch.distributed.run --nproc_per_node "$nproc" --nnodes "${NNODES:-1}" "${rendezvous[@]}" -m train "$@"
+}
+
+cd "$ROOT"
+command=${1:-demo}
+shift $(($# > 0))
+case $command in
+    help | -h | --help) usage ;;
+    setup) setup ;;
+    demo) run -m serve.demo "$@" ;;
+    test) run -m pytest "$@" ;;
+    data) run -m data "$@" ;;
+    train) train "$@" ;;
+    chat) run -m serve.chat "$@" ;;
+    *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
+esac

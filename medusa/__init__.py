@@ -1,0 +1,22 @@
+"""Train extra decoding heads for a frozen language model and decode several tokens per step with them."""
+
+from medusa.base_model import BaseModel
+from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from medusa.model import MedusaModel, Stream
+from medusa.output import Output, Piece
+from medusa.tree import Draft, Tree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BaseModel",
+    "Draft",
+    "DraftHeads",
+    "HeadsConfig",
+    "MedusaModel",
+    "Output",
+    "Piece",
+    "Stream",
+    "Tree",
+    "build_heads",
+]

@@ -1,0 +1,178 @@
+"""The frozen base: an unmodified transformers model, run over plain rows (training) or tree rows (decoding)."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from medusa import packed
+from medusa.attention import IMPLEMENTATION, TreePlan, register
+from medusa.cache import SlotCache
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
+    """Where a base is: a path relative to the heads that name it, a path as given, or a Hub id.
+
+    Raises:
+        FileNotFoundError: It looks like a local path and there is nothing.
+    """
+    candidates = [Path(name)] if heads_directory is None else [Path(heads_directory) / name, Path(name)]
+    for candidate in candidates:
+        if candidate.is_dir():
+            return str(candidate.resolve())
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"base directory ({name}) does not exist; pass base=PATH or a Hub id")
+    return name
+
+
+def choose_dtype(config_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype; float32 where a CPU has no bfloat16 instructions."""
+    dtype = config_dtype or torch.float32
+    if device.type == "cpu" and dtype == torch.float16:
+        logger.info("dtype bfloat16: CPUs compute slowly in float16")
+        dtype = torch.bfloat16
+    if device.type == "cpu" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.info("dtype float32: this CPU has no bfloat16 instructions")
+        return torch.float32
+    return dtype
+
+
+class BaseModel:
+    """The frozen causal language model that verifies drafts.
+
+    Attributes:
+        model: The transformers model, in evaluation mode, without gradients.
+        tokenizer: Its tokenizer.
+        name: Path or Hub id it was loaded from.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
+        register()
+        model.set_attn_implementation(IMPLEMENTATION)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config()
+        self._decoder = model.get_decoder()
+        self._no_mask: Tensor | None = None
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        pack: bool = False,
+    ) -> "BaseModel":
+        """Load a base and its tokenizer through transformers.
+
+        Args:
+            name: Directory or Hub id.
+            dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
+            device: None = the GPU where there is one.
+            pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU).
+
+        Raises:
+            ValueError: There is no usable model or tokenizer.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            config_dtype = AutoConfig.from_pretrained(name).dtype
+            dtype = dtype or choose_dtype(config_dtype, device)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
+        base = cls(model, tokenizer, str(name))
+        if pack and device.type == "cpu":
+            packed.pack_linears(model)
+        return base
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base's input goes."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states."""
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the output layer."""
+        return int(self.config.vocab_size)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and answer together that the base was made for."""
+        return int(getattr(self.config, "max_position_embeddings", 2**31 - 1))
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """[V, D] weight of the output layer."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    def new_cache(self, slots: int, capacity: int) -> SlotCache:
+        """An empty cache for ``slots`` sequences of at most ``capacity`` rows."""
+        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device)
+
+    def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        """Last hidden states [B, T, D], after the last norm, of a plain causal pass without cache.
+
+        Args:
+            input_ids_BT: [B, T] int64.
+            position_ids_BT: [B, T]; positions that start again at 0 mark packed documents, which do not see each other.
+        """
+        hidden: Tensor = self._decoder(
+            input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False
+        ).last_hidden_state
+        return hidden
+
+    def tree_hidden_states(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan
+    ) -> Tensor:
+        """Last hidden states [B, N, D] of tree rows that see their cached prefix and their own ancestors.
+
+        Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.
+        """
+        if self._no_mask is None:
+            # transformers builds no mask of its own when it is handed a 4-D one; the plan holds the real masks.
+            self._no_mask = torch.empty(1, 1, 1, 1, device=self.device)
+        hidden: Tensor = self._decoder(
+            input_ids=tokens_BN,
+            position_ids=positions_BN.clamp(max=self.context_length - 1),
+            attention_mask=self._no_mask,
+            past_key_values=cache,
+            use_cache=True,
+            tree_plan=plan,
+        ).last_hidden_state
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] as the base itself would give for last hidden states [..., D]."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(self.config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return logits

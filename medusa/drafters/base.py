@@ -1,0 +1,43 @@
+"""The drafter's contract, and the drafter that drafts nothing."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from medusa.tree import Draft
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What a step starts from.
+
+    Attributes:
+        roots: [B] int64, the newest committed token of each sequence; its keys and values are not cached yet.
+        hidden: [B, D], the base's last hidden state at the token before the root (the one that predicted it).
+        active: [B] bool, false for sequences that are finished and must not grow.
+    """
+
+    roots: Tensor
+    hidden: Tensor
+    active: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes trees of one fixed size; what it proposes can change speed, never the text of a lossless rule."""
+
+    nodes: int
+    """N, nodes of every draft with the root."""
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A draft whose column 0 holds ``state.roots``."""
+
+
+class PlainDrafter:
+    """Drafts nothing: every step is one plain decode step."""
+
+    nodes = 1
+
+    def propose(self, state: DecodeState) -> Draft:
+        """The roots alone."""
+        return Draft.chain(state.roots[:, None])

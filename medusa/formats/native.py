@@ -1,0 +1,116 @@
+"""This project's own format: ``config.json``, ``heads.safetensors`` and, where known, ``provenance.json``."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from medusa.heads import DraftHeads, HeadsConfig, build_heads
+
+WEIGHTS = "heads.safetensors"
+CONFIG = "config.json"
+PROVENANCE = "provenance.json"
+FORMAT = "medusa-heads"
+FORMAT_VERSION = 1
+
+
+def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
+    """Write heads so that a reader sees the old set or the new one, never half a file.
+
+    A base that is a local directory is stored relative to ``directory``: the two can move together.
+
+    Args:
+        heads: The heads; their tensors are stored in the dtype they have.
+        directory: Created if missing.
+        provenance: Anything that tells where the heads come from (recipe, versions, figures).
+
+    Returns:
+        The directory.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = dataclasses.asdict(heads.config)
+    if heads.config.base and Path(heads.config.base).is_dir():
+        config["base"] = os.path.relpath(heads.config.base, directory)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    _replace(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    if provenance is not None:
+        _replace(directory / PROVENANCE, lambda path: _write_json(path, provenance))
+    header = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    _replace(directory / CONFIG, lambda path: _write_json(path, header | config))
+    return directory
+
+
+def load_config(directory: str | Path) -> HeadsConfig:
+    """Read and check ``config.json``.
+
+    Raises:
+        FileNotFoundError: No such directory, or no heads in it.
+        ValueError: The file is not a config of this format.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"heads directory ({directory}) does not exist; train heads first or give another path")
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"heads directory ({directory}) has no {CONFIG}; give the folder that training wrote")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"heads config ({path}) is not valid JSON: {error}; export the heads again") from error
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise ValueError(f"heads config ({path}) is not of the format {FORMAT!r}; give a folder that training wrote")
+    if (version := values.pop("format_version", None)) != FORMAT_VERSION:
+        raise ValueError(f"heads format version ({version}) is not {FORMAT_VERSION}; update this package")
+    try:
+        return HeadsConfig(**values)
+    except TypeError as error:
+        raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
+
+
+def load_heads(
+    directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> DraftHeads:
+    """Read heads written by ``save_heads``.
+
+    Raises:
+        FileNotFoundError: The directory or one of its files is missing.
+        ValueError: The config or the weights are damaged or do not fit each other.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    path = directory / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"heads directory ({directory}) has no {WEIGHTS}; copy the folder again")
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"heads file ({path}) is damaged: {error}; copy or train it again") from error
+    heads = build_heads(config)
+    try:
+        heads.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"heads file ({path}) does not fit its {CONFIG}: {error}; copy the folder again") from error
+    return heads.to(device=device, dtype=dtype).eval()
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write beside ``path``, flush to the disk, and rename over it."""
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

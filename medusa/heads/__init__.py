@@ -1,0 +1,23 @@
+"""Head architectures by name; a module is imported only when its architecture is asked for."""
+
+from importlib import import_module
+
+from medusa.heads.base import DraftHeads, HeadsConfig
+
+ARCHITECTURES = {"medusa": "medusa.heads.medusa:MedusaHeads"}
+
+__all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "build_heads"]
+
+
+def build_heads(config: HeadsConfig) -> DraftHeads:
+    """Fresh heads of the given shape.
+
+    Raises:
+        ValueError: The architecture is not known.
+    """
+    if config.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"head architecture ({config.architecture!r}) is not known; choose one of: {known}")
+    module, _, name = ARCHITECTURES[config.architecture].partition(":")
+    heads: DraftHeads = getattr(import_module(module), name)(config)
+    return heads

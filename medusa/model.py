@@ -1,0 +1,245 @@
+"""``MedusaModel``: a base with its heads; load, save, generate, stream."""
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from medusa.acceptance import DELTA, EPSILON, build_rule
+from medusa.base_model import BaseModel, resolve_base
+from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
+from medusa.formats import load_heads, save_heads
+from medusa.formats.native import load_config
+from medusa.generate import decode, new_answers
+from medusa.heads import DraftHeads
+from medusa.output import Answer, Output, Piece
+from medusa.tree import Tree
+
+Prompt = str | list[int] | Tensor
+Prompts = list[str] | list[list[int]] | Tensor
+CPU_NODES = 16
+GPU_NODES = 64
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of ``generate`` and ``stream``; ``MedusaModel.start`` documents them and holds the defaults."""
+
+    max_new_tokens: int
+    max_steps: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    acceptance: str | None
+    epsilon: float
+    delta: float
+    nodes: int | None
+    tree: Tree | None
+    drafter: Drafter | None
+    stop: Sequence[str]
+
+
+class Stream:
+    """An answer as it grows: iterate over its pieces; ``output`` holds what there is at any time."""
+
+    def __init__(self, steps: Generator[list[list[Piece]]], output: Output) -> None:
+        self._steps = steps
+        self.output = output
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Pieces of text; stopping early keeps ``output`` and frees the cache."""
+        with contextlib.closing(self._steps) as steps:
+            for (pieces,) in steps:
+                yield from pieces
+
+
+class MedusaModel:
+    """A frozen base and the heads that draft for it.
+
+    Attributes:
+        base: The base.
+        heads: The heads, or None: then every step is a plain decode step unless a drafter is given.
+    """
+
+    def __init__(self, base: BaseModel, heads: DraftHeads | None = None) -> None:
+        if heads is not None:
+            _check_fit(base, heads)
+        self.base, self.heads = base, heads
+        self._drafters: dict[tuple[int, Tree | None], Drafter] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        heads: str | Path | None,
+        base: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "MedusaModel":
+        """Load heads and the base that they were trained on.
+
+        Args:
+            heads: Directory of the heads; None loads a base alone.
+            base: Directory or Hub id of the base; None = what the heads' config names.
+            dtype: None = the base checkpoint's dtype.
+            device: None = the GPU where there is one.
+
+        Raises:
+            FileNotFoundError: A directory is missing.
+            ValueError: Damaged files, heads for another base, or no base named.
+
+        Example:
+            >>> model = MedusaModel.from_pretrained("runs/demo/heads")
+            >>> print(model.generate("def read_lines(path):").text)
+        """
+        config = load_config(heads) if heads is not None else None
+        if base is None and (config is None or not config.base):
+            raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
+        name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
+        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True)
+        if heads is None:
+            return cls(base_model)
+        return cls(base_model, load_heads(heads, dtype=base_model.dtype, device=base_model.device))
+
+    def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
+        """Write the heads (never the base) in the native format; returns the directory.
+
+        Raises:
+            ValueError: There are no heads.
+        """
+        if self.heads is None:
+            raise ValueError("this model has no heads to save; train or load heads first")
+        return save_heads(self.heads, directory, provenance)
+
+    @overload
+    def generate(self, prompts: str | list[int], **options: Unpack[Options]) -> Output: ...
+    @overload
+    def generate(self, prompts: list[str] | list[list[int]], **options: Unpack[Options]) -> list[Output]: ...
+    @overload
+    def generate(self, prompts: Tensor, **options: Unpack[Options]) -> Output | list[Output]: ...
+    def generate(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> Output | list[Output]:
+        """Complete one prompt or a batch of them.
+
+        Args:
+            prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these.
+            **options: See ``start``.
+
+        Returns:
+            An ``Output`` for one prompt, a list of them for a batch.
+        """
+        batch, single = self._encode(prompts)
+        answers, steps = self.start(batch, **options)
+        for _ in steps:
+            pass
+        return answers[0].output if single else [answer.output for answer in answers]
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Complete one prompt; the result iterates over pieces of text as they become final."""
+        batch, single = self._encode(prompt)
+        if not single:
+            raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
+        (answer,), steps = self.start(batch, incremental=True, **options)
+        return Stream(steps, answer.output)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 512,
+        max_steps: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        acceptance: str | None = None,
+        epsilon: float = EPSILON,
+        delta: float = DELTA,
+        nodes: int | None = None,
+        tree: Tree | None = None,
+        drafter: Drafter | None = None,
+        stop: Sequence[str] = (),
+        incremental: bool = False,
+    ) -> tuple[list[Answer], Generator[list[list[Piece]]]]:
+        """Check everything and hand out the answers with the loop that grows them.
+
+        Args:
+            prompts: Token ids of every prompt.
+            max_new_tokens: Limit on the new tokens of an answer; the base's context limits them too.
+            max_steps: Limit on verify passes, None = no limit.
+            temperature: 0 = greedy.
+            top_k: Keep the k most likely tokens, 0 = all.
+            top_p: Keep the smallest set of tokens with at least this probability, 1 = all.
+            min_p: Keep tokens with at least this fraction of the best one's probability, 0 = all.
+            seed: Fixes sampled output, whatever drafts, tree or batch.
+            acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "typical" is lossy.
+            epsilon: Threshold of typical acceptance.
+            delta: Entropy factor of typical acceptance.
+            nodes: Tree budget N with the root; 1 = plain decoding, None = a default for the device.
+            tree: A static tree instead of a dynamic one of ``nodes`` nodes.
+            drafter: Drafts instead of the heads.
+            stop: Strings that end an answer; not part of its text.
+            incremental: Yield text after every step instead of once at the end.
+
+        Raises:
+            ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
+        """
+        seeds_B = torch.full((len(prompts),), seed, dtype=torch.int64, device=self.base.device)
+        warping = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "epsilon": epsilon, "delta": delta}
+        rule = build_rule(acceptance, seeds_B, top_k=top_k, **warping)
+        drafter = drafter or self._drafter(nodes, tree)
+        answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
+        return answers, decode(self.base, drafter, rule, prompts, answers, max_steps)
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
+
+        Raises:
+            ValueError: The base's tokenizer has no chat template.
+        """
+        if not self.base.tokenizer.chat_template:
+            raise ValueError(f"base ({self.base.name}) has no chat template; use plain prompts or another base")
+        ids: list[int] = self.base.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+        return ids
+
+    def _drafter(self, nodes: int | None, tree: Tree | None) -> Drafter:
+        if self.heads is None or nodes == 1:
+            return PlainDrafter()
+        if nodes is None:
+            nodes = CPU_NODES if self.base.device.type == "cpu" else GPU_NODES
+        key = (nodes, tree)
+        if key not in self._drafters:
+            self._drafters[key] = HeadsDrafter(self.heads, self.base.logits, nodes, tree)
+        return self._drafters[key]
+
+    def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
+        """Token ids of every prompt, and whether there was one prompt rather than a batch."""
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts, single = [prompts], True
+        else:
+            single = False
+        if len(prompts) == 0:
+            raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
+        tokenizer = self.base.tokenizer
+        return [tokenizer(p).input_ids if isinstance(p, str) else list(p) for p in prompts], single
+
+
+def _check_fit(base: BaseModel, heads: DraftHeads) -> None:
+    for name, ours, theirs in (
+        ("hidden size", heads.config.hidden_size, base.hidden_size),
+        ("vocabulary", heads.config.vocab_size, base.vocab_size),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"heads' {name} ({ours}) is not the base's ({theirs}, {base.name}); these heads belong to"
+                f" {heads.config.base or 'another base'}: pass that one as base="
+            )

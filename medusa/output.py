@@ -1,0 +1,157 @@
+"""One growing answer on the host: tokens, text, and why it ended."""
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+class Piece(str):
+    """A piece of streamed text.
+
+    Attributes:
+        drafted: True where its tokens were accepted from the draft, false where they are the base's own bonus tokens.
+    """
+
+    drafted: bool
+
+    def __new__(cls, text: str, drafted: bool) -> "Piece":
+        """A string that remembers where it comes from."""
+        piece = super().__new__(cls, text)
+        piece.drafted = drafted
+        return piece
+
+
+@dataclass
+class Output:
+    """What ``generate`` returns for one prompt.
+
+    Attributes:
+        tokens: New token ids; an end-of-sequence token is the last of them.
+        drafted: For every token whether it was accepted from the draft.
+        text: The new text, without special tokens and without the stop string.
+        prompt_tokens: Length of the prompt in tokens.
+        steps: Verify passes that the answer took.
+        finish_reason: "eos", "stop" (a stop string) or "length" (a limit); None while it grows.
+        seconds: Wall-clock time from the first step to the last token.
+    """
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    text: str = ""
+    steps: int = 0
+    finish_reason: FinishReason | None = None
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens emitted per verify pass, over the whole answer."""
+        return len(self.tokens) / max(self.steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed without the prefill."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+class Answer:
+    """Grows one ``Output`` token by token, so that an end inside an accepted span cuts exactly there.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        prompt_tokens: Length of the prompt.
+        max_new_tokens: Limit on ``output.tokens``.
+        eos_ids: Tokens that end the answer.
+        stop: Strings that end the answer; they are not part of its text.
+        incremental: Decode token by token, for streaming; otherwise the text is made once, at the end (decoding text
+            costs about as much as a small model's layer), unless stop strings must be looked for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        eos_ids: frozenset[int],
+        stop: SequenceOf[str] = (),
+        incremental: bool = False,
+    ) -> None:
+        self.output = Output(prompt_tokens)
+        self._tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self._eos_ids, self._stop = eos_ids, tuple(stop)
+        self._incremental = incremental or bool(stop)
+        self._text = ""
+        self._window, self._read = 0, 0
+        self._shown = 0
+        self._begin = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether the answer still grows."""
+        return self.output.finish_reason is None
+
+    def start_clock(self) -> None:
+        """Begin to count ``output.seconds``: the prefill is over."""
+        self._begin = time.perf_counter()
+
+    def extend(self, tokens: SequenceOf[int]) -> list[Piece]:
+        """Take the tokens of one step, the last of which is the base's own; returns the text that became final."""
+        output, pieces = self.output, []
+        output.steps += 1
+        for index, token in enumerate(tokens):
+            output.tokens.append(token)
+            output.drafted.append(index < len(tokens) - 1)
+            if token in self._eos_ids:
+                output.finish_reason = "eos"
+            elif len(output.tokens) >= self.max_new_tokens:
+                output.finish_reason = "length"
+            if self._incremental or not self.active:
+                pieces += self._new_text()
+            if not self.active:
+                break
+        output.seconds = time.perf_counter() - self._begin
+        return pieces
+
+    def end(self, reason: FinishReason) -> list[Piece]:
+        """End an answer that still grows, from outside; returns the text that was held back."""
+        self.output.finish_reason = reason
+        return self._new_text()
+
+    def _new_text(self) -> list[Piece]:
+        self._decode(final=not self.active)
+        self._cut_at_stop()
+        text = self._release()
+        return [Piece(text, self.output.drafted[-1])] if text else []
+
+    def _decode(self, final: bool) -> None:
+        """Append the text of new tokens, once it no longer ends inside a character."""
+        tokens, decode = self.output.tokens, self._tokenizer.decode
+        before = decode(tokens[self._window : self._read], skip_special_tokens=True)
+        after = decode(tokens[self._window :], skip_special_tokens=True)
+        if len(after) > len(before) and (final or not after.endswith("\ufffd")):
+            self._text += after[len(before) :]
+            self._window, self._read = self._read, len(tokens)
+
+    def _cut_at_stop(self) -> None:
+        found = [at for stop in self._stop if (at := self._text.find(stop, max(0, self._shown - len(stop)))) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self.output.finish_reason = "stop"
+
+    def _release(self) -> str:
+        """Text that may be shown: all of it at the end, else without what may yet become a stop string."""
+        held = 0
+        if self.active:
+            for stop in self._stop:
+                held = max([held, *(n for n in range(1, len(stop)) if self._text.endswith(stop[:n]))])
+        until = max(len(self._text) - held, self._shown)
+        piece = self._text[self._shown : until]
+        self._shown = until
+        self.output.text = self._text[:until]
+        return piece

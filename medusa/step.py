@@ -1,0 +1,91 @@
+"""One decode step: draft, verify, accept, commit."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa.acceptance import Accepted, Rule, select_path
+from medusa.attention import TreePlan
+from medusa.base_model import BaseModel
+from medusa.cache import SlotCache
+from medusa.drafters import DecodeState, Drafter
+from medusa.tree import Draft
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives: ``tokens[b, :counts[b]]`` are sequence b's new tokens, the last of them the base's own.
+
+    Attributes:
+        tokens: [B, A] int64.
+        counts: [B] int64, 0 for sequences that were not active.
+        state: What the next step starts from.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    state: DecodeState
+
+
+def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
+    """Run the base once over all tree rows; their keys and values go behind the committed rows of the cache.
+
+    Returns:
+        Last hidden states [B, N, D].
+    """
+    cache.begin(draft.tokens.shape[1])
+    plan = TreePlan(draft, cache.lengths, cache.kv_length)
+    positions_BN = cache.lengths[:, None] + draft.depths
+    return base.tree_hidden_states(draft.tokens, positions_BN, cache, plan)
+
+
+@torch.inference_mode()
+def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> StepResult:
+    """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
+    draft = drafter.propose(state)
+
+    hidden_BND = verify(base, cache, draft)
+
+    next_positions_BN = cache.lengths[:, None] + draft.depths + 1
+    verdict = rule(draft, base.logits(hidden_BND), next_positions_BN)
+    accepted = select_path(draft, verdict)
+
+    counts_B = torch.where(state.active, accepted.counts, 0)
+    cache.commit(accepted.path, counts_B, longest=int((cache.lengths + counts_B).max()))
+    return StepResult(accepted.tokens, counts_B, _next_state(state, accepted, hidden_BND))
+
+
+@torch.inference_mode()
+def prefill(base: BaseModel, cache: SlotCache, prompts_BT: Tensor, lengths_B: Tensor, chunk: int = 512) -> DecodeState:
+    """Cache all of each prompt but its last token, which becomes the first root.
+
+    Args:
+        base: The frozen base.
+        cache: An empty cache of B slots.
+        prompts_BT: [B, T] int64 token ids, padded at the right with any token.
+        lengths_B: [B] int64 prompt lengths, at least 1.
+        chunk: Rows per forward pass; bounds the memory of long prompts.
+
+    Returns:
+        The state of the first step; the hidden state of a prompt of one token is zero.
+    """
+    batch = len(prompts_BT)
+    last_B1 = lengths_B[:, None] - 1
+    hidden_BD = torch.zeros(batch, base.hidden_size, dtype=base.dtype, device=base.device)
+    for start in range(0, prompts_BT.shape[1] - 1, chunk):
+        rows_BC = prompts_BT[:, :-1][:, start : start + chunk]
+        hidden_BCD = verify(base, cache, Draft.chain(rows_BC))
+        index_B = last_B1[:, 0] - 1 - start
+        here_B = (index_B >= 0) & (index_B < rows_BC.shape[1])
+        picked_BD = hidden_BCD[torch.arange(batch, device=base.device), index_B.clamp(0, rows_BC.shape[1] - 1)]
+        hidden_BD = torch.where(here_B[:, None], picked_BD, hidden_BD)
+        counts_B = (last_B1[:, 0] - start).clamp(0, rows_BC.shape[1])
+        cache.extend(counts_B, longest=start + rows_BC.shape[1])
+    roots_B = prompts_BT.gather(1, last_B1)[:, 0]
+    return DecodeState(roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool))
+
+
+def _next_state(state: DecodeState, accepted: Accepted, hidden_BND: Tensor) -> DecodeState:
+    index_B = torch.arange(len(hidden_BND), device=hidden_BND.device)
+    return DecodeState(accepted.bonus, hidden_BND[index_B, accepted.leaf], state.active)

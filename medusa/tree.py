@@ -1,0 +1,154 @@
+"""Token trees: ``Tree`` is a static topology on the host, ``Draft`` a batch of filled trees on the device.
+
+Nodes are stored so that a parent always stands before its children; node 0 is the root, the newest committed token.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree of rank paths: the path (0, 2) is the third best token of head 2 below the best token of head 1.
+
+    Attributes:
+        paths: One path per draft node, sorted by depth; every prefix of a path is a path too. The root is not listed.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        known = set(self.paths)
+        if len(known) != len(self.paths) or () in known:
+            raise ValueError("tree paths must be different and not empty; remove the repeated or empty ones")
+        for path in self.paths:
+            if min(path) < 0:
+                raise ValueError(f"tree path ({path}) has a negative rank; ranks begin at 0")
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"tree path ({path}) has no parent {path[:-1]} in the tree; add the parent")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
+
+    @classmethod
+    def chain(cls, depth: int) -> "Tree":
+        """The best token of each of ``depth`` heads, one below the other."""
+        return cls(tuple((0,) * d for d in range(1, depth + 1)))
+
+    @classmethod
+    def full(cls, widths: Sequence[int]) -> "Tree":
+        """All combinations of the ``widths[d]`` best tokens at depth d + 1."""
+        return cls(tuple(path for d in range(1, len(widths) + 1) for path in product(*map(range, widths[:d]))))
+
+    @classmethod
+    def ranked(cls, depth: int, nodes: int, width: int) -> "Tree":
+        """The ``nodes`` rank paths that come first when rank r counts as r + 1 and paths are ordered by the product.
+
+        A superset from which dynamic trees choose: low ranks everywhere, high ranks near the root.
+        """
+        frontier: list[tuple[int, tuple[int, ...]]] = [(1, ())]
+        paths: list[tuple[int, int, tuple[int, ...]]] = []
+        for d in range(1, depth + 1):
+            frontier = [(cost * (r + 1), (*path, r)) for cost, path in frontier for r in range(width)]
+            frontier = sorted(frontier)[:nodes]
+            paths += [(cost, d, path) for cost, path in frontier]
+        return cls(_closed(path for _, _, path in sorted(paths)[:nodes]))
+
+    @property
+    def nodes(self) -> int:
+        """N, the number of nodes with the root."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path; the number of heads that the tree needs."""
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def width(self) -> int:
+        """Ranks that the tree needs of a head: its highest rank + 1."""
+        return max((max(path) for path in self.paths), default=-1) + 1
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """[N] index of each node's parent; the root is its own."""
+        index = {path: i + 1 for i, path in enumerate(self.paths)} | {(): 0}
+        return torch.tensor([0, *(index[path[:-1]] for path in self.paths)])
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[N] edges between the root and each node."""
+        return torch.tensor([0, *map(len, self.paths)])
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """[N] rank of each node's token in its head; 0 for the root."""
+        return torch.tensor([0, *(path[-1] for path in self.paths)])
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[N, N] bool: entry (i, j) is true where j is i or one of its ancestors."""
+        return ancestors_of(self.parents[None], self.depth)[0]
+
+
+def _closed(paths: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The paths with every missing prefix added."""
+    return tuple({path[:d] for path in paths for d in range(1, len(path) + 1)})
+
+
+def ancestors_of(parents_BN: Tensor, depth: int) -> Tensor:
+    """Ancestor masks [B, N, N] (a node counts as its own ancestor) from parent indices, for trees of that depth."""
+    nodes = parents_BN.shape[1]
+    eye_BNN = torch.eye(nodes, dtype=torch.bool, device=parents_BN.device).expand(len(parents_BN), nodes, nodes)
+    mask_BNN, pointer_BN = eye_BNN.clone(), parents_BN
+    for _ in range(depth):
+        mask_BNN |= torch.nn.functional.one_hot(pointer_BN, nodes).bool()
+        pointer_BN = parents_BN.gather(1, pointer_BN)
+    return mask_BNN
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A batch of token trees of one size, on the device.
+
+    Attributes:
+        tokens: [B, N] int64; column 0 holds the roots.
+        parents: [B, N] int64 index of each node's parent, always smaller than the node's own; 0 for the root.
+        depths: [B, N] int64 edges from the root.
+        ancestors: [B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i.
+        depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    depth: int
+
+    @classmethod
+    def of(cls, tokens_BN: Tensor, tree: Tree) -> "Draft":
+        """Trees of one static topology."""
+        batch, device = len(tokens_BN), tokens_BN.device
+        return cls(
+            tokens=tokens_BN,
+            parents=tree.parents.to(device).expand(batch, -1),
+            depths=tree.depths.to(device).expand(batch, -1),
+            ancestors=tree.ancestors.to(device).expand(batch, -1, -1),
+            depth=tree.depth,
+        )
+
+    @classmethod
+    def chain(cls, tokens_BT: Tensor) -> "Draft":
+        """A plain row of tokens, each the parent of the next: one token is plain decoding, many are a prefill."""
+        batch, length = tokens_BT.shape
+        index_T = torch.arange(length, device=tokens_BT.device)
+        return cls(
+            tokens=tokens_BT,
+            parents=(index_T - 1).clamp(min=0).expand(batch, -1),
+            depths=index_T.expand(batch, -1),
+            ancestors=(index_T[:, None] >= index_T).expand(batch, -1, -1),
+            depth=length - 1,
+        )

@@ -1,0 +1,177 @@
+"""Chat with a base and its heads in a terminal, or through pipes: ``medusa-chat``."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serve.conversation import ACCEPTANCE_RULES, Conversation, Settings, tree_budget
+from serve.repl import Repl
+from serve.terminal import Terminal
+
+if TYPE_CHECKING:
+    from medusa import MedusaModel
+
+DEFAULT_HEADS = "runs/demo/heads"
+
+EPILOG = """\
+With a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
+Without one: every line of the input is a message; answers go to stdout, everything else to stderr.
+
+  medusa-chat --temperature 0.8 --colour
+  echo 'Write a Python function that reverses a list.' | medusa-chat
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; every flag that other commands have too means the same there."""
+    settings = Settings()
+    parser = argparse.ArgumentParser(
+        prog="medusa-chat",
+        description="Chat with a base model that decodes several tokens per step with its heads.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--heads", default=DEFAULT_HEADS, metavar="DIR", help="directory of the heads (default: %(default)s)"
+    )
+    model.add_argument(
+        "--base", metavar="NAME", help="base: embedded, a directory or a Hub id (default: the one that the heads name)"
+    )
+    model.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type of the weights (default: %(default)s)",
+    )
+    model.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)"
+    )
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
+    answers.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=settings.max_new_tokens,
+        metavar="N",
+        help="longest answer, in tokens (default: %(default)s)",
+    )
+    answers.add_argument(
+        "--temperature",
+        type=float,
+        default=settings.temperature,
+        metavar="X",
+        help="0 is greedy, above it tokens are sampled (default: %(default)s)",
+    )
+    answers.add_argument(
+        "--top-p",
+        type=float,
+        default=settings.top_p,
+        metavar="P",
+        help="sample from the likeliest tokens with this much probability (default: %(default)s, off)",
+    )
+    answers.add_argument(
+        "--top-k",
+        type=int,
+        default=settings.top_k,
+        metavar="N",
+        help="sample from this many likeliest tokens (default: %(default)s, off)",
+    )
+    answers.add_argument(
+        "--seed", type=int, default=settings.seed, metavar="N", help="of the sampling noise (default: %(default)s)"
+    )
+    decoding = parser.add_argument_group("decoding")
+    decoding.add_argument(
+        "--acceptance",
+        choices=ACCEPTANCE_RULES,
+        default=settings.acceptance,
+        help="how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."
+        " typical is LOSSY: faster, but answers can differ (default: greedy at temperature 0, else sampling)",
+    )
+    decoding.add_argument(
+        "--nodes",
+        type=tree_budget,
+        default=settings.nodes,
+        metavar="N",
+        help="tree budget, in tokens per verify pass; 1 is plain decoding (default: auto)",
+    )
+    parser.add_argument("--colour", action="store_true", help="colour the text that the heads guessed (default: off)")
+    return parser
+
+
+def load_model(args: argparse.Namespace) -> "MedusaModel":
+    """Load the heads and the base that the flags name.
+
+    Raises:
+        OSError: If the heads or the base are not there or cannot be read.
+        ValueError: If they do not fit together.
+    """
+    if not Path(args.heads).is_dir():
+        raise FileNotFoundError(
+            f"heads ({args.heads}) not found: run ./launch.sh first, which trains them, or name others with --heads"
+        )
+    import torch
+    import transformers
+
+    from data import resolve_base_name
+    from medusa import MedusaModel
+
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device ({args.device}) is not there: torch finds no GPU; leave --device out, or give cpu")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # prompts are measured before they are cut to the context
+    return MedusaModel.from_pretrained(
+        args.heads,
+        base=resolve_base_name(args.base) if args.base else None,
+        dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
+        device=None if args.device == "auto" else args.device,
+    )
+
+
+def describe(model: "MedusaModel", directory: str) -> str:
+    """The banner: which base, which heads, where and in what type they run."""
+    base, heads = model.base, model.heads
+    lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
+    if heads:
+        lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
+    lines.append(f"on     {base.device}, {str(base.dtype).removeprefix('torch.')}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chat.
+
+    Returns:
+        Exit status: 0 at the end of the input, 1 for a failure, 2 for wrong use, 130 after Ctrl-C outside of an answer.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    except ValueError as error:
+        parser.error(str(error))
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
+    try:
+        model = load_model(args)
+        Repl(model, terminal, Conversation(args.system), settings, title=describe(model, args.heads)).run()
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            terminal.error(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Commands of the chat: a table of names, help texts and functions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serve.conversation import Conversation, Settings, load, save, tree_budget
+from serve.terminal import count
+
+if TYPE_CHECKING:
+    from serve.repl import Repl
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of ``/help``.
+
+    Attributes:
+        argument: What follows the name; empty for commands that take nothing.
+        help: One sentence.
+        run: Does it; raises ValueError or OSError with a message for the user, EOFError to leave.
+    """
+
+    argument: str
+    help: str
+    run: Callable[["Repl", str], None]
+
+
+def _help(repl: "Repl", _: str) -> None:
+    for name, command in COMMANDS.items():
+        repl.terminal.note(f"  {f'/{name} {command.argument}':<17} {command.help}")
+    repl.terminal.note('  Several lines: start with """ and end the last line with """.')
+    repl.terminal.note("  Ctrl-C stops an answer and keeps what was written; Ctrl-D leaves.")
+
+
+def _reset(repl: "Repl", _: str) -> None:
+    repl.switch(Conversation(repl.conversation.system))
+    repl.terminal.note("The conversation starts anew.")
+
+
+def _regenerate(repl: "Repl", _: str) -> None:
+    repl.regenerate()
+
+
+def _setting(name: str, parse: Callable[[str], Any]) -> Callable[["Repl", str], None]:
+    """A command that shows one setting, or changes it when it is given a value."""
+
+    def run(repl: "Repl", argument: str) -> None:
+        if argument:
+            try:
+                value = parse(argument)
+            except ValueError:
+                value = argument  # Settings names the rule that it breaks
+            repl.settings = replace(repl.settings, **{name: value})
+        repl.terminal.note(f"{name} = {_shown(repl.settings, name)}")
+
+    return run
+
+
+def _shown(settings: Settings, name: str) -> object:
+    value = getattr(settings, name)
+    return "auto" if value is None else value
+
+
+def _rule(text: str) -> str | None:
+    return None if text == "auto" else text
+
+
+def _system(repl: "Repl", argument: str) -> None:
+    if argument:
+        repl.conversation.system = "" if argument == "off" else argument
+    repl.terminal.note(f"system = {repl.conversation.system or 'off'}")
+
+
+def _colour(repl: "Repl", argument: str) -> None:
+    if argument not in ("", "on", "off"):
+        raise ValueError(f"colour ({argument}) must be on or off")
+    if argument:
+        repl.terminal.colour = argument == "on"
+    missing = "" if repl.terminal.ansi else " (without effect: no terminal, or NO_COLOR is set)"
+    repl.terminal.note(f"colour = {'on' if repl.terminal.colour else 'off'}{missing}")
+
+
+def _stats(repl: "Repl", _: str) -> None:
+    totals, settings = repl.totals, repl.settings
+    speed, per_step = totals.tokens / max(totals.seconds, 1e-9), totals.tokens / max(totals.steps, 1)
+    repl.terminal.note(
+        f"  {count(totals.answers, 'answer')}, {count(totals.tokens, 'token')} in {count(totals.steps, 'step')} and"
+        f" {totals.seconds:.1f} s:"
+        f" {speed:.1f} tokens/s, {per_step:.2f} tokens/step"
+    )
+    repl.terminal.note(
+        f"  conversation: {count(len(repl.conversation.turns), 'turn')}, {count(repl.conversation_tokens(), 'token')};"
+        f" the context holds {repl.model.base.context_length:,}"
+    )
+    repl.terminal.note("  " + ", ".join(f"{field.name} {_shown(settings, field.name)}" for field in fields(settings)))
+
+
+def _save(repl: "Repl", argument: str) -> None:
+    path = _path(argument)
+    save(path, repl.conversation, repl.settings)
+    repl.terminal.note(f"Saved {count(len(repl.conversation.turns), 'turn')} to {path}.")
+
+
+def _load(repl: "Repl", argument: str) -> None:
+    path = _path(argument)
+    conversation, repl.settings = load(path)
+    repl.switch(conversation)
+    repl.terminal.note(f"Loaded {count(len(conversation.turns), 'turn')} and the settings from {path}.")
+
+
+def _path(argument: str) -> Path:
+    if not argument:
+        raise ValueError("no file was named; write one after the command, as chat.json")
+    return Path(argument).expanduser()
+
+
+def _exit(_repl: "Repl", _: str) -> None:
+    raise EOFError
+
+
+COMMANDS = {
+    "help": Command("", "Show this list.", _help),
+    "reset": Command("", "Forget the conversation; the system prompt stays.", _reset),
+    "regen": Command("", "Answer the last message once more.", _regenerate),
+    "temp": Command("X", "Set the temperature; 0 is greedy.", _setting("temperature", float)),
+    "max": Command("N", "Set the longest answer, in tokens.", _setting("max_new_tokens", int)),
+    "acceptance": Command("RULE", "greedy, sampling, typical (LOSSY) or auto.", _setting("acceptance", _rule)),
+    "nodes": Command(
+        "N", "Set the tree budget per step, in tokens, or auto; 1 is plain.", _setting("nodes", tree_budget)
+    ),
+    "system": Command("TEXT", "Set the system prompt; off removes it.", _system),
+    "colour": Command("on|off", "Colour the text that the heads guessed.", _colour),
+    "stats": Command("", "Show speed, tokens per step, context and settings.", _stats),
+    "save": Command("FILE", "Write the conversation and the settings as JSON.", _save),
+    "load": Command("FILE", "Go on with a saved conversation and its settings.", _load),
+    "exit": Command("", "Leave.", _exit),
+}

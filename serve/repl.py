@@ -1,0 +1,205 @@
+"""The chat loop: reads a message, streams the answer, keeps the conversation."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from serve.commands import COMMANDS
+from serve.conversation import Conversation, Message, Settings, Turn
+from serve.terminal import Terminal, count
+
+if TYPE_CHECKING:
+    from medusa import MedusaModel, Output
+
+BLOCK = '"""'
+"""Opens and closes a message of several lines."""
+
+
+@dataclass
+class Totals:
+    """Sums over the answers of a session; seconds are those of decoding."""
+
+    answers: int = 0
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, output: "Output") -> None:
+        """Count one more answer."""
+        self.answers += 1
+        self.tokens += len(output.tokens)
+        self.steps += output.steps
+        self.seconds += output.seconds
+
+
+class Repl:
+    """A chat between one user and one model.
+
+    Args:
+        model: Anything with ``chat_prompt``, ``stream`` and ``base.context_length`` as :class:`MedusaModel` has them.
+        terminal: Where lines come from and answers go.
+        conversation: Where to start; usually a system prompt at most.
+        settings: How answers are generated.
+        title: Lines of the banner about the model.
+    """
+
+    def __init__(
+        self,
+        model: "MedusaModel",
+        terminal: Terminal,
+        conversation: Conversation,
+        settings: Settings,
+        title: str = "",
+    ) -> None:
+        self.model = model
+        self.terminal = terminal
+        self.conversation = conversation
+        self.settings = settings
+        self.title = title
+        self.totals = Totals()
+        self._attempt = 0
+        self._forgotten = 0
+
+    def run(self) -> None:
+        """Chat until the end of the input.
+
+        Raises:
+            KeyboardInterrupt: At Ctrl-C where there is no terminal; in one, it stops no more than the answer.
+        """
+        self.terminal.enable_line_editing(f"/{name}" for name in COMMANDS)
+        self._greet()
+        while True:
+            try:
+                self.handle(self.terminal.read(">>> "))
+            except EOFError:
+                return
+            except BrokenPipeError:
+                raise
+            except KeyboardInterrupt:
+                if not self.terminal.interactive:
+                    raise
+                self.terminal.note("To leave: /exit or Ctrl-D.")
+            except (ValueError, OSError, RuntimeError) as error:
+                self.terminal.error(str(error))
+
+    def handle(self, line: str) -> None:
+        """Do what one line of input asks for: a command, or a message to answer."""
+        if line.startswith(BLOCK):
+            self.ask(self._read_block(line.removeprefix(BLOCK)))
+        elif line.startswith("/") and "\n" not in line:
+            self._command(line)
+        else:
+            self.ask(line)
+
+    def ask(self, message: str) -> None:
+        """Answer a message and keep both; a blank message is skipped."""
+        if not message.strip():
+            return
+        self._attempt = 0
+        if turn := self._answer(message.strip()):
+            self.conversation.turns.append(turn)
+
+    def regenerate(self) -> None:
+        """Answer the last message once more, with other noise; the old answer stays if no new one comes."""
+        if not self.conversation.turns:
+            raise ValueError("there is no answer yet; write a message first")
+        if self.settings.temperature == 0:
+            self.terminal.note("Temperature 0 gives the same answer again; /temp 0.8 varies it.")
+        self._attempt += 1
+        last = self.conversation.turns.pop()
+        turn = None
+        try:
+            turn = self._answer(last.user)
+        finally:
+            self.conversation.turns.append(turn or last)
+
+    def switch(self, conversation: Conversation) -> None:
+        """Go on with another conversation."""
+        self.conversation = conversation
+        self._forgotten = 0
+
+    def conversation_tokens(self) -> int:
+        """Tokens of the whole conversation, those included that left the context."""
+        return len(self.model.chat_prompt(self.conversation.messages())) if self.conversation.turns else 0
+
+    def _greet(self) -> None:
+        if self.title:
+            self.terminal.note(self.title)
+        if self.settings.lossy:
+            self.terminal.note("Typical acceptance is on: LOSSY, answers can differ from what the base alone writes.")
+        if self.terminal.colour and not self.terminal.ansi:
+            self.terminal.note("Colours are off: no terminal, or NO_COLOR is set.")
+        if self.terminal.interactive:
+            self.terminal.note("/help lists the commands; Ctrl-C stops an answer; Ctrl-D leaves.")
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line[1:].partition(" ")
+        command = COMMANDS.get(name)
+        if command is None:
+            raise ValueError(f"unknown command (/{name}); /help lists them; to send such a message, start with a space")
+        if argument.strip() and not command.argument:
+            raise ValueError(f"/{name} takes no argument ({argument.strip()})")
+        command.run(self, argument.strip())
+
+    def _read_block(self, line: str) -> str:
+        """Lines up to the one that ends with the closing quotes, or to the end of the input."""
+        lines = [line]
+        while not lines[-1].endswith(BLOCK):
+            try:
+                lines.append(self.terminal.read("... "))
+            except EOFError:
+                break
+        return "\n".join(lines).removesuffix(BLOCK)
+
+    def _answer(self, message: str) -> Turn | None:
+        """Stream an answer; None when it was stopped before its first piece."""
+        prompt = self._prompt(message)
+        settings = replace(self.settings, seed=self.settings.seed + self._attempt)
+        stream = self.model.stream(prompt, **asdict(settings))
+        text, interrupted = "", False
+        try:
+            for piece in stream:
+                text += piece
+                self.terminal.answer(piece, drafted=piece.drafted)
+        except KeyboardInterrupt:
+            if not self.terminal.interactive:
+                raise
+            interrupted = True
+        finally:
+            if not text.endswith("\n"):
+                self.terminal.answer("\n")
+        self.totals.add(stream.output)
+        self._status(stream.output, interrupted)
+        return None if interrupted and not text else Turn(message, text)
+
+    def _prompt(self, message: str) -> list[int]:
+        """Token ids for a message after as much of the conversation as leaves room for an answer."""
+        context = self.model.base.context_length
+        room = min(self.settings.max_new_tokens, context // 4)
+
+        def fits(messages: list[Message]) -> bool:
+            return len(self.model.chat_prompt(messages)) + room <= context
+
+        turns = len(self.conversation.turns)
+        forget = self.conversation.turns_to_forget(message, fits)
+        prompt = self.model.chat_prompt(self.conversation.prompt(message, min(forget, turns)))
+        if forget > turns:
+            raise ValueError(
+                f"message ({len(prompt):,} tokens with the system prompt) is too long: the context holds {context:,}"
+                f" tokens, {room:,} of them kept for the answer; shorten it, or lower /max"
+            )
+        if forget > self._forgotten:
+            self.terminal.note(
+                f"The context ({context:,} tokens) is full: the oldest {forget} of {turns} turns left it."
+            )
+        self._forgotten = forget
+        return prompt
+
+    def _status(self, output: "Output", interrupted: bool) -> None:
+        reason: str | None = "interrupted" if interrupted else output.finish_reason
+        if reason == "length":
+            full = output.prompt_tokens + len(output.tokens) >= self.model.base.context_length
+            reason = "length (context full)" if full else "length (/max)"
+        self.terminal.note(
+            f"[{count(len(output.tokens), 'token')}, {output.tokens_per_second:.1f} tokens/s,"
+            f" {output.tokens_per_step:.2f} tokens/step, {reason}{', typical (lossy)' * self.settings.lossy}]"
+        )

@@ -1,0 +1,70 @@
+"""Small random bases in real architectures, made on the spot: no download, a byte tokenizer, a second at most."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
+
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<end>"
+    "{% endgeneration %}{% else %}{{ message['content'] }}<end>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte; id 0 ends an answer."""
+    letters = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    raw = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def base_directory(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A saved two-layer Llama with grouped heads, sharp enough that its samples are not uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=0, bos_token_id=None, initializer_range=0.3,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def base(base_directory: Path) -> BaseModel:
+    """That base in float64, so that greedy identity is exact and not a matter of ties."""
+    return BaseModel.load(base_directory, dtype=torch.float64, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
+    """Heads with random weights: right sometimes, wrong mostly."""
+
+    def make(num_heads: int = 3, **options: object) -> DraftHeads:
+        torch.manual_seed(1)
+        config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, base=base.name, **options)  # type: ignore[arg-type]
+        heads = build_heads(config).to(base.dtype)
+        heads.init_from_base(base.lm_head_weight)
+        for parameter in heads.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        return heads.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(base: BaseModel, make_heads: Callable[..., DraftHeads]) -> MedusaModel:
+    """The base with three random heads."""
+    return MedusaModel(base, make_heads())

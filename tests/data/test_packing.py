@@ -1,0 +1,67 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+from data.packing import IGNORE, PackedRows, pack
+from data.sources import Sample
+
+
+def _sample(ids: list[int], mask: list[int]) -> Sample:
+    return Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool))
+
+
+def _documents(packed: PackedRows) -> list[list[int]]:
+    found = []
+    for row, length in enumerate(packed.lengths.tolist()):
+        starts = [*(packed.position_ids[row, :length] == 0).nonzero().squeeze(1).tolist(), length]
+        found += [packed.input_ids[row, a:b].tolist() for a, b in pairwise(starts)]
+    return found
+
+
+def test_every_token_of_every_sample_is_packed_once() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(3, 17, (50,)).tolist()
+    samples = [_sample([10 + n] * length, [0] + [1] * (length - 1)) for n, length in enumerate(lengths)]
+    packed = pack(samples, row_tokens=16)
+    assert sorted(_documents(packed)) == sorted(sample.input_ids.tolist() for sample in samples)
+    assert packed.fill == pytest.approx(sum(lengths) / packed.input_ids.numel())
+    assert packed.fill > 0.9
+
+
+def test_best_fit_fills_the_gaps_and_is_deterministic() -> None:
+    samples = [_sample([n] * n, [1] * n) for n in (3, 5, 7, 3, 5, 7)]
+    packed = pack(samples, row_tokens=10)
+    assert packed.lengths.tolist() == [10, 10, 10]
+    assert packed.fingerprint() == pack(samples, row_tokens=10).fingerprint()
+    assert packed.fingerprint() != pack(samples[::-1], row_tokens=12).fingerprint()
+
+
+def test_labels_stay_inside_their_document_and_the_mask() -> None:
+    first = _sample([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
+    second = _sample([7, 8, 9], [0, 1, 1])
+    labels = pack([first, second], row_tokens=12).labels(torch.tensor([0]), num_heads=2)[0]
+    no = IGNORE
+    assert labels[:, 0].tolist() == [3, 4, no, 6, no, no, 9, no, no, no, no, no]
+    assert labels[:, 1].tolist() == [4, no, 6, no, no, no, no, no, no, no, no, no]
+
+
+def test_padding_is_a_document_of_its_own_without_labels() -> None:
+    packed = pack([_sample([1, 2, 3, 4], [1, 1, 1, 1])], row_tokens=8)
+    assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert packed.label_counts(3).tolist() == [[2, 1, 0]]
+
+
+def test_long_samples_are_cut_and_pieces_without_labels_dropped() -> None:
+    packed = pack([_sample(list(range(20)), [0] * 12 + [1] * 8)], row_tokens=8)
+    assert sorted(_documents(packed)) == [[8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19]]
+
+
+def test_more_heads_than_tokens_in_a_row() -> None:
+    packed = pack([_sample([1, 2, 3], [1, 1, 1])], row_tokens=3)
+    assert packed.labels(torch.tensor([0]), num_heads=5)[0, 0].tolist() == [3, IGNORE, IGNORE, IGNORE, IGNORE]
+
+
+def test_nothing_to_train_on_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"samples \(1\) hold no supervised token"):
+        pack([_sample([1, 2, 3], [1, 1, 0])], row_tokens=8)

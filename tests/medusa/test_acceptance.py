@@ -1,0 +1,147 @@
+import math
+
+import pytest
+import torch
+
+from medusa.acceptance import Verdict, build_rule, greedy, gumbel_noise, select_path
+from medusa.tree import Draft, Tree
+
+SEED = torch.zeros(1, dtype=torch.int64)
+
+
+def draft_of(tree, tokens):
+    return Draft.of(torch.tensor([tokens]), tree)
+
+
+def test_the_deepest_path_of_accepted_edges_wins():
+    #        root - a(1) - c(3) - d(4)
+    #             \ b(2)
+    tree = Tree(((0,), (1,), (0, 0), (0, 0, 0)))
+    draft = draft_of(tree, [9, 1, 2, 3, 4])
+    verdict = Verdict(torch.tensor([[False, True, True, True, False]]), torch.tensor([[50, 51, 52, 53, 54]]))
+    accepted = select_path(draft, verdict)
+    assert accepted.path.tolist() == [[0, 1, 3, 3]]
+    assert accepted.counts.tolist() == [3]
+    assert accepted.tokens[0, :3].tolist() == [1, 3, 53]
+    assert (accepted.leaf.item(), accepted.bonus.item()) == (3, 53)
+
+
+def test_an_accepted_edge_below_a_refused_one_does_not_count():
+    draft = draft_of(Tree.chain(2), [9, 1, 2])
+    accepted = select_path(draft, Verdict(torch.tensor([[True, False, True]]), torch.tensor([[7, 8, 9]])))
+    assert accepted.counts.tolist() == [1]
+    assert accepted.tokens[0, 0].item() == 7
+
+
+def test_among_equally_deep_paths_the_likelier_wins():
+    draft = draft_of(Tree(((0,), (1,))), [9, 1, 2])
+    likelihood = torch.tensor([[-100.0, math.log(0.2), math.log(0.3)]])
+    accepted = select_path(draft, Verdict(torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3).long(), likelihood))
+    assert accepted.leaf.tolist() == [2]
+
+
+def test_greedy_follows_the_argmax_along_the_tree():
+    logits = torch.zeros(1, 4, 6)
+    for node, best in enumerate([2, 4, 5, 1]):
+        logits[0, node, best] = 1
+    draft = draft_of(Tree(((0,), (1,), (1, 0))), [3, 1, 2, 5])
+    accepted = select_path(draft, greedy(draft, logits, torch.zeros(1, 4).long()))
+    assert accepted.tokens[0, : accepted.counts[0]].tolist() == [2, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "entropy"),
+    [
+        ([0.5, 0.5, 0.0, 0.0], math.log(2)),
+        ([0.25, 0.25, 0.25, 0.25], math.log(4)),
+        ([0.7, 0.1, 0.1, 0.1], 0.9404479886553263),
+        ([0.97, 0.01, 0.01, 0.01], 0.16770086119176325),
+    ],
+)
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, 0.5), (1.0, 1.0)])
+def test_typical_acceptance_on_hand_computed_entropies(probabilities, entropy, epsilon, delta):
+    rule = build_rule("typical", SEED, temperature=1.0, epsilon=epsilon, delta=delta)
+    threshold = min(epsilon, delta * math.exp(-entropy))
+    logits = torch.tensor(probabilities).log().expand(1, 5, 4)
+    draft = draft_of(Tree.full([4]), [0, 0, 1, 2, 3])
+    edges = rule(draft, logits, torch.zeros(1, 5).long()).edges[0, 1:].tolist()
+    assert edges == [p > threshold for p in probabilities]
+
+
+def test_typical_reads_the_distribution_at_temperature():
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(1, 2, 3)
+    draft = draft_of(Tree.chain(1), [0, 2])
+    flat = build_rule("typical", SEED, temperature=10.0, epsilon=0.2, delta=10.0)
+    sharp = build_rule("typical", SEED, temperature=1.0, epsilon=0.2, delta=10.0)
+    assert flat(draft, logits, torch.zeros(1, 2).long()).edges[0, 1]
+    assert not sharp(draft, logits, torch.zeros(1, 2).long()).edges[0, 1]
+
+
+def test_typical_is_never_chosen_by_itself():
+    logits = torch.tensor([0.5, 0.5]).log().expand(1, 3, 2)
+    draft = draft_of(Tree.full([2]), [0, 0, 1])
+
+    def allowed(rule, position):
+        return rule(draft, logits, torch.full((1, 3), position)).edges[0, 1:].sum()
+
+    for temperature in (0.0, 1.0):
+        rule = build_rule(None, SEED, temperature=temperature)
+        assert all(allowed(rule, position) == 1 for position in range(8)), "lossless rules allow exactly one token"
+    assert allowed(build_rule("typical", SEED, temperature=1.0), 0) == 2
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**40 + 3])
+def test_noise_is_standard_gumbel_for_every_seed(seed):
+    noise = gumbel_noise(torch.tensor([seed]), torch.arange(64)[None], 512)
+    uniform = torch.exp(-torch.exp(-noise.flatten().double())).sort().values
+    expected = (torch.arange(len(uniform)) + 0.5) / len(uniform)
+    assert (uniform - expected).abs().max() * len(uniform) ** 0.5 < 1.95, "Kolmogorov-Smirnov, p < 0.001"
+    winners = noise[0].argmax(-1)
+    assert (winners == torch.arange(64)).sum() < 4, "the winner must not depend on the position's number"
+    assert len(winners.unique()) > 50
+
+
+def test_noise_differs_between_seeds_and_positions_and_repeats_exactly():
+    positions = torch.tensor([[3, 4]])
+    first = gumbel_noise(torch.tensor([1]), positions, 256)
+    assert torch.equal(first, gumbel_noise(torch.tensor([1]), positions, 256))
+    assert abs(torch.corrcoef(first[0])[0, 1]) < 0.25
+    other = gumbel_noise(torch.tensor([2]), positions, 256)
+    assert abs(torch.corrcoef(torch.stack([first[0, 0], other[0, 0]]))[0, 1]) < 0.25
+
+
+def test_draws_follow_the_processed_distribution():
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    rule = build_rule("sampling", SEED, temperature=2.0)
+    draws = 20_000
+    draft = Draft(*(torch.zeros(1, draws).long() for _ in range(3)), ancestors=torch.ones(1, 1, 1), depth=0)
+    logits = (2 * probabilities.log()).expand(1, draws, 4)
+    counts = torch.bincount(rule(draft, logits, torch.arange(draws)[None]).bonus[0], minlength=4)
+    chi_square = ((counts - probabilities * draws) ** 2 / (probabilities * draws)).sum()
+    assert chi_square < 16.3, "3 degrees of freedom, p < 0.001"
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
+def test_filters_leave_out_what_transformers_leaves_out(options):
+    rule = build_rule("sampling", SEED, temperature=1.0, **options)
+    logits = torch.tensor([0.4, 0.35, 0.15, 0.1]).log().expand(1, 1, 4)
+    draft = Draft.chain(torch.zeros(1, 1).long())
+    seen = {rule(draft, logits, torch.tensor([[position]])).bonus.item() for position in range(200)}
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("magic", {}, "not known; choose one of: greedy, sampling, typical"),
+        ("typical", {"temperature": 0.0}, "greedy needs 0"),
+        ("greedy", {"temperature": 1.0}, "greedy needs 0"),
+        (None, {"temperature": -1.0}, "temperature"),
+        (None, {"temperature": 1.0, "top_p": 1.5}, "top_p"),
+        (None, {"temperature": 1.0, "top_p": 0.0}, "leaves no token"),
+        ("typical", {"temperature": 1.0, "epsilon": 2.0}, "epsilon"),
+    ],
+)
+def test_wrong_settings_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_rule(name, SEED, **options)

@@ -1,0 +1,176 @@
+"""Decoding is lossless, ends where it must, and streams what it returns."""
+
+import pytest
+import torch
+
+from medusa import Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa.drafters import HeadsDrafter, PlainDrafter
+
+PROMPTS = ["def f(x):", "a", "once upon a time"]
+TREES = [Tree.chain(3), Tree.full([4, 2]), Tree.ranked(3, 20, 6)]
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return {
+        temperature: model.generate(PROMPTS, max_new_tokens=40, temperature=temperature, seed=7, nodes=1)
+        for temperature in (0.0, 1.0)
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("nodes", [2, 5, 16, 64])
+def test_dynamic_trees_change_nothing(model, plain, temperature, nodes):
+    outputs = model.generate(PROMPTS, max_new_tokens=40, temperature=temperature, seed=7, nodes=nodes)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain[temperature]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES, ids=["chain", "full", "ranked"])
+def test_static_trees_and_batches_change_nothing(model, plain, temperature, tree):
+    for prompt, expected in zip(PROMPTS, plain[temperature], strict=True):
+        output = model.generate(prompt, max_new_tokens=40, temperature=temperature, seed=7, tree=tree)
+        assert output.tokens == expected.tokens
+
+
+def test_plain_greedy_is_transformers_greedy(model, base):
+    ids = base.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    expected = base.model.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert model.generate(PROMPTS[0], max_new_tokens=30).tokens == expected
+
+
+def test_good_heads_save_steps_and_useless_ones_do_not_harm(base):
+    """A base that copies the last token forever is drafted perfectly by fresh heads."""
+    fresh = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3)).to(base.dtype)
+    model = MedusaModel(base, fresh)
+    plain = model.generate(PROMPTS, max_new_tokens=40, nodes=1)
+    drafted = model.generate(PROMPTS, max_new_tokens=40, nodes=16)
+    assert [o.tokens for o in drafted] == [o.tokens for o in plain]
+    assert all(o.tokens_per_step == 1 for o in plain)
+    assert sum(sum(o.drafted) for o in drafted) == sum(len(o.tokens) - o.steps for o in drafted)
+
+
+def test_sampling_depends_on_the_seed(model):
+    options = {"max_new_tokens": 30, "temperature": 1.0}
+    first, again, other = (model.generate("x = ", seed=seed, **options).tokens for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_typical_acceptance_takes_more_and_says_what_it_is(base, make_heads):
+    model = MedusaModel(base, make_heads())
+    options = {"max_new_tokens": 60, "temperature": 1.0, "nodes": 16}
+    lossless = model.generate("x = ", **options)
+    generous = model.generate("x = ", acceptance="typical", epsilon=1e-6, delta=1e-6, **options)
+    assert generous.steps < lossless.steps
+    assert generous.tokens_per_step > 2
+
+
+def test_limits_and_ends(model, base):
+    output = model.generate("abc", max_new_tokens=7)
+    assert (len(output.tokens), output.finish_reason) == (7, "length")
+    assert model.generate("abc", max_steps=3).steps == 3
+    room = base.context_length - 3
+    assert len(model.generate("abc", max_new_tokens=10_000).tokens) <= room
+    eos_anyway = model.generate("abc", max_new_tokens=10_000, temperature=1.0, seed=3)
+    assert eos_anyway.finish_reason in ("eos", "length")
+
+
+def test_an_end_token_inside_an_accepted_span_cuts_there(model, base, monkeypatch):
+    full = model.generate(PROMPTS[2], max_new_tokens=40)
+    end = full.tokens[11]
+    monkeypatch.setattr(type(base), "eos_ids", frozenset([end]))
+    cut = model.generate(PROMPTS[2], max_new_tokens=40, nodes=64)
+    assert cut.tokens == full.tokens[: full.tokens.index(end) + 1]
+    assert cut.finish_reason == "eos"
+
+
+def test_stop_strings_end_the_text_before_them(model):
+    text = model.generate(PROMPTS[0], max_new_tokens=40).text
+    stop = text[9:12]
+    for nodes in (1, 16):
+        output = model.generate(PROMPTS[0], max_new_tokens=40, stop=[stop, "never"], nodes=nodes)
+        assert output.text == text[: text.index(stop)]
+        assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("nodes", [1, 16])
+def test_streamed_pieces_add_up_to_the_text(model, nodes):
+    options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 11, "nodes": nodes}
+    expected = model.generate("héllo", **options)
+    stream = model.stream("héllo", **options)
+    pieces = list(stream)
+    assert "".join(pieces) == expected.text == stream.output.text
+    assert stream.output.tokens == expected.tokens
+    assert {piece.drafted for piece in pieces} <= ({False} if nodes == 1 else {False, True})
+
+
+def test_a_stopped_stream_keeps_what_there_was(model):
+    stream = model.stream("abc", max_new_tokens=40)
+    first = next(iter(stream))
+    assert stream.output.text.startswith(first)
+    assert 0 < len(stream.output.tokens) < 40
+
+
+def test_prompts_come_as_text_ids_or_tensors(model, base):
+    ids = base.tokenizer("abc").input_ids
+    expected = model.generate("abc", max_new_tokens=5).tokens
+    assert model.generate(ids, max_new_tokens=5).tokens == expected
+    assert model.generate(torch.tensor(ids), max_new_tokens=5).tokens == expected
+    assert [o.tokens for o in model.generate(torch.tensor([ids, ids]), max_new_tokens=5)] == [expected] * 2
+    assert [o.tokens for o in model.generate([ids], max_new_tokens=5)] == [expected]
+
+
+def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
+    model.save_pretrained(tmp_path / "heads")
+    loaded = MedusaModel.from_pretrained(tmp_path / "heads", dtype=torch.float64)
+    expected = model.generate("abc", max_new_tokens=20)
+    output = loaded.generate("abc", temperature=0.0, max_steps=512, max_new_tokens=20)
+    assert (output.tokens, output.steps) == (expected.tokens, expected.steps)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "is empty"),
+        ([], {}, "at least one prompt"),
+        ("x" * 128, {}, "leaves no room in the base's context"),
+        ("abc", {"max_new_tokens": 0}, "max_new_tokens"),
+        ("abc", {"max_steps": 0}, "max_steps"),
+        ("abc", {"nodes": 0}, "nodes"),
+        ("abc", {"tree": Tree.chain(4)}, "exceeds the number of heads"),
+    ],
+)
+def test_wrong_inputs_are_named(model, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt, **options)
+
+
+def test_heads_of_another_base_are_refused(base):
+    heads = build_heads(HeadsConfig(base.hidden_size + 1, base.vocab_size, base="other/base"))
+    with pytest.raises(ValueError, match=r"hidden size \(33\) is not the base's \(32.*other/base"):
+        MedusaModel(base, heads)
+
+
+def test_missing_bases_are_named(tmp_path, model):
+    with pytest.raises(FileNotFoundError, match="base directory"):
+        MedusaModel.from_pretrained(None, base=tmp_path / "no" / "base")
+    with pytest.raises(ValueError, match="no base is named"):
+        MedusaModel.from_pretrained(None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        MedusaModel.from_pretrained(None, base=tmp_path / "empty")
+
+
+def test_the_drafter_returns_trees_of_its_size(base, make_heads):
+    heads = make_heads()
+    state_hidden = torch.randn(2, base.hidden_size, dtype=base.dtype)
+    for nodes in (1, 2, 9, 40):
+        drafter = HeadsDrafter(heads, base.logits, nodes)
+        draft = drafter.propose(type("S", (), {"roots": torch.tensor([3, 4]), "hidden": state_hidden})())
+        assert draft.tokens.shape == (2, nodes) == (2, drafter.nodes)
+        assert draft.tokens[:, 0].tolist() == [3, 4]
+        index = torch.arange(1, nodes)
+        assert (draft.parents[:, 1:] < index).all()
+        assert (draft.depths.gather(1, draft.parents)[:, 1:] + 1 == draft.depths[:, 1:]).all()
+        assert (draft.ancestors.sum(-1) == draft.depths + 1).all()
+    assert PlainDrafter().nodes == 1

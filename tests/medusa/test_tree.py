@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from medusa.tree import Draft, Tree
+
+
+def test_a_tree_lists_its_nodes_by_depth_with_parents_before_children():
+    tree = Tree(((1,), (0, 1), (0,), (0, 1, 0)))
+    assert tree.paths == ((0,), (1,), (0, 1), (0, 1, 0))
+    assert (tree.nodes, tree.depth, tree.width) == (5, 3, 2)
+    assert tree.parents.tolist() == [0, 0, 0, 1, 3]
+    assert tree.depths.tolist() == [0, 1, 1, 2, 3]
+    assert tree.ranks.tolist() == [0, 0, 1, 1, 0]
+    assert tree.ancestors[4].tolist() == [True, True, False, True, True]
+    assert tree.ancestors[2].tolist() == [True, False, True, False, False]
+
+
+def test_full_and_chain_have_the_expected_sizes():
+    assert Tree.full([3, 2]).nodes == 1 + 3 + 6
+    assert Tree.chain(4).paths == ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
+    assert Tree(()).nodes == 1
+
+
+def test_ranked_prefers_low_ranks_and_is_closed():
+    tree = Tree.ranked(depth=3, nodes=12, width=5)
+    assert {(0,), (0, 0), (0, 0, 0), (1,)} <= set(tree.paths)
+    assert all(path[:-1] in set(tree.paths) or len(path) == 1 for path in tree.paths)
+    assert max(map(max, tree.paths)) < 5
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [(((0, 0),), "no parent"), (((0,), (0,)), "different"), (((),), "not empty"), (((-1,),), "negative rank")],
+)
+def test_broken_trees_are_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        Tree(paths)
+
+
+def test_a_chain_draft_is_causal():
+    draft = Draft.chain(torch.tensor([[5, 6, 7]]))
+    assert draft.ancestors[0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert draft.parents[0].tolist() == [0, 0, 1]
+    assert draft.depth == 2

@@ -1,0 +1,132 @@
+"""The chat in a real (pseudo) terminal, as a process of its own, with a fake model."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fake_model.py")
+ROOT = Path(__file__).parents[2]
+GREEN = "\x1b[32m"
+
+
+LAUNCH = "import os, runpy, sys; os.login_tty(0); del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+class Screen:
+    """A chat process with its terminal; ``expect`` reads on until a text appears."""
+
+    def __init__(self, *flags: str, **environ: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(SCRIPT), *flags],
+            env={"PYTHONPATH": str(ROOT), "TERM": "xterm", "HOME": "/nonexistent"} | environ,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+        )
+        os.close(slave)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def expect(self, pattern: str) -> str:
+        """Everything up to the end of the pattern; what is read once is not seen again."""
+        while not (match := re.search(pattern, self.text)):
+            ready, _, _ = select.select([self._master], [], [], 5)
+            assert ready, f"no {pattern!r} in {self.text!r}"
+            self.text += self._read()
+        seen, self.text = self.text[: match.end()], self.text[match.end() :]
+        return seen
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._master, 65536).decode(errors="replace")
+        except OSError:
+            raise AssertionError(f"the chat ended after {self.text!r}") from None
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def screen() -> Iterator[Screen]:
+    screen = Screen("--colour")
+    yield screen
+    screen.close()
+
+
+def test_interrupts_and_leaving(screen: Screen) -> None:
+    screen.expect(">>> ")
+    screen.type("\x03\n")  # readline may miss a signal just before it waits for input; a key wakes it
+    screen.expect("/exit or Ctrl-D")
+    screen.expect(">>> ")
+    screen.type("hello\n")
+    screen.expect("word3")
+    screen.type("\x03")
+    answer = screen.expect(">>> ")
+    assert "interrupted" in answer
+    assert "word200" not in answer
+    screen.type("again\n")
+    screen.expect(r"(?s)again\r\n.*again\r\n.*eos")
+    screen.type("/stats\n")
+    screen.expect("2 turns")
+    screen.expect(">>> ")
+    screen.type("\x04")
+    assert screen.process.wait(timeout=5) == 0
+
+
+def test_drafted_words_are_coloured(screen: Screen) -> None:
+    screen.expect(">>> ")
+    screen.type("hello\n")
+    answer = screen.expect("word4")
+    assert f"{GREEN}word1 " in answer
+    assert f"{GREEN}word3 " in answer
+    assert f"{GREEN}word0" not in answer
+    assert f"{GREEN}word2" not in answer
+
+
+def test_line_editing_completes_commands_and_recalls_lines(screen: Screen) -> None:
+    screen.expect(">>> ")
+    screen.type("/no\t16\n")
+    screen.expect("nodes = 16")
+    screen.expect(">>> ")
+    screen.type("\x1b[A\x7f\n")
+    screen.expect("nodes = 1\\b")
+
+
+def test_words_are_not_coloured_unless_asked(screen: Screen) -> None:
+    screen.expect(">>> ")
+    screen.type("/colour off\nhello\n")
+    assert GREEN not in screen.expect("word6")
+
+
+def test_pasted_lines_are_one_message(screen: Screen) -> None:
+    screen.expect(">>> ")
+    screen.type("/max 1\n")
+    screen.expect(">>> ")
+    screen.type("\x1b[200~/one\ntwo\x1b[201~\n")
+    screen.expect(r"length")
+    screen.expect(">>> ")
+    screen.type("/stats\n")
+    screen.expect("1 turn,")
+
+
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_codes_where_none_are_wanted(environ: dict[str, str]) -> None:
+    screen = Screen("--colour", **environ)
+    try:
+        assert "Colours are off" in screen.expect(">>> ")
+        screen.type("hello\n")
+        assert not re.search(r"\x1b\[\d+m", screen.expect("word6"))
+    finally:
+        screen.close()

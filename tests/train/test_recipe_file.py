@@ -1,0 +1,110 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from train.config import Recipe
+from train.recipe_file import (
+    RecipeError,
+    build_recipe,
+    describe,
+    differences,
+    leaves,
+    parse_overrides,
+    read_recipe,
+    resolved,
+)
+
+RECIPES = sorted((Path(__file__).parents[2] / "train" / "recipes").glob("*.yaml"))
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_valid(path: Path) -> None:
+    assert read_recipe(path).data.train
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = _write(tmp_path / "r.yaml", "data: {train: a.jsonl}\noptim: {lr: 1e-2, micro_rows: 4}\nlog: {wandb: off}\n")
+    recipe = read_recipe(path, parse_overrides(["--recipe.optim.lr", "1e-4", "--recipe.heads.own_lm_heads=true"]))
+    assert recipe.optim.lr == 1e-4
+    assert recipe.optim.micro_rows == 4
+    assert recipe.heads.own_lm_heads is True
+    assert recipe.log.wandb == "off"
+    assert recipe.heads.num_heads == Recipe().heads.num_heads
+
+
+def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
+    path = _write(
+        tmp_path / "r.yaml",
+        "data: {trian: x}\noptim: {lr: fast, steps: -1, clip_norm: .nan}\nengine: {precision: int8}\nhead: 1\n",
+    )
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path, {"heads.num_heads": "2.5", "engine.zero_stages": "1"})
+    lines = str(caught.value).splitlines()
+    expected = (
+        ("data.trian", "did you mean data.train?"),
+        ("optim.lr ('fast')", "a number"),
+        ("optim.steps (-1)", "out of range"),
+        ("optim.clip_norm (nan)", "out of range"),
+        ("engine.precision ('int8')", "float32, bfloat16"),
+        ("unknown key head (1)", ""),
+        ("heads.num_heads (2.5)", "an integer"),
+        ("engine.zero_stages", "did you mean engine.zero_stage?"),
+    )
+    assert len(lines) == len(expected)
+    for thing, remedy in expected:
+        assert any(thing in line and remedy in line for line in lines), thing
+
+
+def test_a_key_in_the_wrong_section_is_found() -> None:
+    with pytest.raises(RecipeError, match=r"did you mean optim\.lr\?"):
+        build_recipe({"data.train": "x", "heads.lr": 1.0})
+
+
+def test_training_data_is_required() -> None:
+    with pytest.raises(RecipeError, match=r"data\.train \(''\)"):
+        build_recipe({})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a: [1", "is not YAML"), (b"- 1\n", "holds a list"), (b"a: \xff\n", "UTF-8"), (None, "No such file")],
+)
+def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize("arguments", [["--lr", "1"], ["--recipe.optim.lr"], ["extra"]])
+def test_wrong_arguments(arguments: list[str]) -> None:
+    with pytest.raises(RecipeError, match="argument"):
+        parse_overrides(arguments)
+
+
+def test_help_shows_every_key_with_its_docstring() -> None:
+    text = describe()
+    for key, _ in leaves(Recipe):
+        assert f"  {key} = " in text
+    assert "Tokens per packed row" in text
+    assert "[float32 | bfloat16]" in text
+
+
+def test_differences_name_what_matters_only() -> None:
+    recipe = build_recipe({"data.train": "x"})
+    other = replace(recipe, run="elsewhere", optim=replace(recipe.optim, lr=0.5, micro_rows=1))
+    assert differences(other, resolved(recipe)) == ["optim.lr is 0.5, the run was started with 0.001"]
+
+
+def test_reading_a_recipe_does_not_import_torch() -> None:
+    code = "import sys, train.__main__, train.recipe_file; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=RECIPES[0].parents[2], check=False).returncode == 0

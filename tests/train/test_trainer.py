@@ -1,0 +1,186 @@
+"""The whole job in one process, on a tiny base."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from data.packing import IGNORE, pack
+from data.sources import read_samples
+from medusa.base_model import BaseModel
+from medusa.formats.native import load_heads
+from train.__main__ import main
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, supervised_positions
+from train.run_directory import RunDirectory
+from train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    values = {
+        "run": str(path.parent / "run"),
+        "base": {"name": str(base), "dtype": "float32"},
+        "heads": {"num_heads": 3},
+        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 9},
+        "engine": {"device": "cpu"},
+        "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6},
+        "log": {"checkpoint_steps": 4},
+    }
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path) -> Path:
+    assert main(["--recipe", str(recipe)]) == 0
+    return recipe.parent / "run"
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
+    *steps, last = _metrics(finished)
+    assert [line["step"] for line in steps] == list(range(1, 10))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+    assert "heldout_top1" in steps[5]
+    assert last["heldout_tokens_per_step"] >= 1.0
+    assert all(len(last[name]) == 3 for name in ("heldout_samples", "heldout_top1", "heldout_top5", "heldout_top10"))
+    heads = load_heads(finished / "heads")
+    assert all(parameter.any() for parameter in heads.parameters())
+    provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
+    assert provenance["recipe"] == yaml.safe_load((finished / "recipe.yaml").read_text(encoding="utf-8"))
+    assert provenance["figures"] == last
+
+
+def test_a_finished_run_says_so(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "train"):
+        assert main(["--recipe", str(recipe)]) == 0
+    assert "run is finished" in caplog.text
+
+
+def test_another_recipe_is_refused(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["--recipe", str(recipe), "--recipe.optim.lr", "0.5"]) == 2
+    assert "optim.lr is 0.5, the run was started with 0.01" in caplog.text
+
+
+def test_an_interrupted_run_resumes_exactly(
+    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step = Trainer.train_step
+
+    def interrupted(trainer: Trainer) -> dict[str, Any]:
+        if trainer.step == 6:
+            raise KeyboardInterrupt
+        return train_step(trainer)
+
+    arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        assert main(arguments) == 130
+    position = RunDirectory(tmp_path).position()
+    assert position is not None
+    assert position.step == 4
+    # Another split into micro-batches changes nothing but rounding.
+    assert main([*arguments, "--recipe.optim.micro_rows", "2"]) == 0
+
+    for ours, theirs in zip(_metrics(tmp_path), _metrics(finished), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours.get("rows") == theirs.get("rows")
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
+    expected = load_heads(finished / "heads").state_dict()
+    for name, value in load_heads(tmp_path / "heads").state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
+    overrides = {"heads.own_lm_heads": "true", "heads.num_layers": "2", "engine.precision": "bfloat16",
+                 "base.dtype": "bfloat16", "data.heldout": "", "engine.zero_stage": "3"}  # fmt: skip
+    flags = [text for key, value in overrides.items() for text in (f"--recipe.{key}", value)]
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), *flags]) == 0
+    *steps, _ = _metrics(tmp_path)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+    assert load_heads(tmp_path / "heads").lm_heads is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "message"),
+    [
+        (["--recipe.optim.rows_per_step", "9"], 2, "optim.rows_per_step (9) must be a multiple"),
+        (["--recipe.data.train", "none.jsonl"], 1, "sample file (none.jsonl) does not exist"),
+        (["--recipe.base.name", "/no/such/base"], 1, "/no/such/base"),
+        (["--recipe.heads.architecture", "medsa"], 1, "head architecture ('medsa') is not known"),
+        (["--recipe.optim.lrr", "1"], 2, "did you mean optim.lr?"),
+        (["--what"], 2, "argument (--what) is unknown"),
+    ],
+)
+def test_wrong_use_and_failures_are_one_clear_error(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, overrides: list[str], status: int, message: str
+) -> None:
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), *overrides]) == status
+    assert message in caplog.text
+
+
+def test_check_reads_the_recipe_only(recipe: Path, tmp_path: Path) -> None:
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run"), "--check"]) == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_in_use_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunDirectory(tmp_path).locked():
+        assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 1
+    assert "is in use by another process" in caplog.text
+
+
+def test_packed_documents_do_not_see_each_other(base: Path, samples: Path) -> None:
+    model = BaseModel.load(base, dtype=torch.float32, device="cpu")
+    documents = read_samples(samples, model.tokenizer)[:3]
+    packed = pack(documents, row_tokens=256)
+    hidden, labels = supervised_positions(model, packed, torch.tensor([0]), num_heads=2)
+    alone = [supervised_positions(model, pack([one], 256), torch.tensor([0]), 2) for one in documents]
+    # Best fit packs the longest document first.
+    order = sorted(range(3), key=lambda index: -len(documents[index].input_ids))
+    torch.testing.assert_close(hidden, torch.cat([alone[index][0] for index in order]), rtol=0, atol=1e-5)
+    assert torch.equal(labels, torch.cat([alone[index][1] for index in order]))
+
+
+def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: Path, samples: Path) -> None:
+    model = BaseModel.load(base, dtype=torch.float32, device="cpu")
+    heads = load_heads(finished / "heads")
+    packed = pack(read_samples(samples, model.tokenizer)[:5], row_tokens=96)
+    rows = torch.arange(len(packed))
+    figures = accuracy_figures(head_accuracy(model, heads, packed, rows, batch_rows=2))
+    hidden, labels = supervised_positions(model, packed, rows, 3)
+    with torch.no_grad():
+        best = heads.logits(hidden, model.logits).topk(10).indices
+    for head in range(3):
+        valid = labels[:, head] != IGNORE
+        hits = best[head, valid] == labels[valid, head, None]
+        assert figures["samples"][head] == valid.sum()
+        for rank in (1, 5, 10):
+            assert figures[f"top{rank}"][head] == pytest.approx(hits[:, :rank].any(1).float().mean().item())
+
+
+def test_held_out_prompts_end_before_the_answer(base: Path, samples: Path) -> None:
+    tokenizer = BaseModel.load(base, device="cpu").tokenizer
+    documents = read_samples(samples, tokenizer)
+    prompts = held_out_prompts(documents, count=3, longest=100)
+    assert [tokenizer.decode(prompt) for prompt in prompts] == [f"say {n}<end>" for n in (0, 21, 42)]
+    assert held_out_prompts(documents, count=1, longest=4) == [prompts[0][:4]]

@@ -1,0 +1,1 @@
+"""Training of draft heads on a frozen base: a torchrun + DeepSpeed job that is described by one recipe file."""

@@ -1,0 +1,107 @@
+"""Evaluation on held-out samples: per-head accuracy, and tokens per step as `MedusaModel.generate` serves them.
+
+Shapes: B rows, T tokens, M positions, K heads, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from data.packing import IGNORE, PackedRows
+from data.sources import Sample
+from medusa.base_model import BaseModel
+from medusa.heads import DraftHeads
+from medusa.model import MedusaModel
+
+RANKS = (1, 5, 10)
+"""A head is right at rank r when its r best tokens hold the label."""
+CHUNK = 256
+"""Positions whose K x V logits exist at a time."""
+DOCUMENT_PROMPT = 32
+"""Tokens of a document without a prompt part that are given to be continued."""
+
+
+@torch.no_grad()
+def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: Tensor, batch_rows: int) -> Tensor:
+    """Count how often each head's best tokens hold the label.
+
+    Args:
+        base: the frozen model.
+        heads: the trained heads in the base's dtype, on its device.
+        packed: held-out rows.
+        rows: indices of the rows to read.
+        batch_rows: rows per forward pass.
+
+    Returns:
+        int64 [1 + len(RANKS), K]: labels per head, then hits per rank and head; counts add up over processes.
+    """
+    num_heads = heads.config.num_heads
+    counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
+    for part in rows.split(batch_rows):
+        hidden_MD, labels_MK = supervised_positions(base, packed, part, num_heads)
+        for hidden, labels in zip(hidden_MD.split(CHUNK), labels_MK.split(CHUNK), strict=True):
+            logits_KMV = heads.logits(hidden, base.logits)
+            labels_KM = labels.T
+            valid_KM = labels_KM != IGNORE
+            target_KM1 = logits_KMV.gather(2, labels_KM.clamp(min=0)[..., None])
+            better_KM = (logits_KMV > target_KM1).sum(2)
+            hits = [valid_KM, *((better_KM < rank) & valid_KM for rank in RANKS)]
+            counts += torch.stack(hits).sum(2).cpu()
+    return counts
+
+
+def accuracy_figures(counts: Tensor) -> dict[str, list[float]]:
+    """Turn the counts of `head_accuracy` into {"samples": [...], "top1": [...], ...}, one value per head."""
+    samples_K, hits_RK = counts[0], counts[1:]
+    shares_RK = hits_RK / samples_K.clamp(min=1)
+    return {"samples": samples_K.tolist()} | {
+        f"top{rank}": share_K.tolist() for rank, share_K in zip(RANKS, shares_RK, strict=True)
+    }
+
+
+@torch.no_grad()
+def supervised_positions(base: BaseModel, packed: PackedRows, rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """The base's hidden states where at least one head has a label.
+
+    Args:
+        base: the frozen model.
+        packed: packed rows.
+        rows: indices of the rows to read.
+        num_heads: K.
+
+    Returns:
+        hidden_MD and labels_MK on the base's device.
+    """
+    labels_BTK = packed.labels(rows, num_heads)
+    chosen_BT = (labels_BTK != IGNORE).any(2)
+    device = base.device
+    hidden_BTD = base.hidden_states(
+        packed.input_ids[rows].long().to(device), packed.position_ids[rows].long().to(device)
+    )
+    return hidden_BTD[chosen_BT.to(device)], labels_BTK[chosen_BT].to(device)
+
+
+def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> list[list[int]]:
+    """Prompts of `count` samples spread over all of them, at most `longest` tokens each.
+
+    A document, which has no prompt part, gives its first tokens.
+    """
+    chosen = samples[:: max(1, len(samples) // count)][:count]
+    prompts = [sample.prompt or sample.input_ids[:DOCUMENT_PROMPT].tolist() for sample in chosen]
+    return [prompt[:longest] for prompt in prompts]
+
+
+def served_tokens(
+    model: MedusaModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, nodes: int
+) -> tuple[int, int]:
+    """Decode prompts greedily with the heads.
+
+    Returns:
+        Tokens emitted and verify steps taken, over whole outputs.
+    """
+    tokens = steps = 0
+    for prompt in prompts:
+        output = model.generate(list(prompt), max_new_tokens=max_new_tokens, nodes=nodes)
+        tokens, steps = tokens + len(output.tokens), steps + output.steps
+    return tokens, steps

@@ -1,0 +1,199 @@
+"""Reads a recipe: YAML file + command-line overrides -> `Recipe`, with all errors shown at once."""
+
+import ast
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import Field, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.config import Recipe
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; its text lists every error."""
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Read a YAML recipe and apply overrides.
+
+    Args:
+        path: the YAML file; keys that it leaves out keep their defaults.
+        overrides: dotted key -> value as typed on the command line, e.g. {"optim.lr": "1e-3"}.
+
+    Raises:
+        RecipeError: the file cannot be read, or keys or values are wrong (all of them are named).
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"recipe ({path}) cannot be read: {error.strerror}; give an existing YAML file") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"recipe ({path}) is not YAML in UTF-8: {reason}; correct the file") from None
+    if not isinstance(content or {}, dict):
+        raise RecipeError(f"recipe ({path}) holds a {type(content).__name__}; write `key: value` lines")
+    values = dict(_flatten(content or {}))
+    for key, text in (overrides or {}).items():
+        values[key] = _scalar(text)
+    return build_recipe(values)
+
+
+def build_recipe(values: Mapping[str, Any]) -> Recipe:
+    """Build a checked recipe from dotted keys, e.g. {"optim.lr": 1e-3}.
+
+    Raises:
+        RecipeError: unknown keys or bad values; the text lists all of them.
+    """
+    known = dict(leaves(Recipe))
+    errors: list[str] = []
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            errors.append(f"unknown key {key} ({value!r}){_nearest(key, known)}")
+            continue
+        try:
+            checked[key] = _checked(key, value, known[key])
+        except ValueError as error:
+            errors.append(str(error))
+    recipe: Recipe = _assemble(Recipe, checked, "")
+    if not recipe.data.train and not any(error.startswith(("data.train", "unknown key data")) for error in errors):
+        errors.append("data.train ('') names no file; give a .jsonl file of training samples")
+    if errors:
+        raise RecipeError("\n".join(errors))
+    return recipe
+
+
+def leaves(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """All values of a recipe class in order: (dotted key, dataclass field)."""
+    for entry in fields(section):
+        if is_dataclass(entry.type) and isinstance(entry.type, type):
+            yield from leaves(entry.type, f"{prefix}{entry.name}.")
+        else:
+            yield f"{prefix}{entry.name}", entry
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as nested plain values, ready for YAML or JSON."""
+    return asdict(recipe)
+
+
+def differences(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
+    """Values that forbid to resume a run that was started with `stored`, one sentence each."""
+    now, before = dict(_flatten(resolved(recipe))), dict(_flatten(stored))
+    return [
+        f"{key} is {now[key]!r}, the run was started with {before.get(key)!r}"
+        for key, entry in leaves(Recipe)
+        if not entry.metadata.get("resume", False) and now[key] != before.get(key)
+    ]
+
+
+def describe() -> str:
+    """All recipe keys with defaults, limits and units: the text of `--help`."""
+    documents = _documents()
+    lines = []
+    for key, entry in leaves(Recipe):
+        default = "required" if key == "data.train" else repr(entry.default)
+        lines.append(f"  {key} = {default}{_limits_text(entry)}\n      {documents[key]}")
+    return "\n".join(lines)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    same_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    names = same_leaf[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"; did you mean {names[0]}?" if names else "; `--help` lists the keys"
+
+
+def _checked(key: str, value: Any, entry: Field[Any]) -> Any:
+    kind: type[Any] = entry.type  # type: ignore[assignment]
+    if kind is str and isinstance(value, bool) and "off" in entry.metadata.get("choices", ()):
+        value = value or "off"  # YAML 1.1 reads a bare `off` as false
+    if kind is str and value is None:
+        value = ""  # `key:` with nothing behind it
+    if kind is float and not isinstance(value, bool):
+        with suppress(TypeError, ValueError):
+            value = float(value)  # YAML 1.1 reads 1e-3 as a string
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"{key} ({value!r}) is not {_KINDS[kind]}; give {_KINDS[kind]}")
+    choices = entry.metadata.get("choices")
+    if choices and value not in choices:
+        raise ValueError(f"{key} ({value!r}) is not a choice; take one of {', '.join(choices)}")
+    low, high = entry.metadata.get("low"), entry.metadata.get("high")
+    # Written so that nan fails both comparisons.
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        raise ValueError(f"{key} ({value!r}) is out of range; stay within{_limits_text(entry)}")
+    return value
+
+
+_KINDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def _limits_text(entry: Field[Any]) -> str:
+    choices, low, high = (entry.metadata.get(name) for name in ("choices", "low", "high"))
+    if choices:
+        return f" [{' | '.join(choices)}]"
+    if low is None and high is None:
+        return ""
+    return f" [{low} .. {'' if high is None else high}]"
+
+
+def _assemble(section: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    arguments = {}
+    for entry in fields(section):
+        key = f"{prefix}{entry.name}"
+        if is_dataclass(entry.type) and isinstance(entry.type, type):
+            arguments[entry.name] = _assemble(entry.type, values, f"{key}.")
+        elif key in values:
+            arguments[entry.name] = values[key]
+    return section(**arguments)
+
+
+def _documents(section: type[Any] = Recipe, prefix: str = "") -> dict[str, str]:
+    """Attribute docstrings by dotted key; Python keeps them in the source only."""
+    (body,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            found[f"{prefix}{ast.unparse(statement.target)}"] = str(ast.literal_eval(following.value))
+    for entry in fields(section):
+        if is_dataclass(entry.type) and isinstance(entry.type, type):
+            found |= _documents(entry.type, f"{prefix}{entry.name}.")
+    return found
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """Turn `--recipe.optim.lr 1e-3` or `--recipe.optim.lr=1e-3` into {"optim.lr": "1e-3"}.
+
+    Raises:
+        RecipeError: an argument that is no override, or one without a value.
+    """
+    found: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        flag, joined, value = rest.pop(0).partition("=")
+        if not flag.startswith("--recipe."):
+            raise RecipeError(f"argument ({flag}) is unknown; overrides look like --recipe.optim.lr 1e-3")
+        if not joined and not rest:
+            raise RecipeError(f"argument ({flag}) has no value; write {flag} VALUE")
+        found[flag.removeprefix("--recipe.")] = value if joined else rest.pop(0)
+    return found

@@ -1,0 +1,240 @@
+"""The training job: frozen base -> hidden states -> heads -> loss -> DeepSpeed step.
+
+Shapes: R rows of a step, M supervised positions, K heads, D hidden size.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from data import resolve_base_name
+from data.packing import PackedRows, pack
+from data.sources import Sample, read_samples
+from medusa.base_model import BaseModel
+from medusa.formats.native import save_heads
+from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from medusa.model import MedusaModel
+from train.config import Recipe
+from train.engine import Engine
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens, supervised_positions
+from train.losses import HeadsLoss
+from train.progress import Progress, WandbReport
+from train.provenance import provenance
+from train.recipe_file import RecipeError
+from train.run_directory import Position, RunDirectory
+from train.schedule import head_weights, learning_rate, mixed_seed, rows_of_step, total_steps
+from train.workers import Workers
+
+LOGGER = logging.getLogger("train")
+
+
+def train(recipe: Recipe) -> None:
+    """Train heads from where the run directory stands to the recipe's last step, and write them to <run>/heads.
+
+    Raises:
+        RecipeError: the run directory belongs to another recipe, or the recipe does not fit the processes.
+        ValueError, OSError: samples or base cannot be read.
+    """
+    directory = RunDirectory(recipe.run)
+    directory.check(recipe)
+    if directory.finished():
+        LOGGER.info("run is finished; its heads are in %s", directory.heads)
+        return
+    workers = Workers.start(recipe.engine.device)
+    disable_progress_bar()
+    with directory.locked() if workers.rank == 0 else nullcontext():
+        Trainer(recipe, directory, workers).run()
+
+
+class Trainer:
+    """One run, seen from one process."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, workers: Workers) -> None:
+        _check_rows(recipe, workers)
+        self.recipe, self.directory, self.workers = recipe, directory, workers
+        base_name = resolve_base_name(recipe.base.name)
+        dtype = None if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
+        self.base = BaseModel.load(base_name, dtype=dtype, device=workers.device)
+        self.packed = self._read_training_rows()
+        self.heldout = read_samples(recipe.data.heldout, self.base.tokenizer) if recipe.data.heldout else []
+        self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
+        self.label_counts_RK = self.packed.label_counts(recipe.heads.num_heads)
+        self.total = total_steps(recipe.optim, len(self.packed))
+
+        torch.manual_seed(recipe.optim.seed)
+        heads = build_heads(self._heads_config(str(base_name)))
+        heads.init_from_base(self.base.lm_head_weight)
+        loss = HeadsLoss(heads, self._vocabulary, recipe.engine.loss_rows)
+        self.engine = Engine(loss, recipe.optim, recipe.engine, workers.device)
+        self.step, self.seconds = 0, 0.0
+        self._resume()
+
+    def run(self) -> None:
+        """Make the remaining steps, evaluate, and write the heads."""
+        writer = self.workers.rank == 0
+        if writer:
+            self.directory.start(self.recipe, self.step)
+        report = WandbReport(self.recipe, self.directory.path, writer)
+        figures: dict[str, Any] = {}
+        with Progress(self.step, self.total, writer) as progress:
+            while self.step < self.total:
+                figures = self.train_step()
+                progress.update(self.step, figures)
+                if self._due(self.recipe.evaluate.every_steps) and self.step < self.total:
+                    figures |= self.evaluate()
+                if writer:
+                    self.directory.log(figures)
+                    report.log(figures)
+                if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total:
+                    self.save_checkpoint()
+        self._finish(report)
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step over rows_per_step rows of all processes; returns its line of metrics.jsonl."""
+        began = time.monotonic()
+        optim, workers = self.recipe.optim, self.workers
+        torch.manual_seed(mixed_seed(optim.seed, self.step))  # randomness depends on the step: no state to resume
+        rows_R = rows_of_step(optim.seed, self.step, optim.rows_per_step, len(self.packed))
+        counts_K = self.label_counts_RK[rows_R].sum(0)
+        weights_K = head_weights(optim, counts_K).to(workers.device)
+        lr = learning_rate(optim, self.step, self.total)
+
+        sums_2K = torch.zeros(2, len(counts_K), dtype=torch.float64, device=workers.device)
+        mine = rows_R.chunk(workers.world_size)[workers.rank]
+        for micro in mine.split(optim.micro_rows):
+            hidden_MD, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
+            loss, loss_K, correct_K = self.engine(hidden_MD.float(), labels_MK, weights_K)
+            self.engine.backward_and_step(loss, lr)
+            sums_2K += torch.stack([loss_K, correct_K])
+
+        loss_K, correct_K = workers.total(sums_2K)
+        self.step += 1
+        tokens, seconds = int(self.packed.lengths[rows_R].sum()), time.monotonic() - began
+        self.seconds += seconds
+        return {
+            "step": self.step,
+            "epoch": round(self.step * optim.rows_per_step / len(self.packed), 4),
+            "loss": float((loss_K * weights_K.cpu()).sum()),
+            "head_loss": (loss_K / counts_K.clamp(min=1)).tolist(),
+            "head_top1": (correct_K / counts_K.clamp(min=1)).tolist(),
+            "lr": lr,
+            "grad_norm": self.engine.gradient_norm,
+            "rows": rows_R.tolist(),
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "train_seconds": self.seconds,
+        }
+
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out accuracy per head and tokens per step as served; {} without held-out samples."""
+        if self.heldout_packed is None:
+            return {}
+        options, workers = self.recipe.evaluate, self.workers
+        heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
+        rows = torch.arange(len(self.heldout_packed))[: options.rows or None]
+        mine = rows[workers.rank :: workers.world_size]
+        counts = head_accuracy(self.base, heads, self.heldout_packed, mine, self.recipe.optim.micro_rows)
+        accuracy = accuracy_figures(workers.total(counts).long())
+        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy.items()}
+        if options.prompts:
+            longest = max(1, self.base.context_length - options.max_new_tokens)
+            prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
+            model = MedusaModel(self.base, heads)
+            served = workers.total(torch.tensor(served_tokens(model, prompts, options.max_new_tokens, options.nodes)))
+            figures["heldout_tokens_per_step"] = float(served[0] / served[1])
+        return figures
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint; it counts from the moment when `latest` names it."""
+        position = Position(self.step, self.total, self.workers.world_size, self.packed.fingerprint())
+        if self.workers.rank == 0:
+            self.directory.discard(position.tag)
+        self.workers.wait()
+        self.engine.save(self.directory.checkpoints, position.tag, {"seconds": self.seconds})
+        self.workers.wait()
+        if self.workers.rank == 0:
+            self.directory.commit(position, self.recipe.log.keep)
+
+    def _resume(self) -> None:
+        position = self.directory.position()
+        if position is None:
+            return
+        _check_position(position, self.recipe, self.workers, self.packed)
+        self.seconds = self.engine.load(self.directory.checkpoints, position.tag)["seconds"]
+        self.step = position.step
+        LOGGER.info("resumed at step %d of %d", self.step, self.total)
+
+    def _finish(self, report: WandbReport) -> None:
+        figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | self.evaluate()
+        heads = self._trained_heads()
+        if self.workers.rank == 0:
+            self.directory.log(figures)
+            report.log(figures)
+            save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
+            LOGGER.info("heads are in %s", self.directory.heads)
+        report.finish()
+        self.workers.wait()
+
+    def _read_training_rows(self) -> PackedRows:
+        samples: Sequence[Sample] = read_samples(self.recipe.data.train, self.base.tokenizer)
+        packed = pack(samples, self.recipe.data.row_tokens)
+        LOGGER.info(
+            "%d samples in %d rows of %d tokens, %.1f %% filled",
+            len(samples), len(packed), self.recipe.data.row_tokens, 100 * packed.fill,
+        )  # fmt: skip
+        return packed
+
+    def _heads_config(self, base_name: str) -> HeadsConfig:
+        heads = self.recipe.heads
+        return HeadsConfig(
+            hidden_size=self.base.hidden_size,
+            vocab_size=self.base.vocab_size,
+            num_heads=heads.num_heads,
+            num_layers=heads.num_layers,
+            own_lm_heads=heads.own_lm_heads,
+            base=base_name,
+            architecture=heads.architecture,
+        )
+
+    def _vocabulary(self, features: Tensor) -> Tensor:
+        """The base's frozen lm_head, in the base's number format."""
+        return self.base.logits(features.to(self.base.lm_head_weight.dtype))
+
+    def _trained_heads(self) -> DraftHeads:
+        """A whole float32 copy of the heads on the CPU; all processes call it."""
+        heads = build_heads(self._heads_config(str(resolve_base_name(self.recipe.base.name))))
+        heads.load_state_dict({
+            name.removeprefix("heads."): value for name, value in self.engine.full_state().items()
+        })  # fmt: skip
+        return heads
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+
+def _check_rows(recipe: Recipe, workers: Workers) -> None:
+    optim = recipe.optim
+    if optim.rows_per_step % (optim.micro_rows * workers.world_size):
+        raise RecipeError(
+            f"optim.rows_per_step ({optim.rows_per_step}) must be a multiple of optim.micro_rows ({optim.micro_rows}) "
+            f"x processes ({workers.world_size}); change one of them"
+        )
+
+
+def _check_position(position: Position, recipe: Recipe, workers: Workers, packed: PackedRows) -> None:
+    if position.data != packed.fingerprint():
+        raise RecipeError(
+            f"data.train ({recipe.data.train}) holds other samples than at the start of the run ({recipe.run}); "
+            "restore the file or give another directory (--recipe.run DIR)"
+        )
+    if recipe.engine.zero_stage > 0 and position.world_size != workers.world_size:
+        raise RecipeError(
+            f"processes ({workers.world_size}) differ from those that wrote the checkpoint ({position.world_size}), "
+            "which is partitioned over them; start as many, or give another directory (--recipe.run DIR)"
+        )
