@@ -16,5 +16,7 @@ def resolve_base_name(name: str) -> str:
         return name
     directory = Path(__file__).parent / "embedded" / "base"
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"embedded base ({directory}) is missing; clone the repository again or name another base")
+        raise FileNotFoundError(
+            f"embedded base ({directory}) is missing; clone the repository again or name another base"
+        )
     return str(directory)

@@ -63,7 +63,7 @@ def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
 
 
 def regenerate(model: MedusaModel, prompts: Sequence[Sequence[int]], out: str | Path, settings: Settings) -> int:
-    """Answer the prompts with the base and write one ``{"input_ids", "loss_mask"}`` line each; the answer is supervised.
+    """Answer the prompts with the base; write one ``{"input_ids", "loss_mask"}`` line each, the answer supervised.
 
     Lines are appended to ``OUT.part`` batch by batch, and the file gets its name when it is whole: a stopped run goes
     on where it was. Prompts that leave no room for an answer are left out.

@@ -102,7 +102,8 @@ def completion_prompts(split: Split, context_chars: int = 1200) -> tuple[str, ..
             start = function.lineno - 1
             while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= context_chars:
                 start -= 1
-            prompts.append("".join(lines[start : body_line - 1]))
+            # No line end at the end: tokenizers join it with the indentation that follows.
+            prompts.append("".join(lines[start : body_line - 1]).rstrip())
     return tuple(prompts)
 
 
@@ -149,13 +150,15 @@ def _pairs_of(document: Document) -> Iterator[ChatPair]:
         if end - function.lineno >= MAX_ANSWER_LINES or len(function.body) < 2 or not first_sentence:
             continue
         indent = function.col_offset
-        source = "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines[function.lineno - 1 : end])
+        source = "\n".join(
+            line[indent:] if not line[:indent].strip() else line for line in lines[function.lineno - 1 : end]
+        )
         request = _request(function.name, f"{function.name}({ast.unparse(function.args)})", first_sentence)
         yield ChatPair(f"{document.name}:{function.name}", request, f"```python\n{source}\n```")
 
 
 def _first_sentence(docstring: str) -> str:
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    paragraph = " ".join(docstring.split("\n\n", maxsplit=1)[0].split())
     sentence = re.split(r"(?<=[.!?])\s", paragraph)[0].rstrip(".")
     return sentence if 8 <= len(sentence) <= 200 else ""
 
@@ -163,7 +166,7 @@ def _first_sentence(docstring: str) -> str:
 def _request(name: str, signature: str, sentence: str) -> str:
     """One of four wordings, chosen by the name so that every run makes the same pair."""
     lowered = sentence[0].lower() + sentence[1:] if sentence[1:2].islower() else sentence
-    first_word = lowered.split()[0]
+    first_word = lowered.split(maxsplit=1)[0]
     task = f"that {lowered}" if first_word.endswith("s") and not first_word.endswith("ss") else f"to {lowered}"
     wordings = (
         f"Write a Python function {task}.",

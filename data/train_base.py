@@ -1,4 +1,4 @@
-"""Train the embedded base: a small Llama-architecture model on the standard library. ``python -m data.train_base --help``.
+"""Train the embedded base, a small Llama-architecture model, on the standard library (``python -m data.train_base``).
 
 The result under ``data/embedded/base`` ships with the repository, so nobody needs to run this; it stays here because a
 model without its recipe is a mystery. The learning-rate schedule follows the clock: constant, then a linear decay over
@@ -137,7 +137,9 @@ def schedule(progress: float, step: int) -> float:
 
 
 @torch.no_grad()
-def held_out_figures(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, most: int = 120_000) -> dict[str, float]:
+def held_out_figures(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, most: int = 120_000
+) -> dict[str, float]:
     """Loss on the held-out modules in windows of the context length: nats per token, bits per byte, top-1."""
     nats = correct = tokens = 0.0
     size = 0

@@ -95,12 +95,14 @@ class BaseModel:
     @property
     def device(self) -> torch.device:
         """Where the base's input goes."""
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the hidden states."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def hidden_size(self) -> int:
@@ -146,9 +148,7 @@ class BaseModel:
         ).last_hidden_state
         return hidden
 
-    def tree_hidden_states(
-        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan
-    ) -> Tensor:
+    def tree_hidden_states(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
         """Last hidden states [B, N, D] of tree rows that see their cached prefix and their own ancestors.
 
         Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.

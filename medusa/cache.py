@@ -28,7 +28,6 @@ class SlotLayer(CacheLayerMixin):
         """Write the rows of this step, [B, Hkv, N, D], and return views [B, Hkv, kv_length, D] of all rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
         views = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             rows = states.transpose(1, 2).flatten(0, 1)

@@ -1,9 +1,9 @@
 """The decode loop for a fixed batch: the readable reference of the whole algorithm.
 
-    prefill the prompts
-    while a sequence grows:
-        draft a tree, verify it in one pass, accept a path, commit it      (medusa/step.py)
-        hand the new tokens to the answers, which decide when they end     (medusa/output.py)
+prefill the prompts
+while a sequence grows:
+    draft a tree, verify it in one pass, accept a path, commit it      (medusa/step.py)
+    hand the new tokens to the answers, which decide when they end     (medusa/output.py)
 """
 
 import dataclasses

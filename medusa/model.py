@@ -104,6 +104,11 @@ class MedusaModel:
             return cls(base_model)
         return cls(base_model, load_heads(heads, dtype=base_model.dtype, device=base_model.device))
 
+    @property
+    def default_nodes(self) -> int:
+        """Tree budget where none is given: what the device's pass over that many rows costs decides it."""
+        return CPU_NODES if self.base.device.type == "cpu" else GPU_NODES
+
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
         """Write the heads (never the base) in the native format; returns the directory.
 
@@ -212,8 +217,7 @@ class MedusaModel:
     def _drafter(self, nodes: int | None, tree: Tree | None) -> Drafter:
         if self.heads is None or nodes == 1:
             return PlainDrafter()
-        if nodes is None:
-            nodes = CPU_NODES if self.base.device.type == "cpu" else GPU_NODES
+        nodes = self.default_nodes if nodes is None else nodes
         key = (nodes, tree)
         if key not in self._drafters:
             self._drafters[key] = HeadsDrafter(self.heads, self.base.logits, nodes, tree)
@@ -221,16 +225,13 @@ class MedusaModel:
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was one prompt rather than a batch."""
-        if isinstance(prompts, Tensor):
-            prompts = prompts.tolist()
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts, single = [prompts], True
-        else:
-            single = False
-        if len(prompts) == 0:
+        values: Any = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        single = isinstance(values, str) or (len(values) > 0 and isinstance(values[0], int))
+        batch = [values] if single else list(values)
+        if not batch:
             raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
         tokenizer = self.base.tokenizer
-        return [tokenizer(p).input_ids if isinstance(p, str) else list(p) for p in prompts], single
+        return [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch], single
 
 
 def _check_fit(base: BaseModel, heads: DraftHeads) -> None:

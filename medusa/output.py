@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ class Piece(str):
 
     drafted: bool
 
-    def __new__(cls, text: str, drafted: bool) -> "Piece":
+    def __new__(cls, text: str, drafted: bool) -> Self:
         """A string that remembers where it comes from."""
         piece = super().__new__(cls, text)
         piece.drafted = drafted

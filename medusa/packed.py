@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 ROWS_HINT = 16
 MIN_WEIGHTS = 1 << 14
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
@@ -41,10 +42,9 @@ class PackedLinear(nn.Module):
 def available() -> bool:
     """Whether this torch has the operators and they compute a linear layer."""
     try:
-        linear = nn.Linear(32, 48)
-        x = torch.randn(5, 32)
+        linear, rows = nn.Linear(32, 48), torch.linspace(-1, 1, 160).view(5, 32)
         with torch.no_grad():
-            return torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
+            return torch.allclose(PackedLinear(linear)(rows), linear(rows), atol=1e-5)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.info("plain linear layers: oneDNN packing is not available (%s)", error)
         return False
@@ -57,8 +57,13 @@ def pack_linears(module: nn.Module) -> int:
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            supported = child.weight.dtype in (torch.float32, torch.bfloat16) if type(child) is nn.Linear else False
-            if supported and child.weight.numel() >= MIN_WEIGHTS:
+            if isinstance(child, nn.Linear) and _worth_packing(child):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
+
+
+def _worth_packing(linear: nn.Linear) -> bool:
+    """Plain layers only: a subclass (quantised, say) computes something else."""
+    weight = linear.weight
+    return type(linear) is nn.Linear and weight.numel() >= MIN_WEIGHTS and weight.dtype in DTYPES

@@ -100,7 +100,8 @@ def tree_attention(
     elif softcap is not None:
         bias = _additive(attention_mask, query, key).repeat(1, 1, groups, 1)
     else:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+        return out, None
     return attend(query, key, value, bias, scaling, softcap).transpose(1, 2), None
 
 

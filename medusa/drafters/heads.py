@@ -32,7 +32,9 @@ class HeadsDrafter:
     def __init__(self, heads: DraftHeads, lm_head: LmHead, nodes: int, tree: Tree | None = None) -> None:
         depth = heads.config.num_heads
         if tree is not None and tree.depth > depth:
-            raise ValueError(f"tree depth ({tree.depth}) exceeds the number of heads ({depth}); prune the tree or train more heads")
+            raise ValueError(
+                f"tree depth ({tree.depth}) exceeds the number of heads ({depth}); prune the tree or train more heads"
+            )
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         self.heads, self.lm_head, self.tree = heads, lm_head, tree

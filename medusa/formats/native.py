@@ -109,8 +109,8 @@ def _replace(path: Path, write: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
         write(temporary)
-        with open(temporary, "rb") as file:
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ class MedusaHeads(DraftHeads):
         self.lm_heads = nn.Parameter(torch.zeros(heads, config.vocab_size, dim)) if config.own_lm_heads else None
 
     def forward(self, hidden_MD: Tensor) -> Tensor:
+        """Features [K, M, D] for hidden states [M, D]."""
         x_KMD = hidden_MD.expand(self.config.num_heads, *hidden_MD.shape)
         for weight_KDD, bias_KD in zip(self.weight, self.bias, strict=True):
             x_KMD = x_KMD + nn.functional.silu(torch.baddbmm(bias_KD[:, None], x_KMD, weight_KDD.transpose(1, 2)))

@@ -14,8 +14,7 @@ def draft_of(tree, tokens):
 
 
 def test_the_deepest_path_of_accepted_edges_wins():
-    #        root - a(1) - c(3) - d(4)
-    #             \ b(2)
+    # Node 3 stands below node 1, and node 4 below node 3; node 2 is node 1's sibling.
     tree = Tree(((0,), (1,), (0, 0), (0, 0, 0)))
     draft = draft_of(tree, [9, 1, 2, 3, 4])
     verdict = Verdict(torch.tensor([[False, True, True, True, False]]), torch.tensor([[50, 51, 52, 53, 54]]))

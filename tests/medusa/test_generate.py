@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medusa import Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa import HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.drafters import HeadsDrafter, PlainDrafter
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]

@@ -93,7 +93,9 @@ def test_packed_layers_compute_the_same(dtype):
     if not available():
         pytest.skip("this torch has no oneDNN packing")
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.SiLU(), torch.nn.Linear(256, 4, bias=False)).to(dtype)
+    plain = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.SiLU(), torch.nn.Linear(256, 4, bias=False)).to(
+        dtype
+    )
     x = torch.randn(2, 3, 128, dtype=dtype)
     with torch.no_grad():
         expected = plain(x)

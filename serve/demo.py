@@ -1,0 +1,207 @@
+"""The demo: heads are trained on what the embedded base writes, then both ways of decoding are compared.
+
+Stages, each a command that you can run yourself: the base answers training prompts (``data regenerate``), torchrun and
+DeepSpeed train heads on the answers (``train``), held-out prompts are decoded plainly and with the heads.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+HELDOUT_PROMPTS = 96
+"""Answers that the heads' accuracy is measured on."""
+MAX_NEW_TOKENS = 128
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    run = Path(options.run)
+    if options.fresh:
+        shutil.rmtree(run, ignore_errors=True)
+    began = time.monotonic()
+    try:
+        _make_heads(run, options.train_prompts)
+        report = _compare(run, options.prompts, options.rounds)
+    except subprocess.CalledProcessError as error:
+        print(f"a stage of the demo failed (exit status {error.returncode}); its message is above", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    report["demo_seconds"] = round(time.monotonic() - began, 1)
+    _publish(run, report)
+    return 0
+
+
+def _make_heads(run: Path, train_prompts: int) -> None:
+    """The first two stages; what is there already is kept."""
+    data = run / "data"
+    regenerate = ["-m", "data", "regenerate", "--max-new-tokens", str(MAX_NEW_TOKENS), "--prompts"]
+    _say("1/3  the embedded base answers training prompts: heads learn from what it really says")
+    _python(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
+    _python(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))
+    _say("2/3  torchrun + DeepSpeed train the heads; the base stays frozen")
+    paths = {"run": run, "data.train": data / "train.jsonl", "data.heldout": data / "heldout.jsonl"}
+    overrides = [word for key, path in paths.items() for word in (f"--recipe.{key}", str(path))]
+    processes = os.environ.get("NPROC", str(_cores() if _cores() <= 2 else 1))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // int(processes))))
+    _python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes),
+        *("-m", "train", "--recipe", str(ROOT / "train/recipes/embedded.yaml"), *overrides),
+        OMP_NUM_THREADS=threads,
+    )
+
+
+def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
+    """The third stage: the same held-out prompts, decoded in three ways."""
+    _say("3/3  the same held-out prompts, decoded by transformers, plainly, and with the heads")
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from data.regenerate import embedded_prompts
+    from medusa import MedusaModel
+    from serve.compare import compare, identical, medusa_engine, repeated_share, transformers_engine
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    model = MedusaModel.from_pretrained(run / "heads")
+    dtype, device = model.base.dtype, model.base.device
+    plain_transformers = AutoModelForCausalLM.from_pretrained(model.base.name, dtype=dtype).to(device)
+    prompts = embedded_prompts(model, "heldout", count)
+    engines = {
+        "transformers": transformers_engine(plain_transformers, MAX_NEW_TOKENS),
+        "plain": medusa_engine(model, MAX_NEW_TOKENS, nodes=1),
+        "medusa": medusa_engine(model, MAX_NEW_TOKENS, nodes=None),
+    }
+    timings = compare(engines, prompts, rounds, lambda numbers: tqdm(numbers, desc="rounds", unit="round"))
+    speeds = {name: timing.tokens_per_second for name, timing in timings.items()}
+
+    exact = MedusaModel.from_pretrained(run / "heads", dtype=torch.float32)
+    outputs = [exact.generate(p, max_new_tokens=MAX_NEW_TOKENS) for p in tqdm(prompts, desc="float32, heads")]
+    reference = [
+        exact.generate(p, max_new_tokens=MAX_NEW_TOKENS, nodes=1) for p in tqdm(prompts, desc="float32, plain")
+    ]
+    same = identical([o.tokens for o in outputs], [o.tokens for o in reference])
+    training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
+
+    def rate(chosen: Sequence[Any]) -> float:
+        tokens, steps = sum(len(o.tokens) for o in chosen), sum(int(o.steps) for o in chosen)
+        return round(tokens / max(steps, 1), 3)
+
+    return {
+        "tokens_per_step": rate(outputs),
+        "tokens_per_step_code": rate(outputs[::2]),
+        "tokens_per_step_chat": rate(outputs[1::2]),
+        "speedup": round(speeds["medusa"] / speeds["plain"], 3),
+        "speedup_over_transformers": round(speeds["medusa"] / speeds["transformers"], 3),
+        "plain_tokens_per_s": round(speeds["plain"], 1),
+        "medusa_tokens_per_s": round(speeds["medusa"], 1),
+        "hf_tokens_per_s": round(speeds["transformers"], 1),
+        "identical_outputs": {"count": same, "total": len(prompts), "dtype": "float32", "against": "plain greedy"},
+        "head_top1": training["heldout_top1"],
+        "head_top5": training["heldout_top5"],
+        "head_top10": training["heldout_top10"],
+        "steps": training["steps"],
+        "train_seconds": round(training["train_seconds"], 1),
+        "rates": {name: [round(r, 1) for r in timing.rates] for name, timing in timings.items()},
+        "repeated_4grams": round(repeated_share([o.tokens for o in outputs]), 3),
+        "prompts": len(prompts),
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "nodes": model.default_nodes,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "sample": _sample(model.base.tokenizer, prompts, outputs),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
+        | {"python": platform.python_version()},
+    }
+
+
+def _sample(tokenizer: Any, prompts: Sequence[list[int]], outputs: Sequence[Any]) -> dict[str, Any]:
+    """The chat answer with the most drafted tokens that ended by itself, as (text, drafted) runs."""
+    ended = [i for i in range(1, len(outputs), 2) if outputs[i].finish_reason == "eos"] or [1]
+    best = max(ended, key=lambda i: outputs[i].tokens_per_step)
+    pieces = [
+        (tokenizer.decode([token], skip_special_tokens=True), drafted)
+        for token, drafted in zip(outputs[best].tokens, outputs[best].drafted, strict=True)
+    ]
+    return {"prompt": tokenizer.decode(prompts[best], skip_special_tokens=True).strip(), "pieces": pieces}
+
+
+def _publish(run: Path, report: dict[str, Any]) -> None:
+    """Write the report and the picture, print the table, and say what to try next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from serve.picture import draw
+
+    path = run / "report.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    draw(report, run / "report.png")
+    table = Table(title=f"{report['prompts']} held-out prompts, greedy, {report['dtype']}, {report['threads']} threads")
+    for heading in ("decoding", "tokens/s", "tokens per step", "speedup over plain"):
+        table.add_column(heading, justify="left" if heading == "decoding" else "right")
+    for name, key, steps in (
+        ("transformers generate", "hf_tokens_per_s", 1.0),
+        ("plain, this engine", "plain_tokens_per_s", 1.0),
+        (f"with heads, {report['nodes']} tree nodes", "medusa_tokens_per_s", report["tokens_per_step"]),
+    ):
+        ratio = report[key] / report["plain_tokens_per_s"]
+        table.add_row(name, f"{report[key]:.0f}", f"{steps:.2f}", f"{ratio:.2f}x")
+    same = report["identical_outputs"]
+    Console().print(table)
+    print(f"identical outputs in float32: {same['count']} of {same['total']}")
+    print(f"report: {path}    picture: {run / 'report.png'}")
+    print("next:   ./launch.sh chat --colour      talk to the model and see what the heads guessed")
+    print("        ./launch.sh train --recipe train/recipes/embedded.yaml --recipe.run runs/five \\")
+    print("            --recipe.heads.num_heads 5      train other heads on the same answers")
+
+
+def _python(*words: str, **environment: str) -> None:
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=os.environ | environment)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--run", default="runs/demo", metavar="DIR", help="where everything is written")
+    parser.add_argument("--fresh", action="store_true", help="remove the directory first")
+    parser.add_argument("--train-prompts", type=int, default=2400, help="prompts that the base answers for training")
+    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts that are compared")
+    parser.add_argument("--rounds", type=int, default=3, help="measured repetitions; the median counts")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
