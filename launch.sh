@@ -16,6 +16,10 @@ export XDG_CACHE_HOME=$CACHE HF_HOME=${HF_HOME:-$CACHE/huggingface} PIP_CACHE_DI
 export TRITON_HOME=$CACHE TRITON_CACHE_DIR=$CACHE/triton TORCHINDUCTOR_CACHE_DIR=$CACHE/torchinductor
 export CUDA_CACHE_PATH=$CACHE/cuda MPLCONFIGDIR=$CACHE/matplotlib WANDB_DATA_DIR=$CACHE/wandb WANDB_CONFIG_DIR=$CACHE/wandb
 
+# Tensors of a few megabytes are allocated in every step: keep their pages, in large pages, instead of asking the kernel
+# again each time (on a virtual machine of two cores this made training several times faster).
+export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296:glibc.malloc.top_pad=67108864}
+
 usage() {
     cat <<'HELP'
 usage: ./launch.sh [command] [arguments]
@@ -102,7 +106,8 @@ train() {
         if [ -z "${MASTER_ADDR:-}" ]; then say "NNODES=$NNODES needs MASTER_ADDR, the machine with NODE_RANK=0" && exit 2; fi
         rendezvous=(--node_rank "${NODE_RANK:-0}" --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
     fi
-    run -m torch.distributed.run --nproc_per_node "$nproc" --nnodes "${NNODES:-1}" "${rendezvous[@]}" -m train "$@"
+    run -m train.launch --nproc_per_node "$nproc" --nnodes "${NNODES:-1}" "${rendezvous[@]}" \
+        --log_dir "$CACHE/torchrun" -m train "$@"
 }
 
 cd "$ROOT"

@@ -47,7 +47,7 @@ def embedded_prompts(model: MedusaModel, split: Split, count: int, seed: int = 0
     prompts: list[list[int]] = []
     for index in range(max(len(code), len(chat))):
         if index < len(code):
-            bos, *ids = tokenizer(code[index]).input_ids
+            bos, *ids = tokenizer(code[index][-4 * PROMPT_TOKENS :]).input_ids
             prompts.append([bos, *ids[-PROMPT_TOKENS:]])
         if index < len(chat):
             prompts.append(model.chat_prompt(chat[index].messages[:1]))

@@ -80,6 +80,8 @@ class BaseModel:
             ValueError: There is no usable model or tokenizer.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
         try:
             config_dtype = AutoConfig.from_pretrained(name).dtype
             dtype = dtype or choose_dtype(config_dtype, device)

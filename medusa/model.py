@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from medusa.acceptance import DELTA, EPSILON, build_rule
@@ -205,13 +206,16 @@ class MedusaModel:
         """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
 
         Raises:
-            ValueError: The base's tokenizer has no chat template.
+            ValueError: The base's tokenizer has no chat template, or its template refuses the conversation.
         """
         if not self.base.tokenizer.chat_template:
             raise ValueError(f"base ({self.base.name}) has no chat template; use plain prompts or another base")
-        ids: list[int] = self.base.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
-        )
+        try:
+            ids: list[int] = self.base.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"chat template of the base ({self.base.name}) refuses this: {error}") from error
         return ids
 
     def _drafter(self, nodes: int | None, tree: Tree | None) -> Drafter:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    run = Path(options.run)
+    run = Path(options.run).resolve()
     if options.fresh:
         shutil.rmtree(run, ignore_errors=True)
     began = time.monotonic()
@@ -56,20 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _make_heads(run: Path, train_prompts: int) -> None:
     """The first two stages; what is there already is kept."""
     data = run / "data"
-    regenerate = ["-m", "data", "regenerate", "--max-new-tokens", str(MAX_NEW_TOKENS), "--prompts"]
+    regenerate = [sys.executable, "-m", "data", "regenerate", "--max-new-tokens", str(MAX_NEW_TOKENS), "--prompts"]
     _say("1/3  the embedded base answers training prompts: heads learn from what it really says")
-    _python(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
-    _python(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))
+    _run(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
+    _run(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))
     _say("2/3  torchrun + DeepSpeed train the heads; the base stays frozen")
     paths = {"run": run, "data.train": data / "train.jsonl", "data.heldout": data / "heldout.jsonl"}
     overrides = [word for key, path in paths.items() for word in (f"--recipe.{key}", str(path))]
-    processes = os.environ.get("NPROC", str(_cores() if _cores() <= 2 else 1))
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // int(processes))))
-    _python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes),
-        *("-m", "train", "--recipe", str(ROOT / "train/recipes/embedded.yaml"), *overrides),
-        OMP_NUM_THREADS=threads,
-    )
+    processes = os.environ.get("NPROC", "2" if _cores() == 2 else "1")
+    recipe = ("--recipe", str(ROOT / "train/recipes/embedded.yaml"))
+    _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, NPROC=processes)
 
 
 def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
@@ -179,8 +175,8 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     print("            --recipe.heads.num_heads 5      train other heads on the same answers")
 
 
-def _python(*words: str, **environment: str) -> None:
-    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=os.environ | environment)
+def _run(*words: str, **environment: str) -> None:
+    subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
 
 
 def _cores() -> int:

@@ -160,8 +160,8 @@ def test_train_on_one_machine(clone):
     assert result.stdout == "OMP_NUM_THREADS=3\n"
     check, call = clone.calls("-m train")
     assert check == "-m train --check --recipe x.yaml"
-    expected = "-m torch.distributed.run --nproc_per_node 2 --nnodes 1 --standalone -m train --recipe x.yaml"
-    assert call == expected
+    torchrun = f"--nproc_per_node 2 --nnodes 1 --standalone --log_dir {clone.root}/.cache/torchrun"
+    assert call == f"-m train.launch {torchrun} -m train --recipe x.yaml"
 
 
 def test_train_divides_the_cores(clone):
@@ -170,12 +170,12 @@ def test_train_divides_the_cores(clone):
 
 def test_train_uses_all_gpus(clone):
     clone.launch("train")
-    assert clone.calls("torch.distributed.run --nproc_per_node 4")
+    assert clone.calls("train.launch --nproc_per_node 4")
 
 
 def test_train_refuses_a_wrong_recipe_before_torchrun(clone):
     assert clone.launch("train", "--recipe", "x.yaml", FAKE_CHECK="2").returncode == 2
-    assert not clone.calls("torch.distributed")
+    assert not clone.calls("train.launch")
 
 
 @pytest.mark.parametrize("flag", ["--help", "--check"])
@@ -189,5 +189,5 @@ def test_train_on_several_machines(clone):
     assert result.returncode == 2
     assert "MASTER_ADDR" in result.stderr
     clone.launch("train", NPROC="8", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
-    (call,) = clone.calls("torch.distributed")
-    assert "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 -m train" in call
+    (call,) = clone.calls("train.launch")
+    assert "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 --log_dir" in call

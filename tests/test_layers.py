@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 GROUND_FLOOR = {"medusa", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tqdm"}
+GROUND_FLOOR |= {"jinja2"}  # transformers cannot render a chat template without it
 OPTIONAL = {"flash_attn", "triton"}
 
 

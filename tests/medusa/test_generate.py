@@ -161,6 +161,23 @@ def test_missing_bases_are_named(tmp_path, model):
         MedusaModel.from_pretrained(None, base=tmp_path / "empty")
 
 
+def test_a_device_that_is_not_there_is_named(base_directory):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        MedusaModel.from_pretrained(None, base=base_directory, device="cuda")
+
+
+def test_a_conversation_that_the_template_refuses(model, monkeypatch):
+    template = "{{ raise_exception('no system role') }}"
+    monkeypatch.setattr(model.base.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="refuses this: no system role"):
+        model.chat_prompt([{"role": "user", "content": "hi"}])
+    monkeypatch.setattr(model.base.tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        model.chat_prompt([{"role": "user", "content": "hi"}])
+
+
 def test_the_drafter_returns_trees_of_its_size(base, make_heads):
     heads = make_heads()
     state_hidden = torch.randn(2, base.hidden_size, dtype=base.dtype)

@@ -38,7 +38,7 @@ def _start(recipe: Path, run: Path, *flags: str) -> "subprocess.Popen[bytes]":
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    command = [sys.executable, "-m", "train.launch", "--nproc_per_node=2", f"--master_port={port}"]
     arguments = ["-m", "train", "--recipe", str(recipe), "--recipe.run", str(run), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE)

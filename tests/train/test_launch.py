@@ -1,0 +1,45 @@
+"""The launcher hands on what a failed worker said and its exit status."""
+
+import subprocess
+import sys
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from train import launch
+
+
+def raising(error):
+    def run(_):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(2, 2), (1, 1), (130, 130), (-9, 1)])
+def test_a_workers_exit_status_is_handed_on(monkeypatch, exit_code, status):
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file="/nowhere")
+    monkeypatch.setattr(launch, "run", raising(ChildFailedError("train", {0: failure})))
+    assert launch.main(["-m", "train"]) == status
+
+
+def test_a_signal_to_the_launcher_is_its_exit_status(monkeypatch):
+    monkeypatch.setattr(launch, "run", raising(SignalException("stopped", 2)))
+    assert launch.main(["-m", "train"]) == 130
+
+
+@pytest.mark.slow
+def test_a_bad_corpus_file_gives_one_clear_line(base, tmp_path):
+    bad = tmp_path / "latin.jsonl"
+    bad.write_bytes('{"text": "caf\xe9"}\n'.encode("latin-1"))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"run: {tmp_path / 'run'}\nbase: {{name: '{base}'}}\ndata: {{train: '{bad}'}}\n")
+    command = [sys.executable, "-m", "train.launch", "--standalone", "--nproc_per_node", "1", "-m", "train"]
+    command += ["--recipe", str(recipe)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert f"{bad}, line 1" in done.stderr
+    assert "is not UTF-8; save the file as UTF-8" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ChildFailedError" not in done.stderr
