@@ -17,6 +17,7 @@ from medusa.formats.native import load_config
 from medusa.generate import decode, new_answers
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
+from medusa.self_test import check_tree_decoding
 from medusa.tree import Tree
 
 Prompt = str | list[int] | Tensor
@@ -90,7 +91,7 @@ class MedusaModel:
 
         Raises:
             FileNotFoundError: A directory is missing.
-            ValueError: Damaged files, heads for another base, or no base named.
+            ValueError: Damaged files, heads for another base, no base named, or a base that cannot verify trees.
 
         Example:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
@@ -101,6 +102,7 @@ class MedusaModel:
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
         base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True)
+        check_tree_decoding(base_model)
         if heads is None:
             return cls(base_model)
         return cls(base_model, load_heads(heads, dtype=base_model.dtype, device=base_model.device))

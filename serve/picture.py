@@ -62,7 +62,12 @@ def _answer(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_ylim(LINES + 1, -1.6)
     question = report["sample"]["prompt"].replace("\n", " ")
     axes.text(
-        0, -1, question if len(question) <= COLUMNS else f"{question[: COLUMNS - 3]}...", fontsize=10, weight="bold"
+        0,
+        -1,
+        question if len(question) <= COLUMNS else f"{question[: COLUMNS - 3]}...",
+        fontsize=10,
+        weight="bold",
+        parse_math=False,
     )
     row = column = 0
     for text, drafted in report["sample"]["pieces"]:

@@ -1,0 +1,54 @@
+"""Can this base verify trees? Asked once at load, so that no family of models ever writes wrong text silently."""
+
+import torch
+
+from medusa.base_model import BaseModel
+from medusa.step import prefill, verify
+from medusa.tree import Draft, Tree
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Largest allowed difference / standard deviation of the logits; coarser dtypes get ``COARSE``."""
+COARSE = 0.2
+
+
+class UnsupportedBaseError(ValueError):
+    """The base computes something else over tree rows than over plain rows."""
+
+
+@torch.inference_mode()
+def check_tree_decoding(base: BaseModel) -> None:
+    """Compare the logits of every node of a small tree with the base's own logits for the node's path as plain text.
+
+    A family fails whose attention does not see positions as given (ALiBi), keeps a state per token (recurrent layers),
+    or drops the step's plan on its way to the attention.
+
+    Raises:
+        UnsupportedBaseError: The logits differ.
+    """
+    tree = Tree.full([2, 1])
+    vocab = base.vocab_size
+    prompt = [(7 * i + 3) % vocab for i in range(9)]
+    tokens_BN = torch.tensor([[prompt[-1], *((11 * i + 5) % vocab for i in range(1, tree.nodes))]], device=base.device)
+    prompt_BT = torch.tensor([prompt], device=base.device)
+    try:
+        cache = base.new_cache(1, len(prompt) + tree.nodes)
+        prefill(base, cache, prompt_BT, torch.tensor([len(prompt)], device=base.device))
+        ours_NV = base.logits(verify(base, cache, Draft.of(tokens_BN, tree)))[0].float()
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UnsupportedBaseError(_sentence(base, f"its forward pass fails over tree rows: {error}")) from error
+    worst = 0.0
+    for node in range(tree.nodes):
+        path = tokens_BN[0, tree.ancestors[node].to(base.device)][1:]
+        plain_BTD = base.hidden_states(torch.cat([prompt_BT, path[None]], dim=1))
+        theirs_V = base.logits(plain_BTD[0, -1]).float()
+        worst = max(worst, float((ours_NV[node] - theirs_V).abs().max() / theirs_V.std()))
+    limit = TOLERANCE.get(base.dtype, COARSE)
+    if not worst <= limit:
+        raise UnsupportedBaseError(
+            _sentence(base, f"tree logits differ from sequential ones by {worst:.2g} (limit {limit})")
+        )
+
+
+def _sentence(base: BaseModel, reason: str) -> str:
+    kind = base.config.model_type
+    return f"base ({base.name}, {kind}) cannot verify trees: {reason}; use a base with rotary or learned positions"

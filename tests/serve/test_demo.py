@@ -1,0 +1,120 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serve import demo
+from serve.compare import compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.picture import draw
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5, 6, 7], [40, 41], [9]]
+
+
+def test_engines_take_turns_and_rates_are_medians(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("serve.compare.time.perf_counter", lambda: next(clock))
+    order = []
+
+    def engine(name, tokens):
+        def run(prompt):
+            order.append(name)
+            return [1] * tokens
+
+        return run
+
+    timings = compare({"a": engine("a", 2), "b": engine("b", 6)}, PROMPTS, rounds=3)
+    assert "".join(order) == "ab" + "aaabbb" + "bbbaaa" + "aaabbb", "one warm-up each, then alternated"
+    assert timings["a"].rates == [6.0] * 3
+    assert timings["b"].tokens_per_second == 18.0
+    assert timings["b"].outputs == [[1] * 6] * 3
+
+
+def test_all_engines_say_the_same(model):
+    engines = {
+        "transformers": transformers_engine(model.base.model, 20),
+        "plain": medusa_engine(model, 20, nodes=1),
+        "medusa": medusa_engine(model, 20, nodes=None),
+    }
+    outputs = {name: [run(prompt) for prompt in PROMPTS] for name, run in engines.items()}
+    assert identical(outputs["plain"], outputs["medusa"]) == 3
+    assert identical(outputs["plain"], outputs["transformers"]) == 3
+    assert identical(outputs["plain"], [*outputs["plain"][:2], [0]]) == 2
+
+
+def test_repetition_counts_what_was_said_before():
+    assert repeated_share([[1, 2, 3, 4, 5]]) == 0
+    assert repeated_share([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
+    assert repeated_share([]) == 0
+
+
+def report():
+    return {
+        "hf_tokens_per_s": 100.0, "plain_tokens_per_s": 150.0, "medusa_tokens_per_s": 300.0, "tokens_per_step": 2.5,
+        "identical_outputs": {"count": 3, "total": 3}, "nodes": 16, "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
+        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "threads": 2,
+        "sample": {"prompt": "f $1 $2", "pieces": [["def f():\n", False], ["    return $1", True], ["x" * 300, False]]},
+    }  # fmt: skip
+
+
+def test_the_picture_and_the_table_are_made(tmp_path, capsys):
+    demo._publish(tmp_path, report())
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "report.json").read_text())["tokens_per_step"] == 2.5
+    printed = capsys.readouterr().out
+    assert "2.00x" in printed
+    assert "identical outputs in float32: 3 of 3" in printed
+    assert str(tmp_path / "report.json") in printed
+
+
+def test_long_answers_are_cut_in_the_picture(tmp_path):
+    long = report()
+    long["sample"]["pieces"] = [["line\n", True]] * 100
+    draw(long, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_a_failed_stage_is_one_line(tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise subprocess.CalledProcessError(3, "train")
+
+    monkeypatch.setattr(demo, "_run", fail)
+    assert demo.main(["--run", str(tmp_path)]) == 1
+    assert "exit status 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_whole_demo_in_small(tmp_path):
+    words = [
+        "-m",
+        "serve.demo",
+        "--run",
+        str(tmp_path / "run"),
+        "--train-prompts",
+        "64",
+        "--prompts",
+        "4",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"NPROC": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "float32", "against": "plain greedy"}
+    assert values["tokens_per_step"] > 1
+    assert len(values["head_top1"]) == 4
+    for key in ("speedup", "plain_tokens_per_s", "medusa_tokens_per_s", "hf_tokens_per_s", "steps", "train_seconds"):
+        assert values[key] > 0
+    assert set(values["versions"]) == {"python", "torch", "transformers", "deepspeed"}
+    assert (tmp_path / "run" / "report.png").is_file()
