@@ -8,6 +8,9 @@ from pathlib import Path
 
 from data import EMBEDDED, resolve_base_name
 
+EMBEDDED_COUNT = 2000
+"""Prompts from the standard library where no number is given."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -41,7 +44,7 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
     disable_progress_bar()
     model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base), device=options.device)
     if options.prompts in ("train", "heldout"):
-        prompts = embedded_prompts(model, options.prompts, options.count, options.seed)
+        prompts = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
     else:
         prompts = file_prompts(model, options.prompts)[: options.count]
     settings = Settings(options.max_new_tokens, options.temperature, options.seed, options.batch)
@@ -63,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         default="train",
         help='"train" or "heldout": prompts from the standard library; or a .jsonl file of conversations',
     )
-    regenerate.add_argument("--count", type=_positive, default=2000, help="prompts")
+    regenerate.add_argument(
+        "--count", type=_positive, default=None, help=f"prompts; default: all of a file, {EMBEDDED_COUNT}"
+    )
     regenerate.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     regenerate.add_argument("--max-new-tokens", type=_positive, default=128, help="tokens per answer")
     regenerate.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")

@@ -3,19 +3,21 @@
 Labels that the base itself wrote are on-policy: at serving time the heads predict exactly such text.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sources import read_samples
+from data.sources import read_records
 from data.stdlib import Split, chat_pairs, completion_prompts
 from medusa import MedusaModel
 
-PROMPT_TOKENS = 320
+PROMPT_TOKENS = 160
 """Most tokens of an embedded code prompt; longer ones lose their beginning."""
 
 
@@ -28,7 +30,7 @@ class Settings:
     temperature: float = 0.0
     """0 = greedy."""
     seed: int = 0
-    """Of sampled answers."""
+    """Of sampled answers; each prompt adds its number."""
     batch: int = 32
     """Prompts decoded together."""
 
@@ -45,21 +47,32 @@ def embedded_prompts(model: MedusaModel, split: Split, count: int, seed: int = 0
     shuffled.shuffle(code)
     shuffled.shuffle(chat)
     prompts: list[list[int]] = []
-    for index in range(max(len(code), len(chat))):
-        if index < len(code):
-            bos, *ids = tokenizer(code[index][-4 * PROMPT_TOKENS :]).input_ids
-            prompts.append([bos, *ids[-PROMPT_TOKENS:]])
-        if index < len(chat):
-            prompts.append(model.chat_prompt(chat[index].messages[:1]))
+    for code_text, pair in zip_longest(code, chat):
+        if len(prompts) >= count:
+            break
+        if code_text is not None:
+            ids = tokenizer(code_text[-4 * PROMPT_TOKENS :], add_special_tokens=False).input_ids[-PROMPT_TOKENS:]
+            prompts.append(ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids])
+        if pair is not None:
+            prompts.append(model.chat_prompt(pair.messages[:1]))
     return prompts[:count]
 
 
 def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
-    """Prompts of a sample file (see ``data.sources``): what stands before the first supervised token."""
-    prompts = [sample.prompt for sample in read_samples(path, model.base.tokenizer)]
-    if not any(prompts):
-        raise ValueError(f"sample file ({path}) holds no prompts, only documents; give conversations")
-    return [prompt for prompt in prompts if prompt]
+    """Prompts of a sample file (see ``data.sources``), with or without answers: what stands before the first answer.
+
+    Raises:
+        ValueError: A line without a prompt.
+    """
+    prompts: list[list[int]] = []
+    for number, record in read_records(path):
+        turns = record.get("messages") or [{"role": "user", "content": record.get("prompt")}]
+        answers = [i for i, turn in enumerate(turns) if turn.get("role") == "assistant"]
+        asked = turns[: answers[0]] if answers else turns
+        if not asked or not all(isinstance(turn.get("content"), str) for turn in asked):
+            raise ValueError(f"{path}, line {number}: no prompt; give messages that begin with a user turn, or prompt")
+        prompts.append(model.chat_prompt(asked))
+    return prompts
 
 
 def regenerate(model: MedusaModel, prompts: Sequence[Sequence[int]], out: str | Path, settings: Settings) -> int:
@@ -87,7 +100,8 @@ def regenerate(model: MedusaModel, prompts: Sequence[Sequence[int]], out: str | 
     if not fitting:
         raise ValueError(f"prompts ({len(prompts)}) leave no room for {settings.max_new_tokens} tokens; shorten them")
     part = out.with_name(f"{out.name}.part")
-    header = json.dumps({"base": model.base.name, "prompts": len(fitting), **vars(settings)})
+    digest = hashlib.sha256(json.dumps(fitting).encode()).hexdigest()[:16]
+    header = json.dumps({"base": model.base.name, "prompts": digest, **vars(settings)})
     done = _finished_lines(part, header)
     with part.open("a", encoding="utf-8") as file:
         if not done:
@@ -99,7 +113,7 @@ def regenerate(model: MedusaModel, prompts: Sequence[Sequence[int]], out: str | 
                 batch,
                 max_new_tokens=settings.max_new_tokens,
                 temperature=settings.temperature,
-                seed=settings.seed,
+                seed=[settings.seed + start + row for row in range(len(batch))],
                 nodes=1 if len(batch) > 1 else None,
             )
             for prompt, output in zip(batch, outputs, strict=True):

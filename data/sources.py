@@ -49,24 +49,35 @@ def read_samples(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[S
         ValueError: an empty file, or a line that is no sample; names the line.
     """
     samples = []
-    for number, line in _lines(Path(path)):
+    for number, record in read_records(path):
         try:
-            samples.append(_sample(line, tokenizer))
+            samples.append(_sample(record, tokenizer))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-    if not samples:
-        raise ValueError(f"sample file ({path}) is empty; write one JSON object per line: {SHAPES}")
     return samples
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    if not path.is_file():
+def read_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and JSON objects of a .jsonl file; empty lines are passed over.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: an empty file, or a line that is no JSON object in UTF-8; names the line.
+    """
+    if not Path(path).is_file():
         raise FileNotFoundError(f"sample file ({path}) does not exist; give a .jsonl file of {SHAPES}")
-    with path.open("rb") as file:
-        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+    number = 0
+    with Path(path).open("rb") as file:
+        for number, line in ((n, text) for n, text in enumerate(file, start=1) if text.strip()):
+            try:
+                yield number, _record(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not number:
+        raise ValueError(f"sample file ({path}) is empty; write one JSON object per line: {SHAPES}")
 
 
-def _sample(line: bytes, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -77,6 +88,10 @@ def _sample(line: bytes, tokenizer: PreTrainedTokenizerBase) -> Sample:
         raise ValueError(f"not JSON at column {error.colno} ({error.msg}); write one JSON object per line") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} is no sample; write a JSON object: {SHAPES}")
+    return record
+
+
+def _sample(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Sample:
     ids, mask = _tokens(record, tokenizer)
     if len(ids) != len(mask):
         raise ValueError(f"input_ids ({len(ids)}) and loss_mask ({len(mask)}) differ in length; write one mark per id")

@@ -62,7 +62,8 @@ class Accepted:
 
 def select_path(draft: Draft, verdict: Verdict) -> Accepted:
     """Take the deepest node whose edges are all accepted; among equally deep ones the most likely path."""
-    edges_BN = verdict.edges | (draft.depths == 0)
+    # A drafter that loses a parent must not lose the text: an edge counts only between neighbouring depths.
+    edges_BN = verdict.edges & (draft.depths.gather(1, draft.parents) + 1 == draft.depths) | (draft.depths == 0)
     accepted_BN = (edges_BN[:, None] | ~draft.ancestors).all(-1)
     score_BN = torch.where(accepted_BN, draft.depths, -1).float()
     if verdict.likelihood is not None:
@@ -102,7 +103,7 @@ def sampling(seeds_B: Tensor, process: Callable[[Tensor], Tensor]) -> Rule:
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, positions_BN: Tensor) -> Verdict:
-        return _exact(draft, _draw(process(logits_BNV.float()), seeds_B, positions_BN))
+        return _exact(draft, _draw(draft, process(logits_BNV.float()), seeds_B, positions_BN))
 
     return rule
 
@@ -128,7 +129,7 @@ def typical(seeds_B: Tensor, process: Callable[[Tensor], Tensor], epsilon: float
         node_BNV = logprobs_BNV.gather(1, draft.parents[:, :, None].expand_as(logprobs_BNV))
         likelihood_BN = node_BNV.gather(2, draft.tokens[:, :, None])[:, :, 0]
         edges_BN = likelihood_BN.exp() > threshold_BN.gather(1, draft.parents)
-        return Verdict(edges_BN, _draw(processed_BNV, seeds_B, positions_BN), likelihood_BN)
+        return Verdict(edges_BN, _draw(draft, processed_BNV, seeds_B, positions_BN), likelihood_BN)
 
     return rule
 
@@ -206,22 +207,26 @@ def _processor(temperature: float, top_k: int, top_p: float, min_p: float) -> Ca
     return process
 
 
-def _draw(processed_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor) -> Tensor:
+def _draw(draft: Draft, processed_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor) -> Tensor:
     """One token [B, N] per node from softmax(processed), a pure function of (seed, position, processed logits)."""
-    return (processed_BNV + gumbel_noise(seeds_B, positions_BN, processed_BNV.shape[-1])).argmax(-1)
+    # Nodes of one depth share a position, and with it the noise.
+    positions_BA = positions_BN[:, :1] + torch.arange(draft.depth + 1, device=positions_BN.device)
+    noise_BAV = gumbel_noise(seeds_B, positions_BA, processed_BNV.shape[-1])
+    batch_B1 = torch.arange(len(seeds_B), device=seeds_B.device)[:, None]
+    return (processed_BNV + noise_BAV[batch_B1, draft.depths]).argmax(-1)
 
 
 def gumbel_noise(seeds_B: Tensor, positions_BN: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [B, N, V] float32 from a counter-based hash of (seed, position, token id).
 
-    ``-log(-log1p(-v))`` with v in (0, 1]: resolution is finest where the largest noise values come from, and v rounded
-    to 1 gives minus infinity, a token that merely loses.
+    ``-log(-log1p(-v))`` with v in (0, 1): float32 resolves v finest near 0, where the largest noise values come from.
     """
     # Every stage is salted: without salts, equal numbers (token id = position at seed 0) would cancel in the xor.
     seeds_B = _mix(seeds_B ^ 0x9E3779B9) ^ _mix((seeds_B >> 32) + 0x7F4A7C15)
     keys_BN = _mix(seeds_B[:, None] ^ _mix(positions_BN ^ 0x85EBCA6B))
     tokens_V = _mix(torch.arange(vocab_size, device=positions_BN.device) ^ 0xC2B2AE35)
     uniform_BNV = (_mix(keys_BN[:, :, None] ^ tokens_V).float() + 0.5) * 2.0**-32
+    uniform_BNV.clamp_(max=1 - 2.0**-24)  # 1 would be minus infinity, like a token that a filter removed
     return -torch.log(-torch.log1p(-uniform_BNV))
 
 

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,10 +36,16 @@ def choose_dtype(config_dtype: torch.dtype | None, device: torch.device) -> torc
     if device.type == "cpu" and dtype == torch.float16:
         logger.info("dtype bfloat16: CPUs compute slowly in float16")
         dtype = torch.bfloat16
-    if device.type == "cpu" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type == "cpu" and dtype == torch.bfloat16 and not _cpu_has_bfloat16():
         logger.info("dtype float32: this CPU has no bfloat16 instructions")
         return torch.float32
     return dtype
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether matrix products in bfloat16 run on instructions of this CPU (torch's own probes, where it has them)."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)))
 
 
 class BaseModel:
@@ -79,7 +86,10 @@ class BaseModel:
         Raises:
             ValueError: There is no usable model or tokenizer.
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as error:
+            raise ValueError(f"device ({device}) is not known to torch; pass cpu, cuda or cuda:N") from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
         try:
@@ -87,11 +97,11 @@ class BaseModel:
             dtype = dtype or choose_dtype(config_dtype, device)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
         base = cls(model, tokenizer, str(name))
         if pack and device.type == "cpu":
-            packed.pack_linears(model)
+            packed.pack_linears(model, keep=model.get_output_embeddings())
         return base
 
     @property

@@ -1,6 +1,6 @@
 """The KV cache: preallocated rows per sequence slot; a step writes its tree rows and keeps the accepted ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,11 +52,12 @@ class SlotCache(Cache):
     """Keys and values of ``slots`` sequences of different lengths.
 
     The order of a step: ``begin`` (where the tree rows go), the base's forward pass (which writes them), ``commit``
-    (which moves the accepted rows together). Rows beyond a sequence's length are never read.
+    (which moves the accepted rows together) or ``extend`` (they stand together already), and ``grow`` with the same
+    counts on the host. Rows beyond a sequence's length are never read.
 
     Attributes:
         lengths: [slots] int64 on the device, committed rows per slot.
-        longest: Largest length as a host number, so that no step waits for the device to learn a shape.
+        host_lengths: The same numbers on the host: shapes follow from them without waiting for the device.
     """
 
     def __init__(self, slots: int, capacity: int, num_layers: int, device: torch.device | str) -> None:
@@ -64,9 +65,14 @@ class SlotCache(Cache):
         self.slots, self.capacity = slots, capacity
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         self.first_rows = torch.arange(slots, device=device) * capacity
-        self.longest = 0
+        self.host_lengths = [0] * slots
         self.kv_length = 0
         self.write_rows = self.lengths
+
+    @property
+    def longest(self) -> int:
+        """Largest committed length."""
+        return max(self.host_lengths)
 
     def begin(self, nodes: int) -> None:
         """Prepare to write ``nodes`` rows behind the committed rows of every slot.
@@ -83,14 +89,13 @@ class SlotCache(Cache):
         offsets = torch.arange(nodes, device=self.lengths.device)
         self.write_rows = (self.first_rows[:, None] + self.lengths[:, None] + offsets).flatten()
 
-    def commit(self, path_BA: Tensor, counts_B: Tensor, longest: int) -> None:
+    def commit(self, path_BA: Tensor, counts_B: Tensor) -> None:
         """Keep the rows of the accepted paths and forget the others.
 
         Args:
             path_BA: [slots, A] node indices of the accepted paths from the root on; entry i beyond a path's end must
                 be i itself (that row then stays where it is).
             counts_B: [slots] accepted rows, 0 leaves a slot as it was.
-            longest: The largest length after the commit (a host number).
         """
         base_B1 = (self.first_rows + self.lengths)[:, None]
         source = (base_B1 + path_BA).flatten()
@@ -98,12 +103,15 @@ class SlotCache(Cache):
         for buffer in self._buffers():
             rows = buffer.view(-1, *buffer.shape[2:])
             rows.index_copy_(0, target, rows.index_select(0, source))
-        self.extend(counts_B, longest)
+        self.extend(counts_B)
 
-    def extend(self, counts_B: Tensor, longest: int) -> None:
+    def extend(self, counts_B: Tensor) -> None:
         """Count the first ``counts_B`` rows just written as committed; they already stand where they belong."""
         self.lengths = self.lengths + counts_B
-        self.longest = longest
+
+    def grow(self, counts: Sequence[int]) -> None:
+        """The same for the host's numbers."""
+        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:

@@ -67,11 +67,9 @@ def decode(
     """
     longest = max(len(prompt) + answer.max_new_tokens for prompt, answer in zip(prompts, answers, strict=True))
     cache = base.new_cache(len(prompts), capacity=longest + 2 * drafter.nodes)
-    lengths_B = torch.tensor([len(prompt) for prompt in prompts])
-    prompts_BT = torch.zeros(len(prompts), int(lengths_B.max()), dtype=torch.int64)
-    for row, prompt in zip(prompts_BT, prompts, strict=True):
-        row[: len(prompt)] = torch.as_tensor(prompt)
-    state = prefill(base, cache, prompts_BT.to(base.device), lengths_B.to(base.device))
+    state = prefill(base, cache, prompts)
+    if base.device.type == "cuda":
+        torch.cuda.synchronize(base.device)
     for answer in answers:
         answer.start_clock()
 
@@ -79,16 +77,16 @@ def decode(
     while any(answer.active for answer in answers):
         result = decode_step(base, cache, drafter, rule, state)
         steps += 1
-        rows, counts = result.tokens.tolist(), result.counts.tolist()
         pieces = [
-            answer.extend(row[:count]) if answer.active else []
-            for answer, row, count in zip(answers, rows, counts, strict=True)
+            answer.extend(tokens) if tokens else [] for answer, tokens in zip(answers, result.tokens, strict=True)
         ]
         if steps == max_steps:
             for answer, new in zip(answers, pieces, strict=True):
                 new += answer.end("length") if answer.active else []
-        active_B = torch.tensor([answer.active for answer in answers], device=base.device)
-        state = dataclasses.replace(result.state, active=active_B)
+        state = result.state
+        if any(tokens and not answer.active for answer, tokens in zip(answers, result.tokens, strict=True)):
+            active_B = torch.tensor([answer.active for answer in answers], device=base.device)
+            state = dataclasses.replace(state, active=active_B)
         yield pieces
 
 

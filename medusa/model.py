@@ -1,6 +1,7 @@
 """``MedusaModel``: a base with its heads; load, save, generate, stream."""
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -35,14 +36,14 @@ class Options(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
-    seed: int
+    seed: int | Sequence[int]
     acceptance: str | None
     epsilon: float
     delta: float
     nodes: int | None
     tree: Tree | None
     drafter: Drafter | None
-    stop: Sequence[str]
+    stop: str | Sequence[str]
 
 
 class Stream:
@@ -64,12 +65,14 @@ class MedusaModel:
 
     Attributes:
         base: The base.
-        heads: The heads, or None: then every step is a plain decode step unless a drafter is given.
+        heads: The heads, moved to the base's device and dtype, or None: then every step is a plain decode step unless
+            a drafter is given.
     """
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None = None) -> None:
         if heads is not None:
             _check_fit(base, heads)
+            heads = heads.to(device=base.device, dtype=base.dtype)
         self.base, self.heads = base, heads
         self._drafters: dict[tuple[int, Tree | None], Drafter] = {}
 
@@ -105,7 +108,9 @@ class MedusaModel:
         check_tree_decoding(base_model)
         if heads is None:
             return cls(base_model)
-        return cls(base_model, load_heads(heads, dtype=base_model.dtype, device=base_model.device))
+        loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
+        loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
+        return cls(base_model, loaded)
 
     @property
     def default_nodes(self) -> int:
@@ -162,14 +167,14 @@ class MedusaModel:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         acceptance: str | None = None,
         epsilon: float = EPSILON,
         delta: float = DELTA,
         nodes: int | None = None,
         tree: Tree | None = None,
         drafter: Drafter | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         incremental: bool = False,
     ) -> tuple[list[Answer], Generator[list[list[Piece]]]]:
         """Check everything and hand out the answers with the loop that grows them.
@@ -182,7 +187,8 @@ class MedusaModel:
             top_k: Keep the k most likely tokens, 0 = all.
             top_p: Keep the smallest set of tokens with at least this probability, 1 = all.
             min_p: Keep tokens with at least this fraction of the best one's probability, 0 = all.
-            seed: Fixes sampled output, whatever drafts, tree or batch.
+            seed: Fixes sampled output, whatever drafts, tree or batch; one number, or one per prompt. Equal prompts
+                with equal seeds get equal texts.
             acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "typical" is lossy.
             epsilon: Threshold of typical acceptance.
             delta: Entropy factor of typical acceptance.
@@ -195,7 +201,13 @@ class MedusaModel:
         Raises:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
-        seeds_B = torch.full((len(prompts),), seed, dtype=torch.int64, device=self.base.device)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stop:
+            raise ValueError("stop ('') is empty and would end every answer at once; leave it out")
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(prompts) or not all(0 <= value < 2**63 for value in seeds):
+            raise ValueError(f"seed ({seed}) must be a number from 0 to 2**63 - 1, or one per prompt; correct it")
+        seeds_B = torch.tensor(seeds, device=self.base.device)
         warping = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "epsilon": epsilon, "delta": delta}
         rule = build_rule(acceptance, seeds_B, top_k=top_k, **warping)
         drafter = drafter or self._drafter(nodes, tree)
@@ -221,6 +233,10 @@ class MedusaModel:
         return ids
 
     def _drafter(self, nodes: int | None, tree: Tree | None) -> Drafter:
+        if tree is not None and (self.heads is None or nodes is not None):
+            raise ValueError("tree needs heads and takes the place of nodes; give one of them, on a model with heads")
+        if nodes is not None and nodes < 1:
+            raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         if self.heads is None or nodes == 1:
             return PlainDrafter()
         nodes = self.default_nodes if nodes is None else nodes
@@ -231,13 +247,21 @@ class MedusaModel:
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was one prompt rather than a batch."""
-        values: Any = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-        single = isinstance(values, str) or (len(values) > 0 and isinstance(values[0], int))
+        values: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+        if not isinstance(values, str | list | tuple):
+            raise ValueError(f"prompts ({values!r}) are neither text nor token ids; give a string or a list")
+        single = isinstance(values, str) or (len(values) > 0 and not isinstance(values[0], str | list | tuple))
         batch = [values] if single else list(values)
         if not batch:
             raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
-        tokenizer = self.base.tokenizer
-        return [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch], single
+        tokenizer, vocab_size = self.base.tokenizer, self.base.vocab_size
+        encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
+        for token in (token for ids in encoded for token in ids):
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the prompt again"
+                )
+        return encoded, single
 
 
 def _check_fit(base: BaseModel, heads: DraftHeads) -> None:

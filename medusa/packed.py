@@ -19,17 +19,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """A frozen ``nn.Linear`` with its weight in oneDNN's own layout.
+    """A frozen ``nn.Linear`` with its weight in oneDNN's own layout, and only there unless ``keep_weight``."""
 
-    Attributes:
-        weight: The original [out, in] weight; training and export still read it.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, keep_weight: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight
         self.bias = linear.bias
-        self.out_features = linear.out_features
+        if keep_weight:
+            self.weight = linear.weight
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,26 +35,31 @@ class PackedLinear(nn.Module):
 
 
 @cache
-def available() -> bool:
-    """Whether this torch has the operators and they compute a linear layer."""
+def available(dtype: torch.dtype) -> bool:
+    """Whether this torch has the operators on this CPU and they compute a linear layer."""
     try:
-        linear, rows = nn.Linear(32, 48), torch.linspace(-1, 1, 160).view(5, 32)
+        linear, rows = nn.Linear(32, 48).to(dtype), torch.linspace(-1, 1, 160).view(5, 32).to(dtype)
         with torch.no_grad():
-            return torch.allclose(PackedLinear(linear)(rows), linear(rows), atol=1e-5)
+            return torch.allclose(
+                PackedLinear(linear)(rows), linear(rows), atol=1e-5 if dtype == torch.float32 else 0.05
+            )
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.info("plain linear layers: oneDNN packing is not available (%s)", error)
         return False
 
 
-def pack_linears(module: nn.Module) -> int:
-    """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced."""
-    if not available():
-        return 0
+def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
+    """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced.
+
+    Args:
+        module: Any model.
+        keep: A layer below it whose plain weight is still read by others (the output layer); it has both.
+    """
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and _worth_packing(child):
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child, keep_weight=child is keep))
                 count += 1
     return count
 
@@ -66,4 +67,5 @@ def pack_linears(module: nn.Module) -> int:
 def _worth_packing(linear: nn.Linear) -> bool:
     """Plain layers only: a subclass (quantised, say) computes something else."""
     weight = linear.weight
-    return type(linear) is nn.Linear and weight.numel() >= MIN_WEIGHTS and weight.dtype in DTYPES
+    large = type(linear) is nn.Linear and weight.numel() >= MIN_WEIGHTS
+    return large and weight.dtype in DTYPES and available(weight.dtype)

@@ -1,5 +1,6 @@
 """One decode step: draft, verify, accept, commit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +16,15 @@ from medusa.tree import Draft
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives: ``tokens[b, :counts[b]]`` are sequence b's new tokens, the last of them the base's own.
+    """What a step gives.
 
     Attributes:
-        tokens: [B, A] int64.
-        counts: [B] int64, 0 for sequences that were not active.
+        tokens: The new tokens of each sequence, on the host, the last of them the base's own; none where it was not
+            active.
         state: What the next step starts from.
     """
 
-    tokens: Tensor
-    counts: Tensor
+    tokens: list[list[int]]
     state: DecodeState
 
 
@@ -52,26 +52,33 @@ def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule,
     accepted = select_path(draft, verdict)
 
     counts_B = torch.where(state.active, accepted.counts, 0)
-    cache.commit(accepted.path, counts_B, longest=int((cache.lengths + counts_B).max()))
-    return StepResult(accepted.tokens, counts_B, _next_state(state, accepted, hidden_BND))
+    if draft.depth == 0:
+        cache.extend(counts_B)  # the root alone: its row already stands where it belongs
+    else:
+        cache.commit(accepted.path, counts_B)
+    *rows, counts = torch.cat([accepted.tokens.T, counts_B[None]]).tolist()  # the step's only copy to the host
+    cache.grow(counts)
+    tokens = [list(row[:count]) for row, count in zip(zip(*rows, strict=True), counts, strict=True)]
+    return StepResult(tokens, _next_state(state, accepted, hidden_BND))
 
 
 @torch.inference_mode()
-def prefill(base: BaseModel, cache: SlotCache, prompts_BT: Tensor, lengths_B: Tensor, chunk: int = 512) -> DecodeState:
+def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]], chunk: int = 512) -> DecodeState:
     """Cache all of each prompt but its last token, which becomes the first root.
 
     Args:
         base: The frozen base.
         cache: An empty cache of B slots.
-        prompts_BT: [B, T] int64 token ids, padded at the right with any token.
-        lengths_B: [B] int64 prompt lengths, at least 1.
+        prompts: Token ids of B prompts, at least one each.
         chunk: Rows per forward pass; bounds the memory of long prompts.
 
     Returns:
         The state of the first step; the hidden state of a prompt of one token is zero.
     """
-    batch = len(prompts_BT)
-    last_B1 = lengths_B[:, None] - 1
+    batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
+    padded = [[*prompt, *([0] * (max(lengths) - len(prompt)))] for prompt in prompts]
+    prompts_BT = torch.tensor(padded, device=base.device)
+    last_B1 = torch.tensor(lengths, device=base.device)[:, None] - 1
     hidden_BD = torch.zeros(batch, base.hidden_size, dtype=base.dtype, device=base.device)
     for start in range(0, prompts_BT.shape[1] - 1, chunk):
         rows_BC = prompts_BT[:, :-1][:, start : start + chunk]
@@ -81,7 +88,8 @@ def prefill(base: BaseModel, cache: SlotCache, prompts_BT: Tensor, lengths_B: Te
         picked_BD = hidden_BCD[torch.arange(batch, device=base.device), index_B.clamp(0, rows_BC.shape[1] - 1)]
         hidden_BD = torch.where(here_B[:, None], picked_BD, hidden_BD)
         counts_B = (last_B1[:, 0] - start).clamp(0, rows_BC.shape[1])
-        cache.extend(counts_B, longest=start + rows_BC.shape[1])
+        cache.extend(counts_B)
+        cache.grow([min(max(length - 1 - start, 0), rows_BC.shape[1]) for length in lengths])
     roots_B = prompts_BT.gather(1, last_B1)[:, 0]
     return DecodeState(roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool))
 

@@ -3,7 +3,7 @@
 Nodes are stored so that a parent always stands before its children; node 0 is the root, the newest committed token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -45,7 +45,7 @@ class Tree:
 
     @classmethod
     def ranked(cls, depth: int, nodes: int, width: int) -> "Tree":
-        """The ``nodes`` rank paths that come first when rank r counts as r + 1 and paths are ordered by the product.
+        """``nodes`` nodes with the root: the paths that come first when ordered by the product of their (rank + 1).
 
         A superset from which dynamic trees choose: low ranks everywhere, high ranks near the root.
         """
@@ -55,7 +55,7 @@ class Tree:
             frontier = [(cost * (r + 1), (*path, r)) for cost, path in frontier for r in range(width)]
             frontier = sorted(frontier)[:nodes]
             paths += [(cost, d, path) for cost, path in frontier]
-        return cls(_closed(path for _, _, path in sorted(paths)[:nodes]))
+        return cls(tuple(path for _, _, path in sorted(paths)[: nodes - 1]))  # a prefix never costs more: closed
 
     @property
     def nodes(self) -> int:
@@ -91,23 +91,11 @@ class Tree:
     @cached_property
     def ancestors(self) -> Tensor:
         """[N, N] bool: entry (i, j) is true where j is i or one of its ancestors."""
-        return ancestors_of(self.parents[None], self.depth)[0]
-
-
-def _closed(paths: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The paths with every missing prefix added."""
-    return tuple({path[:d] for path in paths for d in range(1, len(path) + 1)})
-
-
-def ancestors_of(parents_BN: Tensor, depth: int) -> Tensor:
-    """Ancestor masks [B, N, N] (a node counts as its own ancestor) from parent indices, for trees of that depth."""
-    nodes = parents_BN.shape[1]
-    eye_BNN = torch.eye(nodes, dtype=torch.bool, device=parents_BN.device).expand(len(parents_BN), nodes, nodes)
-    mask_BNN, pointer_BN = eye_BNN.clone(), parents_BN
-    for _ in range(depth):
-        mask_BNN |= torch.nn.functional.one_hot(pointer_BN, nodes).bool()
-        pointer_BN = parents_BN.gather(1, pointer_BN)
-    return mask_BNN
+        mask_NN, pointer_N = torch.eye(self.nodes, dtype=torch.bool), self.parents
+        for _ in range(self.depth):
+            mask_NN |= torch.nn.functional.one_hot(pointer_N, self.nodes).bool()
+            pointer_N = self.parents[pointer_N]
+        return mask_NN
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from medusa import MedusaModel
 
-Engine = Callable[[list[int]], list[int]]
-"""Prompt ids to new token ids."""
+Engine = Callable[[list[int]], tuple[list[int], int]]
+"""Prompt ids to new token ids, and the passes of the base that they took."""
 
 
 @dataclass
@@ -25,33 +25,44 @@ class Timing:
     Attributes:
         rates: Tokens per second, one value per round.
         outputs: New token ids per prompt, of the last round.
+        steps: Passes of the base per prompt, of the last round.
     """
 
     rates: list[float] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
         """Median over the rounds."""
         return median(self.rates)
 
+    def tokens_per_step(self, start: int = 0, every: int = 1) -> float:
+        """Tokens per pass over whole outputs, of every prompt or of each ``every``-th one from ``start`` on."""
+        return sum(map(len, self.outputs[start::every])) / sum(self.steps[start::every])
+
 
 def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
     """transformers' own ``generate``, greedy, as anyone would call it."""
 
-    def run(prompt: list[int]) -> list[int]:
+    def run(prompt: list[int]) -> tuple[list[int], int]:
         ids = torch.tensor([prompt], device=model.device)
         new: list[int] = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
         )[0, len(prompt) :].tolist()
-        return new
+        return new, len(new)
 
     return run
 
 
 def medusa_engine(model: MedusaModel, max_new_tokens: int, nodes: int | None) -> Engine:
     """Our decoding, greedy; ``nodes=1`` is plain decoding."""
-    return lambda prompt: model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes).tokens
+
+    def run(prompt: list[int]) -> tuple[list[int], int]:
+        output = model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes)
+        return output.tokens, output.steps
+
+    return run
 
 
 def compare(
@@ -76,10 +87,11 @@ def compare(
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             begin = time.perf_counter()
-            outputs = [engines[name](prompt) for prompt in prompts]
+            results = [engines[name](prompt) for prompt in prompts]
             seconds = time.perf_counter() - begin
-            timings[name].rates.append(sum(map(len, outputs)) / seconds)
-            timings[name].outputs = outputs
+            timing = timings[name]
+            timing.outputs, timing.steps = [tokens for tokens, _ in results], [steps for _, steps in results]
+            timing.rates.append(sum(map(len, timing.outputs)) / seconds)
     return timings
 
 

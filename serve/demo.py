@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     run = Path(options.run).resolve()
-    if options.fresh:
-        shutil.rmtree(run, ignore_errors=True)
     began = time.monotonic()
     try:
+        if options.fresh:
+            _remove(run)
         _make_heads(run, options.train_prompts)
         report = _compare(run, options.prompts, options.rounds)
+        report["demo_seconds"] = round(time.monotonic() - began, 1)
+        _publish(run, report)
     except subprocess.CalledProcessError as error:
         print(f"a stage of the demo failed (exit status {error.returncode}); its message is above", file=sys.stderr)
         return 1
@@ -48,9 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on where it was", file=sys.stderr)
         return 130
-    report["demo_seconds"] = round(time.monotonic() - began, 1)
-    _publish(run, report)
     return 0
+
+
+def _remove(run: Path) -> None:
+    """Remove what the demo writes, and nothing else that may be in the directory."""
+    for name in ("data", "checkpoints", "heads"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    for name in ("recipe.yaml", "metrics.jsonl", "report.json", "report.png"):
+        (run / name).unlink(missing_ok=True)
 
 
 def _make_heads(run: Path, train_prompts: int) -> None:
@@ -102,14 +110,11 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     same = identical([o.tokens for o in outputs], [o.tokens for o in reference])
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
 
-    def rate(chosen: Sequence[Any]) -> float:
-        tokens, steps = sum(len(o.tokens) for o in chosen), sum(int(o.steps) for o in chosen)
-        return round(tokens / max(steps, 1), 3)
-
     return {
-        "tokens_per_step": rate(outputs),
-        "tokens_per_step_code": rate(outputs[::2]),
-        "tokens_per_step_chat": rate(outputs[1::2]),
+        "tokens_per_step": round(timings["medusa"].tokens_per_step(), 3),
+        "tokens_per_step_code": round(timings["medusa"].tokens_per_step(0, 2), 3),
+        "tokens_per_step_chat": round(timings["medusa"].tokens_per_step(1, 2), 3),
+        "tokens_per_step_float32": round(sum(len(o.tokens) for o in outputs) / sum(o.steps for o in outputs), 3),
         "speedup": round(speeds["medusa"] / speeds["plain"], 3),
         "speedup_over_transformers": round(speeds["medusa"] / speeds["transformers"], 3),
         "plain_tokens_per_s": round(speeds["plain"], 1),
@@ -187,15 +192,29 @@ def _say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
+def _at_least(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="./launch.sh demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--run", default="runs/demo", metavar="DIR", help="where everything is written")
     parser.add_argument("--fresh", action="store_true", help="remove the directory first")
-    parser.add_argument("--train-prompts", type=int, default=2400, help="prompts that the base answers for training")
-    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts that are compared")
-    parser.add_argument("--rounds", type=int, default=3, help="measured repetitions; the median counts")
+    parser.add_argument(
+        "--train-prompts",
+        type=_at_least(16),
+        default=2400,
+        help="prompts answered for training",
+    )
+    parser.add_argument("--prompts", type=_at_least(2), default=24, help="held-out prompts that are compared")
+    parser.add_argument("--rounds", type=_at_least(1), default=3, help="measured repetitions; the median counts")
     return parser
 
 

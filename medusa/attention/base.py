@@ -94,6 +94,8 @@ def tree_attention(
     Returns:
         Output [B, N, H, Dv] and None for the weights.
     """
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("attention sinks are not supported by this attention; use a base without them")
     groups = query.shape[1] // key.shape[1]
     if tree_plan is not None:
         bias = tree_plan.bias(groups, sliding_window, query.dtype)

@@ -10,6 +10,7 @@ from medusa.tree import Draft, Tree
 
 SUPER_TREE_FACTOR = 8
 SUPER_TREE_WIDTH = 10
+LOWEST = -40.0
 
 
 class HeadsDrafter:
@@ -35,11 +36,13 @@ class HeadsDrafter:
             raise ValueError(
                 f"tree depth ({tree.depth}) exceeds the number of heads ({depth}); prune the tree or train more heads"
             )
+        if tree is not None and tree.width > heads.config.vocab_size:
+            raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({heads.config.vocab_size}); prune it")
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         self.heads, self.lm_head, self.tree = heads, lm_head, tree
         width = min(SUPER_TREE_WIDTH, heads.config.vocab_size)
-        self.topology = tree or Tree.ranked(depth, SUPER_TREE_FACTOR * nodes, width)
+        self.topology = tree or Tree.ranked(depth, SUPER_TREE_FACTOR * nodes + 1, width)
         self.nodes = tree.nodes if tree else min(nodes, self.topology.nodes)
         device = next(heads.parameters()).device
         super_tree = self.topology
@@ -61,9 +64,21 @@ class HeadsDrafter:
         best_BKW = logits_BKV[:, : self.topology.depth].topk(self.topology.width, dim=-1)
         tokens_BM = torch.cat([roots_B1, best_BKW.indices.flatten(1)[:, self._entries]], dim=1)
         if self.tree is not None:
-            return Draft.of(tokens_BM, self.tree)
+            return self._whole_tree(tokens_BM)
         logprobs_BKW = best_BKW.values.float() - logits_BKV.float().logsumexp(-1, keepdim=True)
+        # Bounded, so that heads that overflow (NaN, -inf) still give trees and the edge cost is never rounded away.
+        logprobs_BKW = logprobs_BKW.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0)
         return self._best_nodes(tokens_BM, logprobs_BKW.flatten(1)[:, self._entries])
+
+    def _whole_tree(self, tokens_BM: Tensor) -> Draft:
+        batch = len(tokens_BM)
+        return Draft(
+            tokens=tokens_BM,
+            parents=self._parents.expand(batch, -1),
+            depths=self._depths.expand(batch, -1),
+            ancestors=self._ancestors.expand(batch, -1, -1),
+            depth=self.topology.depth,
+        )
 
     def _best_nodes(self, tokens_BM: Tensor, logprobs_BM: Tensor) -> Draft:
         """The N best of the super-tree's M nodes, in its order, as a draft."""

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 
 def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
-    """Write heads so that a reader sees the old set or the new one, never half a file.
+    """Write heads, file by file; every file appears whole under its name or not at all.
 
     A base that is a local directory is stored relative to ``directory``: the two can move together.
 

@@ -59,14 +59,39 @@ def test_an_unfinished_file_of_other_settings_is_refused(model, prompts, tmp_pat
         regenerate(model, prompts, tmp_path / "a.jsonl", Settings(max_new_tokens=8))
 
 
-def test_prompts_come_from_conversations(model, tmp_path):
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"prompt": "hi", "response": "there"}, "hi<end>"),
+        ({"prompt": "hi"}, "hi<end>"),
+        ({"messages": [{"role": "user", "content": "yo"}]}, "yo<end>"),
+        ({"messages": [{"role": "user", "content": "yo"}, {"role": "assistant", "content": "x"}]}, "yo<end>"),
+    ],
+)
+def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path, record, prompt):
     path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"prompt": "hi", "response": "there"}) + "\n")
+    path.write_text(json.dumps(record) + "\n")
     (ids,) = file_prompts(model, path)
-    assert model.base.tokenizer.decode(ids) == "hi<end>"
-    path.write_text(json.dumps({"text": "only a document"}) + "\n")
-    with pytest.raises(ValueError, match="no prompts"):
+    assert model.base.tokenizer.decode(ids) == prompt
+
+
+@pytest.mark.parametrize("record", [{"text": "a document"}, {"messages": []}, {"messages": [{"role": "assistant"}]}])
+def test_lines_without_a_prompt_are_named(model, tmp_path, record):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + json.dumps(record) + "\n")
+    with pytest.raises(ValueError, match="line 2: no prompt"):
         file_prompts(model, path)
+
+
+def test_other_prompts_do_not_continue_a_file(model, prompts, tmp_path, monkeypatch):
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    settings = Settings(max_new_tokens=8, batch=2)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(model, prompts, tmp_path / "a.jsonl", settings)
+    monkeypatch.setattr(model, "generate", generate)
+    with pytest.raises(ValueError, match="begun with other prompts"):
+        regenerate(model, [[7], *prompts[1:]], tmp_path / "a.jsonl", settings)
 
 
 def test_the_command_line_writes_a_file_once(base_directory, tmp_path, monkeypatch):

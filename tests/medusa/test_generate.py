@@ -1,5 +1,7 @@
 """Decoding is lossless, ends where it must, and streams what it returns."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -138,6 +140,15 @@ def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
         ("abc", {"max_steps": 0}, "max_steps"),
         ("abc", {"nodes": 0}, "nodes"),
         ("abc", {"tree": Tree.chain(4)}, "exceeds the number of heads"),
+        ("abc", {"tree": Tree.chain(2), "nodes": 1}, "takes the place of nodes"),
+        ("abc", {"tree": Tree.full([300])}, "exceeds the vocabulary"),
+        ("abc", {"stop": ["x", ""]}, "end every answer at once"),
+        ("abc", {"seed": -1}, "seed"),
+        ("abc", {"seed": 2**70}, "seed"),
+        ("abc", {"seed": [1, 2]}, "one per prompt"),
+        ([5, 10**6], {}, "token id"),
+        ([5, -1], {}, "token id"),
+        (torch.tensor([0.5]), {}, "token id"),
     ],
 )
 def test_wrong_inputs_are_named(model, prompt, options, message):
@@ -159,6 +170,42 @@ def test_missing_bases_are_named(tmp_path, model):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot be loaded"):
         MedusaModel.from_pretrained(None, base=tmp_path / "empty")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
+def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain, value):
+    heads = make_heads()
+    heads.weight.data[0, 1] *= value
+    model = MedusaModel(base, heads)
+    for nodes in (3, 16):
+        outputs = model.generate(PROMPTS, max_new_tokens=40, nodes=nodes)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain[0.0]]
+
+
+def test_seeds_may_differ_within_a_batch(model):
+    same, other, again = model.generate(["x = "] * 3, max_new_tokens=20, temperature=1.0, seed=[4, 5, 4])
+    assert same.tokens == again.tokens != other.tokens
+    assert model.generate("x = ", max_new_tokens=20, temperature=1.0, seed=5).tokens == other.tokens
+
+
+def test_one_stop_string_needs_no_list(model):
+    text = model.generate(PROMPTS[0], max_new_tokens=40).text
+    assert model.generate(PROMPTS[0], max_new_tokens=40, stop=text[9:12]).text == text[: text.index(text[9:12])]
+
+
+def test_heads_saved_elsewhere_still_find_their_base(model, base, tmp_path, monkeypatch):
+    model.save_pretrained(tmp_path / "heads")
+    MedusaModel.from_pretrained(tmp_path / "heads").save_pretrained(tmp_path / "a" / "b" / "c")
+    monkeypatch.chdir(tmp_path)
+    assert MedusaModel.from_pretrained("a/b/c").base.name == base.name
+
+
+def test_a_damaged_base_is_one_clear_error(base_directory, tmp_path):
+    shutil.copytree(base_directory, tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        MedusaModel.from_pretrained(None, base=tmp_path / "base")
 
 
 def test_a_device_that_is_not_there_is_named(base_directory):

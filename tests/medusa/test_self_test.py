@@ -36,7 +36,7 @@ def test_alibi_is_refused_with_one_sentence(kind, tokenizer, tmp_path):
 def test_a_base_that_drops_the_plan_is_refused(base, monkeypatch):
     forward = base._decoder.forward
 
-    def without_plan(*args, tree_plan, **options):
+    def without_plan(*args, tree_plan=None, **options):
         return forward(*args, **options)
 
     monkeypatch.setattr(base._decoder, "forward", without_plan)

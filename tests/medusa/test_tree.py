@@ -26,6 +26,7 @@ def test_ranked_prefers_low_ranks_and_is_closed():
     assert {(0,), (0, 0), (0, 0, 0), (1,)} <= set(tree.paths)
     assert all(path[:-1] in set(tree.paths) or len(path) == 1 for path in tree.paths)
     assert max(map(max, tree.paths)) < 5
+    assert tree.nodes == 12
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,8 @@ def sequential_logits(any_base, tokens):
 def test_tree_logits_equal_sequential_logits_and_commit_keeps_the_path(any_base):
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [7, 2, 9], [11]]
     tree = Tree.full([2, 1, 1])
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    padded = torch.zeros(3, 12, dtype=torch.int64)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
     cache = any_base.new_cache(3, 64)
-    state = prefill(any_base, cache, padded, lengths, chunk=5)
+    state = prefill(any_base, cache, prompts, chunk=5)
     expected = any_base.hidden_states(torch.tensor([prompts[0][:-1]]))[0, -1]
     torch.testing.assert_close(state.hidden[0], expected, **CLOSE)
 
@@ -69,7 +65,9 @@ def test_tree_logits_equal_sequential_logits_and_commit_keeps_the_path(any_base)
         path = [j for j in range(tree.nodes) if tree.ancestors[leaf, j]]
         keep = torch.tensor([4, 2, 3])
         rows = torch.tensor([[path[i] if i < count else i for i in range(4)] for count in keep.tolist()])
-        cache.commit(rows, keep, longest=int((cache.lengths + keep).max()))
+        cache.commit(rows, keep)
+        cache.grow(keep.tolist())
+        assert cache.lengths.tolist() == cache.host_lengths
         for b, count in enumerate(keep.tolist()):
             history[b] += [tokens[b, j].item() for j in path[1:count]] + [13]
 
@@ -90,7 +88,7 @@ def test_without_a_plan_attention_is_transformers_own(base, base_directory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_layers_compute_the_same(dtype):
-    if not available():
+    if not available(dtype):
         pytest.skip("this torch has no oneDNN packing")
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.SiLU(), torch.nn.Linear(256, 4, bias=False)).to(
@@ -101,5 +99,6 @@ def test_packed_layers_compute_the_same(dtype):
         expected = plain(x)
         assert pack_linears(plain) == 1, "the second layer is too small to be worth it"
         assert isinstance(plain[0], PackedLinear)
+        assert not hasattr(plain[0], "weight"), "the plain copy is not kept"
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(plain(x), expected, atol=tolerance, rtol=tolerance)

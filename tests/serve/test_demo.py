@@ -22,7 +22,7 @@ def test_engines_take_turns_and_rates_are_medians(monkeypatch):
     def engine(name, tokens):
         def run(prompt):
             order.append(name)
-            return [1] * tokens
+            return [1] * tokens, 2
 
         return run
 
@@ -31,6 +31,7 @@ def test_engines_take_turns_and_rates_are_medians(monkeypatch):
     assert timings["a"].rates == [6.0] * 3
     assert timings["b"].tokens_per_second == 18.0
     assert timings["b"].outputs == [[1] * 6] * 3
+    assert timings["b"].tokens_per_step() == timings["b"].tokens_per_step(1, 2) == 3
 
 
 def test_all_engines_say_the_same(model):
@@ -39,7 +40,7 @@ def test_all_engines_say_the_same(model):
         "plain": medusa_engine(model, 20, nodes=1),
         "medusa": medusa_engine(model, 20, nodes=None),
     }
-    outputs = {name: [run(prompt) for prompt in PROMPTS] for name, run in engines.items()}
+    outputs = {name: [run(prompt)[0] for prompt in PROMPTS] for name, run in engines.items()}
     assert identical(outputs["plain"], outputs["medusa"]) == 3
     assert identical(outputs["plain"], outputs["transformers"]) == 3
     assert identical(outputs["plain"], [*outputs["plain"][:2], [0]]) == 2
@@ -84,6 +85,21 @@ def test_a_failed_stage_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "_run", fail)
     assert demo.main(["--run", str(tmp_path)]) == 1
     assert "exit status 3" in capsys.readouterr().err
+
+
+def test_fresh_removes_only_what_the_demo_wrote(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "thesis.txt").write_text("precious")
+    monkeypatch.setattr(demo, "_make_heads", lambda *_: (_ for _ in ()).throw(OSError("stop here")))
+    assert demo.main(["--run", str(tmp_path), "--fresh"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("words", [["--prompts", "1"], ["--rounds", "0"], ["--train-prompts", "x"]])
+def test_wrong_numbers_are_refused_at_once(words):
+    with pytest.raises(SystemExit) as wrong:
+        demo.main(words)
+    assert wrong.value.code == 2
 
 
 @pytest.mark.slow
