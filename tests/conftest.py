@@ -34,7 +34,7 @@ def base_directory(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrain
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=0, bos_token_id=None, initializer_range=0.3,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0, bos_token_id=None, initializer_range=0.3,
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(config).save_pretrained(directory)

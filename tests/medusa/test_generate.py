@@ -135,7 +135,7 @@ def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
     [
         ("", {}, "is empty"),
         ([], {}, "at least one prompt"),
-        ("x" * 128, {}, "leaves no room in the base's context"),
+        ("x" * 256, {}, "leaves no room in the base's context"),
         ("abc", {"max_new_tokens": 0}, "max_new_tokens"),
         ("abc", {"max_steps": 0}, "max_steps"),
         ("abc", {"nodes": 0}, "nodes"),
