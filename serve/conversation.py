@@ -28,7 +28,7 @@ _SETTING_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda value: _is_number(value) and 0 <= value < math.inf, "a number, 0 (greedy) or more"),
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a probability above 0 and at most 1 (1 = off)"),
     "top_k": (lambda value: _is_int(value, 0), "a whole number of tokens (0 = off)"),
-    "seed": (lambda value: _is_int(value, 0), "a whole number, 0 or more"),
+    "seed": (lambda value: _is_int(value, 0) and value < 2**62, "a whole number from 0 to 2**62 - 1"),
     "acceptance": (lambda value: value in (None, *ACCEPTANCE_RULES), f"auto, or one of {', '.join(ACCEPTANCE_RULES)}"),
     "nodes": (lambda value: value is None or _is_int(value, 1), "auto, or a whole number, at least 1 (1 = plain)"),
 }
