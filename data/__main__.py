@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     regenerate.add_argument("--max-new-tokens", type=_positive, default=128, help="tokens per answer")
     regenerate.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
     regenerate.add_argument("--seed", type=int, default=0, help="of the choice of prompts and of sampled answers")
-    regenerate.add_argument("--batch", type=_positive, default=32, help="prompts decoded together")
+    regenerate.add_argument("--batch", type=_positive, default=64, help="prompts decoded together")
     regenerate.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
     return parser
 

@@ -31,7 +31,7 @@ class Settings:
     """0 = greedy."""
     seed: int = 0
     """Of sampled answers; each prompt adds its number."""
-    batch: int = 32
+    batch: int = 64
     """Prompts decoded together."""
 
 

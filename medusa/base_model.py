@@ -178,6 +178,11 @@ class BaseModel:
         ).last_hidden_state
         return hidden
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+        embeddings: Tensor = self.model.get_input_embeddings()(tokens)
+        return embeddings
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] as the base itself would give for last hidden states [..., D]."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)

@@ -23,7 +23,7 @@ from medusa.tree import Tree
 
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
-CPU_NODES = 16
+CPU_NODES = 12
 GPU_NODES = 64
 
 
@@ -72,7 +72,8 @@ class MedusaModel:
     def __init__(self, base: BaseModel, heads: DraftHeads | None = None) -> None:
         if heads is not None:
             _check_fit(base, heads)
-            heads = heads.to(device=base.device, dtype=base.dtype)
+            heads = heads.to(device=base.device, dtype=base.dtype).eval()
+            heads.freeze()
         self.base, self.heads = base, heads
         self._drafters: dict[tuple[int, Tree | None], Drafter] = {}
 
@@ -242,7 +243,7 @@ class MedusaModel:
         nodes = self.default_nodes if nodes is None else nodes
         key = (nodes, tree)
         if key not in self._drafters:
-            self._drafters[key] = HeadsDrafter(self.heads, self.base.logits, nodes, tree)
+            self._drafters[key] = HeadsDrafter(self.heads, self.base.logits, self.base.embed, nodes, tree)
         return self._drafters[key]
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:

@@ -6,6 +6,7 @@ probed once and the plain layer stays where they are missing.
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 ROWS_HINT = 16
 MIN_WEIGHTS = 1 << 14
 DTYPES = (torch.float32, torch.bfloat16)
+
+LinearFunction = Callable[[Tensor], Tensor]
 
 
 class PackedLinear(nn.Module):
@@ -32,6 +35,15 @@ class PackedLinear(nn.Module):
         """``x @ weight.T + bias`` for x [..., in]."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
+    """``x -> x @ weight.T + bias`` for frozen weights [out, in], packed where that is worth it."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return PackedLinear(linear) if weight.device.type == "cpu" and _worth_packing(linear) else linear
 
 
 @cache

@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train-prompts",
         type=_at_least(16),
-        default=2400,
+        default=5000,
         help="prompts answered for training",
     )
     parser.add_argument("--prompts", type=_at_least(2), default=24, help="held-out prompts that are compared")

@@ -54,7 +54,8 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
 
     def make(num_heads: int = 3, **options: object) -> DraftHeads:
         torch.manual_seed(1)
-        config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, base=base.name, **options)  # type: ignore[arg-type]
+        options = {"base": base.name, "sees_root": True} | options
+        config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, **options)  # type: ignore[arg-type]
         heads = build_heads(config).to(base.dtype)
         heads.init_from_base(base.lm_head_weight)
         for parameter in heads.parameters():

@@ -39,9 +39,9 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     num_heads = heads.config.num_heads
     counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
     for part in rows.split(batch_rows):
-        hidden_MD, labels_MK = supervised_positions(base, packed, part, num_heads)
-        for hidden, labels in zip(hidden_MD.split(CHUNK), labels_MK.split(CHUNK), strict=True):
-            logits_KMV = heads.logits(hidden, base.logits)
+        positions = supervised_positions(base, packed, part, num_heads)
+        for hidden, root, labels in zip(*(tensor.split(CHUNK) for tensor in positions), strict=True):
+            logits_KMV = heads.logits(hidden, root, base.logits)
             labels_KM = labels.T
             valid_KM = labels_KM != IGNORE
             target_KM1 = logits_KMV.gather(2, labels_KM.clamp(min=0)[..., None])
@@ -61,8 +61,10 @@ def accuracy_figures(counts: Tensor) -> dict[str, list[float]]:
 
 
 @torch.no_grad()
-def supervised_positions(base: BaseModel, packed: PackedRows, rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """The base's hidden states where at least one head has a label.
+def supervised_positions(
+    base: BaseModel, packed: PackedRows, rows: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the heads read and what they should say, where at least one head has a label.
 
     Args:
         base: the frozen model.
@@ -71,15 +73,17 @@ def supervised_positions(base: BaseModel, packed: PackedRows, rows: Tensor, num_
         num_heads: K.
 
     Returns:
-        hidden_MD and labels_MK on the base's device.
+        The base's hidden states hidden_MD, the embeddings root_MD of the tokens that follow, and labels_MK, on the
+        base's device.
     """
     labels_BTK = packed.labels(rows, num_heads)
     chosen_BT = (labels_BTK != IGNORE).any(2)
     device = base.device
-    hidden_BTD = base.hidden_states(
-        packed.input_ids[rows].long().to(device), packed.position_ids[rows].long().to(device)
-    )
-    return hidden_BTD[chosen_BT.to(device)], labels_BTK[chosen_BT].to(device)
+    ids_BT = packed.input_ids[rows].long()
+    hidden_BTD = base.hidden_states(ids_BT.to(device), packed.position_ids[rows].long().to(device))
+    # A labelled position has its next token in the same document, so the row's end never wraps into view.
+    roots_M = ids_BT.roll(-1, dims=1)[chosen_BT]
+    return hidden_BTD[chosen_BT.to(device)], base.embed(roots_M.to(device)), labels_BTK[chosen_BT].to(device)
 
 
 def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> list[list[int]]:

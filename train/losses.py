@@ -107,18 +107,21 @@ class HeadsLoss(nn.Module):
         self._lm_head = lm_head
         self._chunk_rows = chunk_rows
 
-    def forward(self, hidden_MD: Tensor, labels_MK: Tensor, weights_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, hidden_MD: Tensor, root_MD: Tensor, labels_MK: Tensor, weights_K: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch.
 
         Args:
             hidden_MD: the base's last hidden states at the supervised positions.
+            root_MD: the base's input embeddings of the tokens after them.
             labels_MK: int64 token ids, `IGNORE` where a head has no target.
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
 
         Returns:
             loss [] = sum of weights_k * summed cross entropy of head k; the sums [K]; the correct counts [K].
         """
-        features_KMD = self.heads(hidden_MD)
+        features_KMD = self.heads(hidden_MD, root_MD)
         loss_K, correct_K = chunked_cross_entropy(
             features_KMD, labels_MK, self._lm_head, self.heads.lm_heads, self._chunk_rows
         )

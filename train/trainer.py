@@ -108,8 +108,8 @@ class Trainer:
         sums_2K = torch.zeros(2, len(counts_K), dtype=torch.float64, device=workers.device)
         mine = rows_R.chunk(workers.world_size)[workers.rank]
         for micro in mine.split(optim.micro_rows):
-            hidden_MD, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
-            loss, loss_K, correct_K = self.engine(hidden_MD.float(), labels_MK, weights_K)
+            hidden_MD, root_MD, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
+            loss, loss_K, correct_K = self.engine(hidden_MD.float(), root_MD.float(), labels_MK, weights_K)
             self.engine.backward_and_step(loss, lr)
             sums_2K += torch.stack([loss_K, correct_K])
 
@@ -198,6 +198,7 @@ class Trainer:
             num_heads=heads.num_heads,
             num_layers=heads.num_layers,
             own_lm_heads=heads.own_lm_heads,
+            sees_root=heads.sees_root,
             base=base_name,
             architecture=heads.architecture,
         )

@@ -1,5 +1,7 @@
 """Drafting with trained heads: a static tree, or the N best nodes of each step."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class HeadsDrafter:
     Args:
         heads: The trained heads.
         lm_head: The base's output layer, for heads that share it.
+        embed: The base's input embeddings, token ids [...] to [..., D].
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
 
@@ -30,7 +33,14 @@ class HeadsDrafter:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
     """
 
-    def __init__(self, heads: DraftHeads, lm_head: LmHead, nodes: int, tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        heads: DraftHeads,
+        lm_head: LmHead,
+        embed: Callable[[Tensor], Tensor],
+        nodes: int,
+        tree: Tree | None = None,
+    ) -> None:
         depth = heads.config.num_heads
         if tree is not None and tree.depth > depth:
             raise ValueError(
@@ -40,7 +50,7 @@ class HeadsDrafter:
             raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({heads.config.vocab_size}); prune it")
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
-        self.heads, self.lm_head, self.tree = heads, lm_head, tree
+        self.heads, self.lm_head, self.embed, self.tree = heads, lm_head, embed, tree
         width = min(SUPER_TREE_WIDTH, heads.config.vocab_size)
         self.topology = tree or Tree.ranked(depth, SUPER_TREE_FACTOR * nodes + 1, width)
         self.nodes = tree.nodes if tree else min(nodes, self.topology.nodes)
@@ -60,7 +70,7 @@ class HeadsDrafter:
         roots_B1 = state.roots[:, None]
         if self.nodes == 1:
             return Draft.chain(roots_B1)
-        logits_BKV = self.heads.logits(state.hidden, self.lm_head).transpose(0, 1)
+        logits_BKV = self.heads.logits(state.hidden, self.embed(state.roots), self.lm_head).transpose(0, 1)
         best_BKW = logits_BKV[:, : self.topology.depth].topk(self.topology.width, dim=-1)
         tokens_BM = torch.cat([roots_B1, best_BKW.indices.flatten(1)[:, self._entries]], dim=1)
         if self.tree is not None:

@@ -25,6 +25,8 @@ class HeadsConfig:
     """Residual blocks per head, each with its own weights."""
     own_lm_heads: bool = False
     """True: every head owns a vocabulary matrix [V, D]. False: all share the base's frozen one."""
+    sees_root: bool = False
+    """True: heads also read the embedding of token t + 1, which is known when they draft. False: the paper's heads."""
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
     architecture: str = "medusa"
@@ -52,8 +54,16 @@ class DraftHeads(nn.Module, ABC):
         self.config = config
 
     @abstractmethod
-    def forward(self, hidden_MD: Tensor) -> Tensor:
-        """Features [K, M, D] that a vocabulary matrix reads, for M hidden states of the base (after its last norm)."""
+    def forward(self, hidden_MD: Tensor, root_MD: Tensor) -> Tensor:
+        """Features [K, M, D] that a vocabulary matrix reads.
+
+        Args:
+            hidden_MD: Hidden states of the base at M positions t, after its last norm.
+            root_MD: The base's input embeddings of the tokens at t + 1; an architecture may ignore them.
+        """
+
+    def freeze(self) -> None:
+        """Prepare for decoding; the weights do not change any more. Training never calls it."""
 
     def init_from_base(self, lm_head_weight_VD: Tensor) -> None:
         """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""
@@ -61,9 +71,9 @@ class DraftHeads(nn.Module, ABC):
             with torch.no_grad():
                 self.lm_heads.copy_(lm_head_weight_VD.expand_as(self.lm_heads))
 
-    def logits(self, hidden_MD: Tensor, lm_head: LmHead) -> Tensor:
-        """Draft logits [K, M, V] of all heads for M hidden states; ``lm_head`` is used where it is shared."""
-        features_KMD = self(hidden_MD)
+    def logits(self, hidden_MD: Tensor, root_MD: Tensor, lm_head: LmHead) -> Tensor:
+        """Draft logits [K, M, V] of all heads at M positions; ``lm_head`` is used where it is shared."""
+        features_KMD = self(hidden_MD, root_MD)
         if self.lm_heads is None:
             return lm_head(features_KMD)
         return torch.bmm(features_KMD, self.lm_heads.transpose(1, 2))

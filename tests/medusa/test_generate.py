@@ -229,7 +229,7 @@ def test_the_drafter_returns_trees_of_its_size(base, make_heads):
     heads = make_heads()
     state_hidden = torch.randn(2, base.hidden_size, dtype=base.dtype)
     for nodes in (1, 2, 9, 40):
-        drafter = HeadsDrafter(heads, base.logits, nodes)
+        drafter = HeadsDrafter(heads, base.logits, base.embed, nodes)
         draft = drafter.propose(type("S", (), {"roots": torch.tensor([3, 4]), "hidden": state_hidden})())
         assert draft.tokens.shape == (2, nodes) == (2, drafter.nodes)
         assert draft.tokens[:, 0].tolist() == [3, 4]

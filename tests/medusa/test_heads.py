@@ -18,8 +18,8 @@ def randomised(heads):
 
 
 def test_fresh_heads_predict_what_the_base_predicts():
-    hidden, lm_head = torch.randn(5, 8), torch.nn.Linear(8, 20, bias=False)
-    logits = build_heads(config()).logits(hidden, lm_head)
+    hidden, root, lm_head = torch.randn(5, 8), torch.randn(5, 8), torch.nn.Linear(8, 20, bias=False)
+    logits = build_heads(config(sees_root=True)).logits(hidden, root, lm_head)
     assert logits.shape == (3, 5, 20)
     for head in logits:
         torch.testing.assert_close(head, lm_head(hidden))
@@ -29,16 +29,25 @@ def test_fresh_own_lm_heads_start_as_the_base():
     hidden, weight = torch.randn(5, 8), torch.randn(20, 8)
     heads = build_heads(config(own_lm_heads=True))
     heads.init_from_base(weight)
-    torch.testing.assert_close(heads.logits(hidden, lambda x: x)[2], hidden @ weight.T)
+    torch.testing.assert_close(heads.logits(hidden, hidden, lambda x: x)[2], hidden @ weight.T)
 
 
 def test_blocks_follow_the_papers_equation():
-    heads, hidden = randomised(build_heads(config(num_layers=2))), torch.randn(4, 8)
+    heads, hidden, root = randomised(build_heads(config(num_layers=2))), torch.randn(4, 8), torch.randn(4, 8)
     for k in range(3):
         x = hidden
         for layer in range(2):
             x = x + torch.nn.functional.silu(x @ heads.weight[layer, k].T + heads.bias[layer, k])
-        torch.testing.assert_close(heads(hidden)[k], x)
+        torch.testing.assert_close(heads(hidden, root)[k], x)
+
+
+def test_heads_that_see_the_root_add_its_projection_inside_the_first_block():
+    heads, hidden, root = randomised(build_heads(config(sees_root=True))), torch.randn(4, 8), torch.randn(4, 8)
+    unit = root / root.pow(2).mean(-1, keepdim=True).sqrt()
+    for k in range(3):
+        inner = hidden @ heads.weight[0, k].T + heads.bias[0, k] + unit @ heads.root_weight[k].T
+        expected = hidden + torch.nn.functional.silu(inner)
+        torch.testing.assert_close(heads(hidden, root)[k], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_layers_are_different_layers():
@@ -48,7 +57,7 @@ def test_layers_are_different_layers():
 
 @pytest.mark.parametrize("own", [False, True])
 def test_saved_heads_come_back_bit_equal(tmp_path, own):
-    heads = randomised(build_heads(config(own_lm_heads=own, num_layers=2)))
+    heads = randomised(build_heads(config(own_lm_heads=own, num_layers=2, sees_root=own)))
     save_heads(heads, tmp_path / "heads", {"steps": 3})
     loaded = load_heads(tmp_path / "heads")
     assert loaded.config == heads.config

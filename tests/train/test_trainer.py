@@ -153,12 +153,13 @@ def test_packed_documents_do_not_see_each_other(base: Path, samples: Path) -> No
     model = BaseModel.load(base, dtype=torch.float32, device="cpu")
     documents = read_samples(samples, model.tokenizer)[:3]
     packed = pack(documents, row_tokens=256)
-    hidden, labels = supervised_positions(model, packed, torch.tensor([0]), num_heads=2)
+    hidden, roots, labels = supervised_positions(model, packed, torch.tensor([0]), num_heads=2)
     alone = [supervised_positions(model, pack([one], 256), torch.tensor([0]), 2) for one in documents]
     # Best fit packs the longest document first.
     order = sorted(range(3), key=lambda index: -len(documents[index].input_ids))
     torch.testing.assert_close(hidden, torch.cat([alone[index][0] for index in order]), rtol=0, atol=1e-5)
-    assert torch.equal(labels, torch.cat([alone[index][1] for index in order]))
+    assert torch.equal(roots, torch.cat([alone[index][1] for index in order]))
+    assert torch.equal(labels, torch.cat([alone[index][2] for index in order]))
 
 
 def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: Path, samples: Path) -> None:
@@ -167,9 +168,9 @@ def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: P
     packed = pack(read_samples(samples, model.tokenizer)[:5], row_tokens=96)
     rows = torch.arange(len(packed))
     figures = accuracy_figures(head_accuracy(model, heads, packed, rows, batch_rows=2))
-    hidden, labels = supervised_positions(model, packed, rows, 3)
+    hidden, roots, labels = supervised_positions(model, packed, rows, 3)
     with torch.no_grad():
-        best = heads.logits(hidden, model.logits).topk(10).indices
+        best = heads.logits(hidden, roots, model.logits).topk(10).indices
     for head in range(3):
         valid = labels[:, head] != IGNORE
         hits = best[head, valid] == labels[valid, head, None]
