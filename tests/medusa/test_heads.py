@@ -55,6 +55,18 @@ def test_layers_are_different_layers():
     assert sizes == [3 * (64 + 8) * n for n in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("sees_root", [False, True])
+def test_frozen_heads_compute_the_same(sees_root):
+    heads = build_heads(HeadsConfig(128, 20, 4, num_layers=2, sees_root=sees_root)).eval()
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    hidden, root = torch.randn(3, 128), torch.randn(3, 128)
+    with torch.no_grad():
+        expected = heads(hidden, root)
+        heads.freeze()
+        torch.testing.assert_close(heads(hidden, root), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_saved_heads_come_back_bit_equal(tmp_path, own):
     heads = randomised(build_heads(config(own_lm_heads=own, num_layers=2, sees_root=own)))
