@@ -69,6 +69,9 @@ def _make_heads(run: Path, train_prompts: int) -> None:
     _run(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
     _run(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))
     _say("2/3  torchrun + DeepSpeed train the heads; the base stays frozen")
+    # As the recipe itself names them, so that ./launch.sh train goes on with the demo's run and the other way round.
+    run = run.relative_to(ROOT) if run.is_relative_to(ROOT) else run
+    data = run / "data"
     paths = {"run": run, "data.train": data / "train.jsonl", "data.heldout": data / "heldout.jsonl"}
     overrides = [word for key, path in paths.items() for word in (f"--recipe.{key}", str(path))]
     processes = os.environ.get("NPROC", "2" if _cores() == 2 else "1")
