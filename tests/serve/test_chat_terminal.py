@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[2]
 GREEN = "\x1b[32m"
 
 
-LAUNCH = "import os, runpy, sys; os.login_tty(0); del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+# A background job (of a CI, say) is started with Ctrl-C ignored; a terminal's own program never is.
+LAUNCH = (
+    "import os, runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); os.login_tty(0);"
+    "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 class Screen:
