@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="./launch.sh demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--run", default="runs/demo", metavar="DIR", help="where everything is written")
-    parser.add_argument("--fresh", action="store_true", help="remove the directory first")
+    parser.add_argument("--fresh", action="store_true", help="remove what the demo wrote there first")
     parser.add_argument(
         "--train-prompts",
         type=_at_least(16),

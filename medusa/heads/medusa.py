@@ -1,5 +1,6 @@
 """The heads of the Medusa paper (Cai et al. 2024, section 2.1.1, equation 1), optionally told the newest token."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,22 +37,17 @@ class MedusaHeads(DraftHeads):
 
     def freeze(self) -> None:
         """Pack the first block's weights for the CPU's matrix kernels."""
-        weight, bias = self.weight[0].flatten(0, 1), self.bias[0].flatten()
-        root = None if self.root_weight is None else packed_linear(self.root_weight.flatten(0, 1))
-        self._frozen = packed_linear(weight, bias), root
+        self._frozen = self._first_block(packed_linear)
 
-    def _first_block(self) -> tuple[LinearFunction, LinearFunction | None]:
+    def _first_block(self, linear: Callable[..., LinearFunction]) -> tuple[LinearFunction, LinearFunction | None]:
         """The projections of hidden state and root: all heads read the same vectors, so one product serves them all."""
-        weight, bias = self.weight[0].flatten(0, 1), self.bias[0].flatten()
-        first = partial(nn.functional.linear, weight=weight, bias=bias)
-        if self.root_weight is None:
-            return first, None
-        return first, partial(nn.functional.linear, weight=self.root_weight.flatten(0, 1))
+        first = linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
+        return first, None if self.root_weight is None else linear(self.root_weight.flatten(0, 1))
 
     def forward(self, hidden_MD: Tensor, root_MD: Tensor) -> Tensor:
         """Features [K, M, D] for hidden states and root embeddings [M, D]."""
         silu = nn.functional.silu
-        first, from_root = self._frozen or self._first_block()
+        first, from_root = self._frozen or self._first_block(_plain_linear)
         inner_MF = first(hidden_MD)
         if from_root is not None:
             inner_MF = inner_MF + from_root(nn.functional.rms_norm(root_MD, root_MD.shape[-1:]))
@@ -59,3 +55,8 @@ class MedusaHeads(DraftHeads):
         for weight_KDD, bias_KD in zip(self.weight[1:], self.bias[1:], strict=True):
             x_KMD = x_KMD + silu(torch.baddbmm(bias_KD[:, None], x_KMD, weight_KDD.transpose(1, 2)))
         return x_KMD
+
+
+def _plain_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
+    """``packed_linear`` without packing: gradients reach the weights."""
+    return partial(nn.functional.linear, weight=weight, bias=bias)
