@@ -101,7 +101,7 @@ class BaseModel:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
         base = cls(model, tokenizer, str(name))
         if pack and device.type == "cpu":
-            packed.pack_linears(model, keep=model.get_output_embeddings())
+            packed.pack_linears(model, keep=(model.get_output_embeddings(),))
         return base
 
     @property
@@ -184,8 +184,8 @@ class BaseModel:
         return embeddings
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] as the base itself would give for last hidden states [..., D]."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        """Logits [..., V] as the base itself would give for last hidden states [..., D] of any dtype."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden.to(self.lm_head_weight.dtype))
         if scale := getattr(self.config, "logit_scale", None):
             logits = logits * scale
         if divisor := getattr(self.config, "logits_scaling", None):

@@ -243,7 +243,7 @@ class MedusaModel:
         nodes = self.default_nodes if nodes is None else nodes
         key = (nodes, tree)
         if key not in self._drafters:
-            self._drafters[key] = HeadsDrafter(self.heads, self.base.logits, self.base.embed, nodes, tree)
+            self._drafters[key] = HeadsDrafter(self.heads, self.base, nodes, tree)
         return self._drafters[key]
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:

@@ -6,7 +6,7 @@ probed once and the plain layer stays where they are missing.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 
 import torch
@@ -43,7 +43,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return PackedLinear(linear) if weight.device.type == "cpu" and _worth_packing(linear) else linear
+    module = PackedLinear(linear) if weight.device.type == "cpu" and _worth_packing(linear) else linear
+    return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
 
 
 @cache
@@ -60,18 +61,18 @@ def available(dtype: torch.dtype) -> bool:
         return False
 
 
-def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
+def pack_linears(module: nn.Module, keep: Collection[nn.Module | None] = ()) -> int:
     """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced.
 
     Args:
         module: Any model.
-        keep: A layer below it whose plain weight is still read by others (the output layer); it has both.
+        keep: Layers below it whose plain weight is still read by others (the output layer); they have both.
     """
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and _worth_packing(child):
-                setattr(parent, name, PackedLinear(child, keep_weight=child is keep))
+                setattr(parent, name, PackedLinear(child, keep_weight=any(child is layer for layer in keep)))
                 count += 1
     return count
 

@@ -33,7 +33,7 @@ def check_tree_decoding(base: BaseModel) -> None:
     try:
         cache = base.new_cache(1, len(prompt) + tree.nodes)
         prefill(base, cache, [prompt])
-        ours_NV = base.logits(verify(base, cache, Draft.of(tokens_BN, tree)))[0].float()
+        ours_NV = base.logits(verify(base, cache, Draft.of(tokens_BN, tree.parents[None], tree.depth)))[0].float()
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise UnsupportedBaseError(_sentence(base, f"its forward pass fails over tree rows: {error}")) from error
     worst = 0.0

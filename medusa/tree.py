@@ -43,20 +43,6 @@ class Tree:
         """All combinations of the ``widths[d]`` best tokens at depth d + 1."""
         return cls(tuple(path for d in range(1, len(widths) + 1) for path in product(*map(range, widths[:d]))))
 
-    @classmethod
-    def ranked(cls, depth: int, nodes: int, width: int) -> "Tree":
-        """``nodes`` nodes with the root: the paths that come first when ordered by the product of their (rank + 1).
-
-        A superset from which dynamic trees choose: low ranks everywhere, high ranks near the root.
-        """
-        frontier: list[tuple[int, tuple[int, ...]]] = [(1, ())]
-        paths: list[tuple[int, int, tuple[int, ...]]] = []
-        for d in range(1, depth + 1):
-            frontier = [(cost * (r + 1), (*path, r)) for cost, path in frontier for r in range(width)]
-            frontier = sorted(frontier)[:nodes]
-            paths += [(cost, d, path) for cost, path in frontier]
-        return cls(tuple(path for _, _, path in sorted(paths)[: nodes - 1]))  # a prefix never costs more: closed
-
     @property
     def nodes(self) -> int:
         """N, the number of nodes with the root."""
@@ -79,23 +65,28 @@ class Tree:
         return torch.tensor([0, *(index[path[:-1]] for path in self.paths)])
 
     @cached_property
-    def depths(self) -> Tensor:
-        """[N] edges between the root and each node."""
-        return torch.tensor([0, *map(len, self.paths)])
-
-    @cached_property
-    def ranks(self) -> Tensor:
-        """[N] rank of each node's token in its head; 0 for the root."""
-        return torch.tensor([0, *(path[-1] for path in self.paths)])
-
-    @cached_property
     def ancestors(self) -> Tensor:
         """[N, N] bool: entry (i, j) is true where j is i or one of its ancestors."""
-        mask_NN, pointer_N = torch.eye(self.nodes, dtype=torch.bool), self.parents
-        for _ in range(self.depth):
-            mask_NN |= torch.nn.functional.one_hot(pointer_N, self.nodes).bool()
-            pointer_N = self.parents[pointer_N]
-        return mask_NN
+        return ancestor_mask(self.parents, self.depth)
+
+
+def ancestor_mask(parents_N: Tensor, depth: int) -> Tensor:
+    """Who is above whom in trees of at most ``depth`` edges.
+
+    Args:
+        parents_N: [..., N] int64 index of each node's parent; the root's is the root.
+        depth: Longest path.
+
+    Returns:
+        [..., N, N] bool: entry (i, j) is true where j is i or an ancestor of i.
+    """
+    nodes = parents_N.shape[-1]
+    # Powers of (itself + parent): squaring doubles the distance that they reach.
+    reach_NN = torch.eye(nodes, device=parents_N.device).expand(*parents_N.shape, nodes)
+    reach_NN = reach_NN.scatter(-1, parents_N[..., None], 1.0)
+    for _ in range(max(0, depth - 1).bit_length()):
+        reach_NN = (reach_NN @ reach_NN).clamp_(max=1.0)
+    return reach_NN > 0
 
 
 @dataclass(frozen=True)
@@ -117,16 +108,10 @@ class Draft:
     depth: int
 
     @classmethod
-    def of(cls, tokens_BN: Tensor, tree: Tree) -> "Draft":
-        """Trees of one static topology."""
-        batch, device = len(tokens_BN), tokens_BN.device
-        return cls(
-            tokens=tokens_BN,
-            parents=tree.parents.to(device).expand(batch, -1),
-            depths=tree.depths.to(device).expand(batch, -1),
-            ancestors=tree.ancestors.to(device).expand(batch, -1, -1),
-            depth=tree.depth,
-        )
+    def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> "Draft":
+        """Trees given by the tokens and the parent of each node."""
+        ancestors_BNN = ancestor_mask(parents_BN, depth)
+        return cls(tokens_BN, parents_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, depth)
 
     @classmethod
     def chain(cls, tokens_BT: Tensor) -> "Draft":

@@ -38,8 +38,6 @@ class HeadsRecipe:
     """Number of heads; head k predicts token t+1+k."""
     num_layers: int = _limits(1, low=1, high=8)
     """Residual blocks per head."""
-    sees_root: bool = False
-    """Heads also read the embedding of token t+1, which is known when they draft; false = the paper's heads."""
     own_lm_heads: bool = False
     """Train one vocabulary matrix per head instead of sharing the base's frozen one."""
 

@@ -17,14 +17,14 @@ from medusa.model import MedusaModel
 RANKS = (1, 5, 10)
 """A head is right at rank r when its r best tokens hold the label."""
 CHUNK = 256
-"""Positions whose K x V logits exist at a time."""
+"""Positions whose logits exist at a time."""
 DOCUMENT_PROMPT = 32
 """Tokens of a document without a prompt part that are given to be continued."""
 
 
 @torch.no_grad()
 def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: Tensor, batch_rows: int) -> Tensor:
-    """Count how often each head's best tokens hold the label.
+    """Count how often each head's best tokens hold the label, given that the tokens before it were drafted right.
 
     Args:
         base: the frozen model.
@@ -40,14 +40,14 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
     for part in rows.split(batch_rows):
         positions = supervised_positions(base, packed, part, num_heads)
-        for hidden, root, labels in zip(*(tensor.split(CHUNK) for tensor in positions), strict=True):
-            logits_KMV = heads.logits(hidden, root, base.logits)
-            labels_KM = labels.T
-            valid_KM = labels_KM != IGNORE
-            target_KM1 = logits_KMV.gather(2, labels_KM.clamp(min=0)[..., None])
-            better_KM = (logits_KMV > target_KM1).sum(2)
-            hits = [valid_KM, *((better_KM < rank) & valid_KM for rank in RANKS)]
-            counts += torch.stack(hits).sum(2).cpu()
+        for hidden_MD, path_MK, labels_MK in zip(*(tensor.split(CHUNK) for tensor in positions), strict=True):
+            features_KMD = heads(hidden_MD, path_MK, base)
+            for head in range(num_heads):
+                logits_MV, labels_M = heads.head_logits(head, features_KMD[head], base), labels_MK[:, head]
+                valid_M = labels_M != IGNORE
+                better_M = (logits_MV > logits_MV.gather(1, labels_M.clamp(min=0)[:, None])).sum(1)
+                hits = [valid_M, *((better_M < rank) & valid_M for rank in RANKS)]
+                counts[:, head] += torch.stack(hits).sum(1).cpu()
     return counts
 
 
@@ -73,17 +73,17 @@ def supervised_positions(
         num_heads: K.
 
     Returns:
-        The base's hidden states hidden_MD, the embeddings root_MD of the tokens that follow, and labels_MK, on the
-        base's device.
+        The base's hidden states hidden_MD, the K tokens path_MK that follow each of them, and labels_MK, on the base's
+        device.
     """
     labels_BTK = packed.labels(rows, num_heads)
     chosen_BT = (labels_BTK != IGNORE).any(2)
     device = base.device
     ids_BT = packed.input_ids[rows].long()
     hidden_BTD = base.hidden_states(ids_BT.to(device), packed.position_ids[rows].long().to(device))
-    # A labelled position has its next token in the same document, so the row's end never wraps into view.
-    roots_M = ids_BT.roll(-1, dims=1)[chosen_BT]
-    return hidden_BTD[chosen_BT.to(device)], base.embed(roots_M.to(device)), labels_BTK[chosen_BT].to(device)
+    # What a labelled head reads is in the same document: a row's end never wraps into its view.
+    path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)
+    return hidden_BTD[chosen_BT.to(device)], path_BTK[chosen_BT].to(device), labels_BTK[chosen_BT].to(device)
 
 
 def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from data.packing import IGNORE
-from medusa.heads import DraftHeads
+from medusa.heads import DraftHeads, Vocabulary
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -97,32 +97,32 @@ class HeadsLoss(nn.Module):
 
     Args:
         heads: the trained heads.
-        lm_head: the base's frozen [rows, D] -> [rows, V].
+        vocabulary: both ends of the frozen base.
         chunk_rows: rows of logits that exist at a time.
     """
 
-    def __init__(self, heads: DraftHeads, lm_head: Callable[[Tensor], Tensor], chunk_rows: int) -> None:
+    def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, chunk_rows: int) -> None:
         super().__init__()
         self.heads = heads
-        self._lm_head = lm_head
+        self._vocabulary = vocabulary
         self._chunk_rows = chunk_rows
 
     def forward(
-        self, hidden_MD: Tensor, root_MD: Tensor, labels_MK: Tensor, weights_K: Tensor
+        self, hidden_MD: Tensor, path_MK: Tensor, labels_MK: Tensor, weights_K: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch.
 
         Args:
             hidden_MD: the base's last hidden states at the supervised positions.
-            root_MD: the base's input embeddings of the tokens after them.
+            path_MK: the K tokens after each of them, int64.
             labels_MK: int64 token ids, `IGNORE` where a head has no target.
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
 
         Returns:
             loss [] = sum of weights_k * summed cross entropy of head k; the sums [K]; the correct counts [K].
         """
-        features_KMD = self.heads(hidden_MD, root_MD)
+        features_KMD = self.heads(hidden_MD, path_MK, self._vocabulary)
         loss_K, correct_K = chunked_cross_entropy(
-            features_KMD, labels_MK, self._lm_head, self.heads.lm_heads, self._chunk_rows
+            features_KMD, labels_MK, self._vocabulary.logits, self.heads.lm_heads, self._chunk_rows
         )
         return (loss_K * weights_K).sum(), loss_K.detach(), correct_K

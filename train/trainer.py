@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from data import resolve_base_name
@@ -70,7 +69,7 @@ class Trainer:
         torch.manual_seed(recipe.optim.seed)
         heads = build_heads(self._heads_config(str(base_name)))
         heads.init_from_base(self.base.lm_head_weight)
-        loss = HeadsLoss(heads, self._vocabulary, recipe.engine.loss_rows)
+        loss = HeadsLoss(heads, self.base, recipe.engine.loss_rows)
         self.engine = Engine(loss, recipe.optim, recipe.engine, workers.device)
         self.step, self.seconds = 0, 0.0
         self._resume()
@@ -108,8 +107,8 @@ class Trainer:
         sums_2K = torch.zeros(2, len(counts_K), dtype=torch.float64, device=workers.device)
         mine = rows_R.chunk(workers.world_size)[workers.rank]
         for micro in mine.split(optim.micro_rows):
-            hidden_MD, root_MD, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
-            loss, loss_K, correct_K = self.engine(hidden_MD.float(), root_MD.float(), labels_MK, weights_K)
+            hidden_MD, path_MK, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
+            loss, loss_K, correct_K = self.engine(hidden_MD.float(), path_MK, labels_MK, weights_K)
             self.engine.backward_and_step(loss, lr)
             sums_2K += torch.stack([loss_K, correct_K])
 
@@ -198,14 +197,9 @@ class Trainer:
             num_heads=heads.num_heads,
             num_layers=heads.num_layers,
             own_lm_heads=heads.own_lm_heads,
-            sees_root=heads.sees_root,
             base=base_name,
             architecture=heads.architecture,
         )
-
-    def _vocabulary(self, features: Tensor) -> Tensor:
-        """The base's frozen lm_head, in the base's number format."""
-        return self.base.logits(features.to(self.base.lm_head_weight.dtype))
 
     def _trained_heads(self) -> DraftHeads:
         """A whole float32 copy of the heads on the CPU; all processes call it."""

@@ -1,31 +1,35 @@
-"""Drafting with trained heads: a static tree, or the N best nodes of each step."""
+"""Drafting with trained heads: the tree grows level by level, one head per level."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from medusa.drafters.base import DecodeState
-from medusa.heads import DraftHeads
-from medusa.heads.base import LmHead
+from medusa.heads import DraftHeads, Vocabulary
 from medusa.tree import Draft, Tree
 
-SUPER_TREE_FACTOR = 8
-SUPER_TREE_WIDTH = 10
+WIDTH = 10
+"""Children that a node of a dynamic tree can have."""
+MIN_BEAM = 4
+"""Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
 LOWEST = -40.0
+"""Bound on a log-probability: heads that overflow still give trees."""
+EDGE_COST = 1e-4
+"""Keeps a parent's score above its child's where the child is certain."""
 
 
 class HeadsDrafter:
     """Fills a tree with the heads' best tokens.
 
-    With ``tree`` every step has that topology. Otherwise each step chooses the ``nodes`` best nodes of a larger fixed
-    super-tree: the score of a node is the sum of the heads' log-probabilities along its path, so a parent never scores
-    below its child and the best nodes form a tree by themselves. Shapes are fixed; nothing waits for the device.
+    With ``tree`` every step has that topology. Otherwise every step chooses its own: a node's score is the sum of the
+    heads' log-probabilities along its path, the best nodes of each level get children, and of all of them the best
+    ``nodes`` are kept. A parent never scores below its child, so they form a tree. Shapes are fixed; nothing waits for
+    the device.
 
     Args:
         heads: The trained heads.
-        lm_head: The base's output layer, for heads that share it.
-        embed: The base's input embeddings, token ids [...] to [..., D].
+        vocabulary: Both ends of their base.
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
 
@@ -33,74 +37,113 @@ class HeadsDrafter:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
     """
 
-    def __init__(
-        self,
-        heads: DraftHeads,
-        lm_head: LmHead,
-        embed: Callable[[Tensor], Tensor],
-        nodes: int,
-        tree: Tree | None = None,
-    ) -> None:
-        depth = heads.config.num_heads
-        if tree is not None and tree.depth > depth:
+    def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, nodes: int, tree: Tree | None = None) -> None:
+        num_heads, vocab_size = heads.config.num_heads, heads.config.vocab_size
+        if tree is not None and tree.depth > num_heads:
             raise ValueError(
-                f"tree depth ({tree.depth}) exceeds the number of heads ({depth}); prune the tree or train more heads"
+                f"tree depth ({tree.depth}) exceeds the number of heads ({num_heads}); prune the tree or train more"
+                " heads"
             )
-        if tree is not None and tree.width > heads.config.vocab_size:
-            raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({heads.config.vocab_size}); prune it")
+        if tree is not None and tree.width > vocab_size:
+            raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({vocab_size}); prune it")
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
-        self.heads, self.lm_head, self.embed, self.tree = heads, lm_head, embed, tree
-        width = min(SUPER_TREE_WIDTH, heads.config.vocab_size)
-        self.topology = tree or Tree.ranked(depth, SUPER_TREE_FACTOR * nodes + 1, width)
-        self.nodes = tree.nodes if tree else min(nodes, self.topology.nodes)
+        self.heads, self.vocabulary = heads, vocabulary
         device = next(heads.parameters()).device
-        super_tree = self.topology
-        self._parents = super_tree.parents.to(device)
-        self._depths = super_tree.depths.to(device)
-        self._ancestors = super_tree.ancestors.to(device)
-        # Entry of the flattened [K, width] table of the heads' best tokens that each draft node takes.
-        self._entries = ((super_tree.depths - 1) * super_tree.width + super_tree.ranks)[1:].to(device)
-        # Sums log-probabilities along paths; the small cost per edge keeps parents ahead where a probability is 1.
-        self._path_sum = self._ancestors[1:, 1:].T.float()
-        self._edge_cost = 1e-4 * self._depths[1:].float()
+        best_first = _BestFirst(nodes, min(num_heads, nodes - 1), min(WIDTH, vocab_size))
+        self._shape: _Shape = best_first if tree is None else _Static(tree, device)
+        self.nodes = self._shape.nodes
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
-        roots_B1 = state.roots[:, None]
+        frontier_Bm = state.roots[:, None]
         if self.nodes == 1:
-            return Draft.chain(roots_B1)
-        logits_BKV = self.heads.logits(state.hidden, self.embed(state.roots), self.lm_head).transpose(0, 1)
-        best_BKW = logits_BKV[:, : self.topology.depth].topk(self.topology.width, dim=-1)
-        tokens_BM = torch.cat([roots_B1, best_BKW.indices.flatten(1)[:, self._entries]], dim=1)
-        if self.tree is not None:
-            return self._whole_tree(tokens_BM)
-        logprobs_BKW = best_BKW.values.float() - logits_BKV.float().logsumexp(-1, keepdim=True)
-        # Bounded, so that heads that overflow (NaN, -inf) still give trees and the edge cost is never rounded away.
-        logprobs_BKW = logprobs_BKW.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0)
-        return self._best_nodes(tokens_BM, logprobs_BKW.flatten(1)[:, self._entries])
+            return Draft.chain(frontier_Bm)
+        shape = self._shape
+        # Columns number all candidates of the step, level by level; column 0 is the root.
+        columns_Bm = slots_Bm = torch.zeros_like(frontier_Bm)
+        scores_Bm = columns_Bm.float()
+        tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
+        heads_state = self.heads.begin(state.hidden, self.vocabulary)
+        for head in range(shape.depth):
+            logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
+            best_BmW, logprobs_BmW = _best_tokens(logits, shape.width)
+            scores_BmW = scores_Bm[:, :, None] + logprobs_BmW
+            tokens.append(best_BmW.expand_as(scores_BmW).flatten(1))
+            parents.append(columns_Bm[:, :, None].expand_as(scores_BmW).flatten(1))
+            scores.append(scores_BmW.flatten(1))
+            if head + 1 < shape.depth:
+                picked_Bm = shape.pick(head, scores[-1])
+                columns_Bm = picked_Bm + sum(part.shape[1] for part in scores[:-1])
+                slots_Bm = picked_Bm // shape.width
+                scores_Bm, frontier_Bm = scores[-1].gather(1, picked_Bm), tokens[-1].gather(1, picked_Bm)
+        tokens_BM, parents_BM, scores_BM = (torch.cat(parts, dim=1) for parts in (tokens, parents, scores))
+        chosen_BN = shape.choose(scores_BM)
+        order_BN = torch.arange(self.nodes, device=chosen_BN.device).expand_as(chosen_BN)
+        new_index_BM = torch.zeros_like(parents_BM).scatter_(1, chosen_BN, order_BN)
+        parents_BN = new_index_BM.gather(1, parents_BM.gather(1, chosen_BN))
+        return Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, shape.depth)
 
-    def _whole_tree(self, tokens_BM: Tensor) -> Draft:
-        batch = len(tokens_BM)
-        return Draft(
-            tokens=tokens_BM,
-            parents=self._parents.expand(batch, -1),
-            depths=self._depths.expand(batch, -1),
-            ancestors=self._ancestors.expand(batch, -1, -1),
-            depth=self.topology.depth,
-        )
 
-    def _best_nodes(self, tokens_BM: Tensor, logprobs_BM: Tensor) -> Draft:
-        """The N best of the super-tree's M nodes, in its order, as a draft."""
-        score_BM = logprobs_BM @ self._path_sum - self._edge_cost
-        chosen_BN = score_BM.topk(self.nodes - 1, dim=-1).indices.sort(-1).values + 1
-        chosen_BN = torch.nn.functional.pad(chosen_BN, (1, 0))
-        nodes = torch.arange(self.nodes, device=chosen_BN.device).expand_as(chosen_BN)
-        new_index_BM = torch.zeros_like(tokens_BM).scatter_(1, chosen_BN, nodes)
-        return Draft(
-            tokens=tokens_BM.gather(1, chosen_BN),
-            parents=new_index_BM.gather(1, self._parents[chosen_BN]),
-            depths=self._depths[chosen_BN],
-            ancestors=self._ancestors[chosen_BN[:, :, None], chosen_BN[:, None, :]],
-            depth=min(self.topology.depth, self.nodes - 1),
-        )
+def _best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The ``width`` best tokens of each row of logits, and their log-probabilities less the cost of an edge."""
+    logits = logits.float()
+    best = logits.topk(width, dim=-1)
+    logprobs = best.values - logits.logsumexp(-1, keepdim=True)
+    bounded = logprobs.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0)
+    return best.indices, bounded - EDGE_COST
+
+
+class _Shape(Protocol):
+    """Which candidates get children, and which become the draft."""
+
+    nodes: int
+    depth: int
+    width: int
+
+    def pick(self, level: int, scores_BC: Tensor) -> Tensor:
+        """[B, m] candidates of a level that get children."""
+
+    def choose(self, scores_BM: Tensor) -> Tensor:
+        """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
+
+
+class _BestFirst:
+    """The best by score."""
+
+    def __init__(self, nodes: int, depth: int, width: int) -> None:
+        self.depth, self.width = depth, width
+        self._beam = max(MIN_BEAM, nodes // 4)
+        self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
+
+    def pick(self, level: int, scores_BC: Tensor) -> Tensor:
+        return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
+
+    def choose(self, scores_BM: Tensor) -> Tensor:
+        # The root's score is 0 and every other one is below it.
+        return scores_BM.topk(self.nodes).indices.sort(-1).values
+
+
+class _Static:
+    """The paths of one tree."""
+
+    def __init__(self, tree: Tree, device: torch.device) -> None:
+        self.nodes, self.depth, self.width = tree.nodes, tree.depth, tree.width
+        inner = {path[:-1] for path in tree.paths}
+        self._picks: list[Tensor] = []
+        frontier: list[tuple[int, ...]] = [()]
+        columns, first = [0], 1
+        for level in range(1, tree.depth + 1):
+            slot = {path: index for index, path in enumerate(frontier)}
+            place = {p: slot[p[:-1]] * tree.width + p[-1] for p in tree.paths if len(p) == level}
+            columns += [first + candidate for candidate in place.values()]
+            first += len(frontier) * tree.width
+            frontier = [path for path in place if path in inner]
+            self._picks.append(torch.tensor([place[path] for path in frontier], device=device))
+        self._columns = torch.tensor(columns, device=device)
+
+    def pick(self, level: int, scores_BC: Tensor) -> Tensor:
+        return self._picks[level].expand(len(scores_BC), -1)
+
+    def choose(self, scores_BM: Tensor) -> Tensor:
+        return self._columns.expand(len(scores_BM), -1)

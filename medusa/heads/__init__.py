@@ -2,11 +2,11 @@
 
 from importlib import import_module
 
-from medusa.heads.base import DraftHeads, HeadsConfig
+from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 
-ARCHITECTURES = {"medusa": "medusa.heads.medusa:MedusaHeads"}
+ARCHITECTURES = {"medusa": "medusa.heads.medusa:MedusaHeads", "hydra": "medusa.heads.hydra:HydraHeads"}
 
-__all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "build_heads"]
+__all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "Vocabulary", "build_heads"]
 
 
 def build_heads(config: HeadsConfig) -> DraftHeads:

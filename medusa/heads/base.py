@@ -1,14 +1,21 @@
-"""What every head architecture is: hidden state in, one draft distribution per head out."""
+"""What every head architecture is: hidden state and drafted tokens in, one draft distribution per head out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-LmHead = Callable[[Tensor], Tensor]
-"""Maps feature vectors [..., D] to logits [..., V]; the base's own output layer."""
+
+class Vocabulary(Protocol):
+    """Both ends of the base, as heads use them; ``BaseModel`` is one."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of last hidden states [..., D]."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,6 @@ class HeadsConfig:
     """Residual blocks per head, each with its own weights."""
     own_lm_heads: bool = False
     """True: every head owns a vocabulary matrix [V, D]. False: all share the base's frozen one."""
-    sees_root: bool = False
-    """True: heads also read the embedding of token t + 1, which is known when they draft. False: the paper's heads."""
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
     architecture: str = "medusa"
@@ -42,24 +47,51 @@ class HeadsConfig:
 class DraftHeads(nn.Module, ABC):
     """K draft heads. Training and decoding know nothing else about an architecture.
 
+    Training calls ``forward``: all heads at many positions of a text that is known. Decoding calls ``begin`` once per
+    step and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.
+
+    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, V.
+
     Attributes:
         config: The shape.
         lm_heads: Own vocabulary matrices [K, V, D], or None where the base's frozen output layer is shared.
     """
 
-    lm_heads: nn.Parameter | None
-
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
+        shape = (config.num_heads, config.vocab_size, config.hidden_size)
+        self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
 
     @abstractmethod
-    def forward(self, hidden_MD: Tensor, root_MD: Tensor) -> Tensor:
+    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] that a vocabulary matrix reads.
 
         Args:
             hidden_MD: Hidden states of the base at M positions t, after its last norm.
-            root_MD: The base's input embeddings of the tokens at t + 1; an architecture may ignore them.
+            path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
+            vocabulary: Embeds tokens.
+        """
+
+    @abstractmethod
+    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """The state that the first level starts from, for the hidden states that predicted the roots."""
+
+    @abstractmethod
+    def level(
+        self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        """Draft the children of m nodes per sequence.
+
+        Args:
+            head: 0-based; also the depth of the m nodes.
+            state: What ``begin`` or the level before returned.
+            parents_Bm: Where each node's parent stood among the nodes of the level before; 0 for the root.
+            tokens_Bm: The nodes' tokens; the roots at level 0.
+            vocabulary: Embeds tokens and makes logits.
+
+        Returns:
+            Logits of the children [B, m, V], or [B, 1, V] where they are the same for all m nodes; the new state.
         """
 
     def freeze(self) -> None:
@@ -71,9 +103,8 @@ class DraftHeads(nn.Module, ABC):
             with torch.no_grad():
                 self.lm_heads.copy_(lm_head_weight_VD.expand_as(self.lm_heads))
 
-    def logits(self, hidden_MD: Tensor, root_MD: Tensor, lm_head: LmHead) -> Tensor:
-        """Draft logits [K, M, V] of all heads at M positions; ``lm_head`` is used where it is shared."""
-        features_KMD = self(hidden_MD, root_MD)
+    def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Logits [..., V] of one head's features [..., D]."""
         if self.lm_heads is None:
-            return lm_head(features_KMD)
-        return torch.bmm(features_KMD, self.lm_heads.transpose(1, 2))
+            return vocabulary.logits(features)
+        return nn.functional.linear(features, self.lm_heads[head])

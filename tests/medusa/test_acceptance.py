@@ -10,7 +10,7 @@ SEED = torch.zeros(1, dtype=torch.int64)
 
 
 def draft_of(tree, tokens):
-    return Draft.of(torch.tensor([tokens]), tree)
+    return Draft.of(torch.tensor([tokens]), tree.parents[None], tree.depth)
 
 
 def test_the_deepest_path_of_accepted_edges_wins():

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from medusa import HeadsConfig, MedusaModel, Tree, build_heads
-from medusa.drafters import HeadsDrafter, PlainDrafter
+from medusa.drafters import DecodeState, HeadsDrafter, PlainDrafter
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
-TREES = [Tree.chain(3), Tree.full([4, 2]), Tree.ranked(3, 20, 6)]
+LOPSIDED = Tree(((0,), (1,), (5,), (0, 0), (0, 3), (1, 2), (1, 2, 0), (1, 2, 4), (0, 3, 1)))
+TREES = [Tree.chain(3), Tree.full([4, 2]), LOPSIDED]
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,13 @@ def plain(model):
     }
 
 
+def test_independent_heads_change_nothing(base, make_heads, plain):
+    model = MedusaModel(base, make_heads(architecture="medusa"))
+    for options in ({"nodes": 9}, {"tree": LOPSIDED}):
+        outputs = model.generate(PROMPTS, max_new_tokens=40, **options)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain[0.0]]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("nodes", [2, 5, 16, 64])
 def test_dynamic_trees_change_nothing(model, plain, temperature, nodes):
@@ -28,7 +36,7 @@ def test_dynamic_trees_change_nothing(model, plain, temperature, nodes):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", TREES, ids=["chain", "full", "ranked"])
+@pytest.mark.parametrize("tree", TREES, ids=["chain", "full", "lopsided"])
 def test_static_trees_and_batches_change_nothing(model, plain, temperature, tree):
     for prompt, expected in zip(PROMPTS, plain[temperature], strict=True):
         output = model.generate(prompt, max_new_tokens=40, temperature=temperature, seed=7, tree=tree)
@@ -173,9 +181,11 @@ def test_missing_bases_are_named(tmp_path, model):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
-def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain, value):
-    heads = make_heads()
-    heads.weight.data[0, 1] *= value
+@pytest.mark.parametrize("architecture", ["medusa", "hydra"])
+def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain, value, architecture):
+    heads = make_heads(architecture=architecture)
+    weight = heads.weight[0, 1] if architecture == "medusa" else heads.blocks[1][0].outer.weight
+    weight.data *= value
     model = MedusaModel(base, heads)
     for nodes in (3, 16):
         outputs = model.generate(PROMPTS, max_new_tokens=40, nodes=nodes)
@@ -229,7 +239,7 @@ def test_the_drafter_returns_trees_of_its_size(base, make_heads):
     heads = make_heads()
     state_hidden = torch.randn(2, base.hidden_size, dtype=base.dtype)
     for nodes in (1, 2, 9, 40):
-        drafter = HeadsDrafter(heads, base.logits, base.embed, nodes)
+        drafter = HeadsDrafter(heads, base, nodes)
         draft = drafter.propose(type("S", (), {"roots": torch.tensor([3, 4]), "hidden": state_hidden})())
         assert draft.tokens.shape == (2, nodes) == (2, drafter.nodes)
         assert draft.tokens[:, 0].tolist() == [3, 4]
@@ -238,3 +248,36 @@ def test_the_drafter_returns_trees_of_its_size(base, make_heads):
         assert (draft.depths.gather(1, draft.parents)[:, 1:] + 1 == draft.depths[:, 1:]).all()
         assert (draft.ancestors.sum(-1) == draft.depths + 1).all()
     assert PlainDrafter().nodes == 1
+
+
+@pytest.mark.parametrize("architecture", ["medusa", "hydra"])
+def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture):
+    """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
+    heads = make_heads(2, architecture=architecture)
+    state = DecodeState(torch.tensor([3]), torch.randn(1, base.hidden_size, dtype=base.dtype), torch.tensor([True]))
+    draft = HeadsDrafter(heads, base, nodes=40).propose(state)
+    drafted = {tuple(draft.tokens[0, draft.ancestors[0, node]].tolist()[1:]) for node in range(1, 40)}
+
+    def logprobs(head, token):
+        features = heads(state.hidden, torch.tensor([[3, token]]), base)
+        return heads.head_logits(head, features[head], base)[0].log_softmax(-1)
+
+    scores = {(a,): logprobs(0, 0)[a].item() for a in logprobs(0, 0).topk(10).indices.tolist()}
+    for (a,), score in list(scores.items()):
+        scores |= {(a, b): score + logprobs(1, a)[b].item() for b in logprobs(1, a).topk(10).indices.tolist()}
+    best = sorted(scores, key=lambda path: scores[path] - 1e-4 * len(path), reverse=True)[:39]
+    assert drafted == set(best)
+
+
+def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
+    heads = make_heads(3)
+    state = DecodeState(torch.tensor([3]), torch.randn(1, base.hidden_size, dtype=base.dtype), torch.tensor([True]))
+    draft = HeadsDrafter(heads, base, nodes=1, tree=LOPSIDED).propose(state)
+    assert draft.parents[0].tolist() == LOPSIDED.parents.tolist()
+    tokens = dict(zip([(), *LOPSIDED.paths], draft.tokens[0].tolist(), strict=True))
+    for path, token in tokens.items():
+        if path:
+            above = [tokens[path[:depth]] for depth in range(len(path))]
+            features = heads(state.hidden, torch.tensor([above + [0] * (3 - len(above))]), base)
+            logits = heads.head_logits(len(path) - 1, features[len(path) - 1], base)[0]
+            assert logits.topk(6).indices[path[-1]] == token

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa.formats import load_heads, save_heads
-from medusa.heads import HeadsConfig, build_heads
+from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 
 
 def config(**changes):
@@ -17,59 +17,97 @@ def randomised(heads):
     return heads
 
 
-def test_fresh_heads_predict_what_the_base_predicts():
-    hidden, root, lm_head = torch.randn(5, 8), torch.randn(5, 8), torch.nn.Linear(8, 20, bias=False)
-    logits = build_heads(config(sees_root=True)).logits(hidden, root, lm_head)
-    assert logits.shape == (3, 5, 20)
-    for head in logits:
-        torch.testing.assert_close(head, lm_head(hidden))
+class Vocabulary:
+    """A random base of width 8 with 20 tokens."""
+
+    def __init__(self, dim=8, vocab_size=20):
+        self.embed = torch.nn.Embedding(vocab_size, dim)
+        self.logits = torch.nn.Linear(dim, vocab_size, bias=False)
 
 
-def test_fresh_own_lm_heads_start_as_the_base():
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fresh_heads_predict_what_the_base_predicts(architecture):
+    hidden, path, base = torch.randn(5, 8), torch.randint(20, (5, 3)), Vocabulary()
+    features = build_heads(config(architecture=architecture, num_layers=2))(hidden, path, base)
+    assert features.shape == (3, 5, 8)
+    for head in features:
+        torch.testing.assert_close(head, hidden)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fresh_own_lm_heads_start_as_the_base(architecture):
     hidden, weight = torch.randn(5, 8), torch.randn(20, 8)
-    heads = build_heads(config(own_lm_heads=True))
+    heads = build_heads(config(architecture=architecture, own_lm_heads=True))
     heads.init_from_base(weight)
-    torch.testing.assert_close(heads.logits(hidden, hidden, lambda x: x)[2], hidden @ weight.T)
+    torch.testing.assert_close(heads.head_logits(2, hidden, Vocabulary()), hidden @ weight.T)
 
 
-def test_blocks_follow_the_papers_equation():
-    heads, hidden, root = randomised(build_heads(config(num_layers=2))), torch.randn(4, 8), torch.randn(4, 8)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_drafting_level_by_level_is_what_training_computes(architecture, own):
+    """Three sequences; at every level two nodes are asked for, and the path runs through them alternately."""
+    heads, base = randomised(build_heads(config(architecture=architecture, own_lm_heads=own))), Vocabulary()
+    hidden, path = torch.randn(3, 8), torch.randint(20, (3, 3))
+    expected = heads(hidden, path, base)
+    parents, state = torch.zeros(3, 1, dtype=torch.int64), heads.begin(hidden, base)
+    tokens, at = path[:, :1], 0
+    for head in range(3):
+        logits, state = heads.level(head, state, parents, tokens, base)
+        assert logits.shape[1] in (1, tokens.shape[1])
+        logits = logits.expand(-1, tokens.shape[1], -1)
+        torch.testing.assert_close(logits[:, at], heads.head_logits(head, expected[head], base), atol=1e-4, rtol=1e-4)
+        if head < 2:
+            parents, at = torch.full((3, 2), at), head % 2
+            tokens = torch.randint(20, (3, 2))
+            tokens[:, at] = path[:, head + 1]
+
+
+def test_medusa_blocks_follow_the_papers_equation():
+    heads, hidden, path = randomised(build_heads(config(num_layers=2))), torch.randn(4, 8), torch.randint(20, (4, 3))
     for k in range(3):
         x = hidden
         for layer in range(2):
             x = x + torch.nn.functional.silu(x @ heads.weight[layer, k].T + heads.bias[layer, k])
-        torch.testing.assert_close(heads(hidden, root)[k], x)
+        torch.testing.assert_close(heads(hidden, path, Vocabulary())[k], x)
 
 
-def test_heads_that_see_the_root_add_its_projection_inside_the_first_block():
-    heads, hidden, root = randomised(build_heads(config(sees_root=True))), torch.randn(4, 8), torch.randn(4, 8)
-    unit = root / root.pow(2).mean(-1, keepdim=True).sqrt()
+def test_hydra_blocks_follow_their_equation():
+    heads = randomised(build_heads(config(architecture="hydra", num_layers=2)))
+    hidden, path, base = torch.randn(4, 8), torch.randint(20, (4, 3)), Vocabulary()
+    state, features = hidden, heads(hidden, path, base)
     for k in range(3):
-        inner = hidden @ heads.weight[0, k].T + heads.bias[0, k] + unit @ heads.root_weight[k].T
-        expected = hidden + torch.nn.functional.silu(inner)
-        torch.testing.assert_close(heads(hidden, root)[k], expected, atol=1e-4, rtol=1e-4)
+        embedding = base.embed(path[:, k])
+        embedding = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
+        for block in heads.blocks[k]:
+            inner = torch.cat([state, embedding], 1) @ block.inner.weight.T + block.inner.bias
+            state = state + torch.nn.functional.silu(inner) @ block.outer.weight.T
+        torch.testing.assert_close(features[k], state, atol=1e-3, rtol=1e-3)
 
 
-def test_layers_are_different_layers():
-    sizes = [sum(p.numel() for p in build_heads(config(num_layers=n)).parameters()) for n in (1, 2, 3)]
-    assert sizes == [3 * (64 + 8) * n for n in (1, 2, 3)]
+@pytest.mark.parametrize(("architecture", "block"), [("medusa", 64 + 8), ("hydra", 256 + 16 + 128)])
+def test_layers_are_different_layers(architecture, block):
+    heads = (build_heads(config(architecture=architecture, num_layers=n)) for n in (1, 2, 3))
+    assert [sum(p.numel() for p in h.parameters()) for h in heads] == [3 * block * n for n in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("sees_root", [False, True])
-def test_frozen_heads_compute_the_same(sees_root):
-    heads = build_heads(HeadsConfig(128, 20, 4, num_layers=2, sees_root=sees_root)).eval()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, tmp_path):
+    heads = build_heads(HeadsConfig(128, 20, 4, num_layers=2, architecture=architecture)).eval()
     for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    hidden, root = torch.randn(3, 128), torch.randn(3, 128)
+        torch.nn.init.normal_(parameter, std=0.05)
+    hidden, path, base = torch.randn(3, 128), torch.randint(20, (3, 4)), Vocabulary(128)
     with torch.no_grad():
-        expected = heads(hidden, root)
+        expected = heads(hidden, path, base)
         heads.freeze()
-        torch.testing.assert_close(heads(hidden, root), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(heads(hidden, path, base), expected, atol=1e-5, rtol=1e-5)
+        save_heads(heads, tmp_path)
+        torch.testing.assert_close(load_heads(tmp_path)(hidden, path, base), expected)
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_saved_heads_come_back_bit_equal(tmp_path, own):
-    heads = randomised(build_heads(config(own_lm_heads=own, num_layers=2, sees_root=own)))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_saved_heads_come_back_bit_equal(tmp_path, architecture, own):
+    heads = randomised(build_heads(config(architecture=architecture, own_lm_heads=own, num_layers=2)))
     save_heads(heads, tmp_path / "heads", {"steps": 3})
     loaded = load_heads(tmp_path / "heads")
     assert loaded.config == heads.config
@@ -124,7 +162,7 @@ def unknown_architecture(directory):
         (garbage_config, ValueError, "not valid JSON"),
         (other_format, ValueError, "not of the format"),
         (other_shape, ValueError, "does not fit its config"),
-        (unknown_architecture, ValueError, "choose one of: medusa"),
+        (unknown_architecture, ValueError, "choose one of: medusa, hydra"),
     ],
 )
 def test_damaged_heads_give_one_clear_error(tmp_path, harm, error, message):

@@ -9,8 +9,8 @@ def test_a_tree_lists_its_nodes_by_depth_with_parents_before_children():
     assert tree.paths == ((0,), (1,), (0, 1), (0, 1, 0))
     assert (tree.nodes, tree.depth, tree.width) == (5, 3, 2)
     assert tree.parents.tolist() == [0, 0, 0, 1, 3]
-    assert tree.depths.tolist() == [0, 1, 1, 2, 3]
-    assert tree.ranks.tolist() == [0, 0, 1, 1, 0]
+    draft = Draft.of(torch.arange(5)[None], tree.parents[None], tree.depth)
+    assert draft.depths.tolist() == [[0, 1, 1, 2, 3]]
     assert tree.ancestors[4].tolist() == [True, True, False, True, True]
     assert tree.ancestors[2].tolist() == [True, False, True, False, False]
 
@@ -21,12 +21,9 @@ def test_full_and_chain_have_the_expected_sizes():
     assert Tree(()).nodes == 1
 
 
-def test_ranked_prefers_low_ranks_and_is_closed():
-    tree = Tree.ranked(depth=3, nodes=12, width=5)
-    assert {(0,), (0, 0), (0, 0, 0), (1,)} <= set(tree.paths)
-    assert all(path[:-1] in set(tree.paths) or len(path) == 1 for path in tree.paths)
-    assert max(map(max, tree.paths)) < 5
-    assert tree.nodes == 12
+def test_ancestors_of_a_long_chain():
+    for depth in range(1, 20):
+        assert torch.equal(Tree.chain(depth).ancestors, torch.ones(depth + 1, depth + 1).tril().bool())
 
 
 @pytest.mark.parametrize(

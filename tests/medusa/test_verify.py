@@ -54,7 +54,7 @@ def test_tree_logits_equal_sequential_logits_and_commit_keeps_the_path(any_base)
     for _ in range(2):
         tokens = torch.randint(1, 50, (3, tree.nodes), generator=generator)
         tokens[:, 0] = torch.tensor([row[-1] for row in history])
-        draft = Draft.of(tokens, tree)
+        draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
         logits = any_base.logits(verify(any_base, cache, draft))
         for b, row in enumerate(history):
             for node in range(tree.nodes):

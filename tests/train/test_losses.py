@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -76,10 +78,9 @@ def test_certain_predictions_stay_finite() -> None:
 
 def test_no_labels_give_a_zero_loss_that_still_has_a_gradient() -> None:
     heads = build_heads(HeadsConfig(hidden_size=HIDDEN, vocab_size=VOCABULARY, num_heads=HEADS, own_lm_heads=True))
-    loss_of = HeadsLoss(heads, torch.relu, chunk_rows=4)
-    loss, _, _ = loss_of(
-        torch.zeros(0, HIDDEN), torch.zeros(0, HIDDEN), torch.zeros(0, HEADS, dtype=torch.int64), torch.ones(HEADS)
-    )
+    vocabulary = SimpleNamespace(logits=torch.relu)
+    nothing = torch.zeros(0, HEADS, dtype=torch.int64)
+    loss, _, _ = HeadsLoss(heads, vocabulary, chunk_rows=4)(torch.zeros(0, HIDDEN), nothing, nothing, torch.ones(HEADS))
     loss.backward()
     assert loss == 0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in heads.parameters())

@@ -153,13 +153,16 @@ def test_packed_documents_do_not_see_each_other(base: Path, samples: Path) -> No
     model = BaseModel.load(base, dtype=torch.float32, device="cpu")
     documents = read_samples(samples, model.tokenizer)[:3]
     packed = pack(documents, row_tokens=256)
-    hidden, roots, labels = supervised_positions(model, packed, torch.tensor([0]), num_heads=2)
+    hidden, paths, labels = supervised_positions(model, packed, torch.tensor([0]), num_heads=2)
     alone = [supervised_positions(model, pack([one], 256), torch.tensor([0]), 2) for one in documents]
     # Best fit packs the longest document first.
     order = sorted(range(3), key=lambda index: -len(documents[index].input_ids))
     torch.testing.assert_close(hidden, torch.cat([alone[index][0] for index in order]), rtol=0, atol=1e-5)
-    assert torch.equal(roots, torch.cat([alone[index][1] for index in order]))
     assert torch.equal(labels, torch.cat([alone[index][2] for index in order]))
+    # What a labelled head reads is in its document: the next token for head 1, for head 2 one more.
+    expected = torch.cat([alone[index][1] for index in order])
+    assert torch.equal(paths[:, 0], expected[:, 0])
+    assert torch.equal(paths[labels[:, 1] != IGNORE], expected[labels[:, 1] != IGNORE])
 
 
 def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: Path, samples: Path) -> None:
@@ -168,9 +171,10 @@ def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: P
     packed = pack(read_samples(samples, model.tokenizer)[:5], row_tokens=96)
     rows = torch.arange(len(packed))
     figures = accuracy_figures(head_accuracy(model, heads, packed, rows, batch_rows=2))
-    hidden, roots, labels = supervised_positions(model, packed, rows, 3)
+    hidden, paths, labels = supervised_positions(model, packed, rows, 3)
     with torch.no_grad():
-        best = heads.logits(hidden, roots, model.logits).topk(10).indices
+        features = heads(hidden, paths, model)
+        best = torch.stack([heads.head_logits(head, features[head], model) for head in range(3)]).topk(10).indices
     for head in range(3):
         valid = labels[:, head] != IGNORE
         hits = best[head, valid] == labels[valid, head, None]
