@@ -65,6 +65,11 @@ class BaseModel:
         self.name = name
         self.config = model.config.get_text_config()
         self._decoder = model.get_decoder()
+        # Looked up once: a decode step asks for them several times, and transformers' lookups are slow.
+        self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._logit_scale = float(getattr(self.config, "logit_scale", None) or 1.0)
+        self._logit_scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
+        self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self._no_mask: Tensor | None = None
 
     @classmethod
@@ -99,10 +104,9 @@ class BaseModel:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
-        base = cls(model, tokenizer, str(name))
         if pack and device.type == "cpu":
             packed.pack_linears(model, keep=(model.get_output_embeddings(),))
-        return base
+        return cls(model, tokenizer, str(name))
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +145,7 @@ class BaseModel:
     @property
     def lm_head_weight(self) -> Tensor:
         """[V, D] weight of the output layer."""
-        weight: Tensor = self.model.get_output_embeddings().weight
+        weight: Tensor = self._lm_head.weight
         return weight
 
     def new_cache(self, slots: int, capacity: int) -> SlotCache:
@@ -180,16 +184,14 @@ class BaseModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
-        embeddings: Tensor = self.model.get_input_embeddings()(tokens)
+        embeddings: Tensor = self._embeddings(tokens)
         return embeddings
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] as the base itself would give for last hidden states [..., D] of any dtype."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden.to(self.lm_head_weight.dtype))
-        if scale := getattr(self.config, "logit_scale", None):
-            logits = logits * scale
-        if divisor := getattr(self.config, "logits_scaling", None):
-            logits = logits / divisor
-        if cap := getattr(self.config, "final_logit_softcapping", None):
-            logits = cap * torch.tanh(logits / cap)
+        logits: Tensor = self._lm_head(hidden.to(self.lm_head_weight.dtype))
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        if self._logit_cap:
+            logits = self._logit_cap * torch.tanh(logits / self._logit_cap)
         return logits

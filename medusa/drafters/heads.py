@@ -1,5 +1,6 @@
 """Drafting with trained heads: the tree grows level by level, one head per level."""
 
+import math
 from typing import Protocol
 
 import torch
@@ -13,6 +14,10 @@ WIDTH = 10
 """Children that a node of a dynamic tree can have."""
 MIN_BEAM = 4
 """Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
+LEVEL_FLOOR = 0.2
+"""A level is drafted if a node above it is at least this likely, where the host can ask."""
+NODE_FLOOR = 0.02
+"""A node is kept if it is at least this likely, where the host can ask."""
 LOWEST = -40.0
 """Bound on a log-probability: heads that overflow still give trees."""
 EDGE_COST = 1e-4
@@ -24,8 +29,8 @@ class HeadsDrafter:
 
     With ``tree`` every step has that topology. Otherwise every step chooses its own: a node's score is the sum of the
     heads' log-probabilities along its path, the best nodes of each level get children, and of all of them the best
-    ``nodes`` are kept. A parent never scores below its child, so they form a tree. Shapes are fixed; nothing waits for
-    the device.
+    ``nodes`` are kept. A parent never scores below its child, so they form a tree. On a GPU shapes are fixed and
+    nothing waits for the device.
 
     Args:
         heads: The trained heads.
@@ -50,7 +55,8 @@ class HeadsDrafter:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         self.heads, self.vocabulary = heads, vocabulary
         device = next(heads.parameters()).device
-        best_first = _BestFirst(nodes, min(num_heads, nodes - 1), min(WIDTH, vocab_size))
+        depth, width = min(num_heads, nodes - 1), min(WIDTH, vocab_size)
+        best_first = _BestFirst(nodes, depth, width, host_decides=device.type == "cpu")
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
         self.nodes = self._shape.nodes
 
@@ -72,26 +78,24 @@ class HeadsDrafter:
             tokens.append(best_BmW.expand_as(scores_BmW).flatten(1))
             parents.append(columns_Bm[:, :, None].expand_as(scores_BmW).flatten(1))
             scores.append(scores_BmW.flatten(1))
-            if head + 1 < shape.depth:
-                picked_Bm = shape.pick(head, scores[-1])
-                columns_Bm = picked_Bm + sum(part.shape[1] for part in scores[:-1])
-                slots_Bm = picked_Bm // shape.width
-                scores_Bm, frontier_Bm = scores[-1].gather(1, picked_Bm), tokens[-1].gather(1, picked_Bm)
+            picked_Bm = shape.pick(head, scores[-1])
+            if picked_Bm is None:
+                break
+            columns_Bm = picked_Bm + sum(part.shape[1] for part in scores[:-1])
+            slots_Bm = picked_Bm // shape.width
+            scores_Bm, frontier_Bm = scores[-1].gather(1, picked_Bm), tokens[-1].gather(1, picked_Bm)
         tokens_BM, parents_BM, scores_BM = (torch.cat(parts, dim=1) for parts in (tokens, parents, scores))
         chosen_BN = shape.choose(scores_BM)
-        order_BN = torch.arange(self.nodes, device=chosen_BN.device).expand_as(chosen_BN)
+        order_BN = torch.arange(chosen_BN.shape[1], device=chosen_BN.device).expand_as(chosen_BN)
         new_index_BM = torch.zeros_like(parents_BM).scatter_(1, chosen_BN, order_BN)
         parents_BN = new_index_BM.gather(1, parents_BM.gather(1, chosen_BN))
-        return Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, shape.depth)
+        return Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, depth=len(scores) - 1)
 
 
 def _best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The ``width`` best tokens of each row of logits, and their log-probabilities less the cost of an edge."""
-    logits = logits.float()
-    best = logits.topk(width, dim=-1)
-    logprobs = best.values - logits.logsumexp(-1, keepdim=True)
-    bounded = logprobs.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0)
-    return best.indices, bounded - EDGE_COST
+    best = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
+    return best.indices, best.values.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0) - EDGE_COST
 
 
 class _Shape(Protocol):
@@ -101,27 +105,36 @@ class _Shape(Protocol):
     depth: int
     width: int
 
-    def pick(self, level: int, scores_BC: Tensor) -> Tensor:
-        """[B, m] candidates of a level that get children."""
+    def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        """[B, m] candidates of a level that get children, None where no level follows."""
 
     def choose(self, scores_BM: Tensor) -> Tensor:
         """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
 
 
 class _BestFirst:
-    """The best by score."""
+    """The best by score.
 
-    def __init__(self, nodes: int, depth: int, width: int) -> None:
-        self.depth, self.width = depth, width
+    Where the host sees scores without waiting (a CPU), the tree stops to grow once a further level or node would cost
+    more time than it is likely to save.
+    """
+
+    def __init__(self, nodes: int, depth: int, width: int, host_decides: bool) -> None:
+        self.depth, self.width, self.host_decides = depth, width, host_decides
         self._beam = max(MIN_BEAM, nodes // 4)
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
-    def pick(self, level: int, scores_BC: Tensor) -> Tensor:
+    def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        if level + 1 == self.depth or (self.host_decides and float(scores_BC.max()) < math.log(LEVEL_FLOOR)):
+            return None
         return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
 
     def choose(self, scores_BM: Tensor) -> Tensor:
         # The root's score is 0 and every other one is below it.
-        return scores_BM.topk(self.nodes).indices.sort(-1).values
+        nodes = min(self.nodes, scores_BM.shape[1])
+        if self.host_decides:
+            nodes = min(nodes, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max()))
+        return scores_BM.topk(nodes).indices.sort(-1).values
 
 
 class _Static:
@@ -142,7 +155,9 @@ class _Static:
             self._picks.append(torch.tensor([place[path] for path in frontier], device=device))
         self._columns = torch.tensor(columns, device=device)
 
-    def pick(self, level: int, scores_BC: Tensor) -> Tensor:
+    def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        if level + 1 == self.depth:
+            return None
         return self._picks[level].expand(len(scores_BC), -1)
 
     def choose(self, scores_BM: Tensor) -> Tensor:

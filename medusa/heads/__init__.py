@@ -4,7 +4,7 @@ from importlib import import_module
 
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 
-ARCHITECTURES = {"medusa": "medusa.heads.medusa:MedusaHeads", "hydra": "medusa.heads.hydra:HydraHeads"}
+ARCHITECTURES = {"medusa": "medusa.heads.medusa:MedusaHeads", "recurrent": "medusa.heads.recurrent:RecurrentHeads"}
 
 __all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "Vocabulary", "build_heads"]
 

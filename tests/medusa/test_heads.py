@@ -71,23 +71,23 @@ def test_medusa_blocks_follow_the_papers_equation():
         torch.testing.assert_close(heads(hidden, path, Vocabulary())[k], x)
 
 
-def test_hydra_blocks_follow_their_equation():
-    heads = randomised(build_heads(config(architecture="hydra", num_layers=2)))
+def test_recurrent_blocks_follow_their_equation():
+    heads = randomised(build_heads(config(architecture="recurrent", num_layers=2)))
     hidden, path, base = torch.randn(4, 8), torch.randint(20, (4, 3)), Vocabulary()
     state, features = hidden, heads(hidden, path, base)
     for k in range(3):
         embedding = base.embed(path[:, k])
         embedding = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
-        for block in heads.blocks[k]:
+        for block in heads.blocks:
             inner = torch.cat([state, embedding], 1) @ block.inner.weight.T + block.inner.bias
             state = state + torch.nn.functional.silu(inner) @ block.outer.weight.T
         torch.testing.assert_close(features[k], state, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("architecture", "block"), [("medusa", 64 + 8), ("hydra", 256 + 16 + 128)])
+@pytest.mark.parametrize(("architecture", "block"), [("medusa", 3 * (64 + 8)), ("recurrent", 256 + 16 + 128)])
 def test_layers_are_different_layers(architecture, block):
     heads = (build_heads(config(architecture=architecture, num_layers=n)) for n in (1, 2, 3))
-    assert [sum(p.numel() for p in h.parameters()) for h in heads] == [3 * block * n for n in (1, 2, 3)]
+    assert [sum(p.numel() for p in h.parameters()) for h in heads] == [block * n for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -162,7 +162,7 @@ def unknown_architecture(directory):
         (garbage_config, ValueError, "not valid JSON"),
         (other_format, ValueError, "not of the format"),
         (other_shape, ValueError, "does not fit its config"),
-        (unknown_architecture, ValueError, "choose one of: medusa, hydra"),
+        (unknown_architecture, ValueError, "choose one of: medusa, recurrent"),
     ],
 )
 def test_damaged_heads_give_one_clear_error(tmp_path, harm, error, message):

@@ -1,10 +1,9 @@
-"""Sequential heads: head k knows the tokens that the heads before it drafted (Hydra, Ankner et al. 2024, section 3).
+"""Heads that know what was drafted before them: one small network, applied once per level of the tree.
 
-Hydra feeds head k the embeddings of all drafted tokens at once. Here they arrive one per level in a state that is
-handed down the tree (as in ReDrafter, Zhang et al. 2024): the same knowledge, and every level costs the same.
+Medusa heads guess token t + 1 + k without knowing tokens t + 1 .. t + k. Hydra heads (Ankner et al. 2024) read their
+embeddings; here they arrive one per level in a state that is handed down the tree, and all heads share their weights
+(as in ReDrafter, Zhang et al. 2024). K heads cost the memory of one, which stays in the processor's cache.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +15,16 @@ EXPANSION = 2
 """Inner width of a block / D."""
 
 
-class HydraHeads(DraftHeads):
-    """``s_k = s_{k-1} + O_k SiLU(W_k [s_{k-1}; e_k] + b_k)``, one or more such blocks per head; s_0 = hidden state.
+class RecurrentHeads(DraftHeads):
+    """``s_k = s_{k-1} + O SiLU(W [s_{k-1}; e_k] + b)``, one or more such blocks; s_0 is the base's hidden state.
 
     e_k is the base's embedding, at unit scale, of the k-th token after the hidden state: the root for head 1, then
-    drafted tokens. A vocabulary matrix reads s_k. O = 0 at the start: a fresh head predicts what the base predicts.
+    drafted tokens. A vocabulary matrix reads s_k. O = 0 at the start: fresh heads predict what the base predicts.
     """
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
-        dim, layers = config.hidden_size, range(config.num_layers)
-        self.blocks = nn.ModuleList(nn.ModuleList(_Block(dim) for _ in layers) for _ in range(config.num_heads))
+        self.blocks = nn.ModuleList(_Block(config.hidden_size) for _ in range(config.num_layers))
 
     def freeze(self) -> None:
         """Pack the weights for the CPU's matrix kernels."""
@@ -35,8 +33,8 @@ class HydraHeads(DraftHeads):
     def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
         states, state_MD = [], hidden_MD
-        for head in range(self.config.num_heads):
-            state_MD = self._advance(head, state_MD, vocabulary.embed(path_MK[:, head]))
+        for tokens_M in path_MK.unbind(1):
+            state_MD = self._advance(state_MD, vocabulary.embed(tokens_M))
             states.append(state_MD)
         return torch.stack(states)
 
@@ -49,13 +47,12 @@ class HydraHeads(DraftHeads):
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, m, V] and states [B, m, D] of the level's nodes."""
         before_BmD = state.gather(1, parents_Bm[..., None].expand(-1, -1, state.shape[-1]))
-        state_BmD = self._advance(head, before_BmD, vocabulary.embed(tokens_Bm))
+        state_BmD = self._advance(before_BmD, vocabulary.embed(tokens_Bm))
         return self.head_logits(head, state_BmD, vocabulary), state_BmD
 
-    def _advance(self, head: int, state: Tensor, embedding: Tensor) -> Tensor:
+    def _advance(self, state: Tensor, embedding: Tensor) -> Tensor:
         embedding = nn.functional.rms_norm(embedding.to(state.dtype), embedding.shape[-1:])
-        blocks: Iterable[nn.Module] = self.blocks[head]  # type: ignore[assignment]
-        for block in blocks:
+        for block in self.blocks:
             state = block(state, embedding)
         return state
 
