@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa.acceptance import DELTA, EPSILON, build_rule
 from medusa.base_model import BaseModel, resolve_base
-from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
+from medusa.drafters import Drafter, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
 from medusa.formats import load_heads, save_heads
 from medusa.formats.native import load_config
 from medusa.generate import decode, new_answers
@@ -23,8 +23,11 @@ from medusa.tree import Tree
 
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
-CPU_NODES = 12
+CPU_NODES = 16
 GPU_NODES = 64
+DRAFTERS = ("hybrid", "heads", "prompt-lookup")
+LOOKUP_GUESSES = 10
+"""Most tokens that a hybrid draft takes from the text before; half of its budget where that is less."""
 
 
 class Options(TypedDict, total=False):
@@ -42,7 +45,7 @@ class Options(TypedDict, total=False):
     delta: float
     nodes: int | None
     tree: Tree | None
-    drafter: Drafter | None
+    drafter: str | Drafter | None
     stop: str | Sequence[str]
 
 
@@ -75,7 +78,7 @@ class MedusaModel:
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
             heads.freeze()
         self.base, self.heads = base, heads
-        self._drafters: dict[tuple[int, Tree | None], Drafter] = {}
+        self._drafters: dict[tuple[str, int, Tree | None], Drafter] = {}
 
     @classmethod
     def from_pretrained(
@@ -174,7 +177,7 @@ class MedusaModel:
         delta: float = DELTA,
         nodes: int | None = None,
         tree: Tree | None = None,
-        drafter: Drafter | None = None,
+        drafter: str | Drafter | None = None,
         stop: str | Sequence[str] = (),
         incremental: bool = False,
     ) -> tuple[list[Answer], Generator[list[list[Piece]]]]:
@@ -195,7 +198,9 @@ class MedusaModel:
             delta: Entropy factor of typical acceptance.
             nodes: Tree budget N with the root; 1 = plain decoding, None = a default for the device.
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
-            drafter: Drafts instead of the heads.
+            drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
+                no heads; "hybrid", both in one tree; or an object of your own. None = hybrid where there are heads. The
+                text does not depend on it.
             stop: Strings that end an answer; not part of its text.
             incremental: Yield text after every step instead of once at the end.
 
@@ -211,7 +216,8 @@ class MedusaModel:
         seeds_B = torch.tensor(seeds, device=self.base.device)
         warping = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "epsilon": epsilon, "delta": delta}
         rule = build_rule(acceptance, seeds_B, top_k=top_k, **warping)
-        drafter = drafter or self._drafter(nodes, tree)
+        if drafter is None or isinstance(drafter, str):
+            drafter = self._drafter(drafter, nodes, tree)
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
@@ -233,18 +239,32 @@ class MedusaModel:
             raise ValueError(f"chat template of the base ({self.base.name}) refuses this: {error}") from error
         return ids
 
-    def _drafter(self, nodes: int | None, tree: Tree | None) -> Drafter:
-        if tree is not None and (self.heads is None or nodes is not None):
-            raise ValueError("tree needs heads and takes the place of nodes; give one of them, on a model with heads")
+    def _drafter(self, name: str | None, nodes: int | None, tree: Tree | None) -> Drafter:
+        if tree is not None and (self.heads is None or nodes is not None or name not in (None, "heads")):
+            raise ValueError(
+                "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
+            )
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
-        if self.heads is None or nodes == 1:
+        if name is not None and name not in DRAFTERS:
+            raise ValueError(f"drafter ({name!r}) is not known; choose one of: {', '.join(DRAFTERS)}")
+        if self.heads is None and name in ("heads", "hybrid"):
+            raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
+        if nodes == 1 or (name is None and self.heads is None):
             return PlainDrafter()
-        nodes = self.default_nodes if nodes is None else nodes
-        key = (nodes, tree)
+        key = ("heads" if tree else name or "hybrid", nodes or self.default_nodes, tree)
         if key not in self._drafters:
-            self._drafters[key] = HeadsDrafter(self.heads, self.base, nodes, tree)
+            self._drafters[key] = self._new_drafter(*key)
         return self._drafters[key]
+
+    def _new_drafter(self, name: str, nodes: int, tree: Tree | None) -> Drafter:
+        if name == "prompt-lookup":
+            return PromptLookupDrafter(nodes)
+        assert self.heads is not None, "checked by the caller"
+        guesses = min(nodes // 2, LOOKUP_GUESSES)
+        if name == "heads" or nodes == 2:
+            return HeadsDrafter(self.heads, self.base, nodes, tree)
+        return HybridDrafter(HeadsDrafter(self.heads, self.base, nodes - guesses), PromptLookupDrafter(guesses + 1))
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was one prompt rather than a batch."""

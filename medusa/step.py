@@ -59,7 +59,7 @@ def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule,
     *rows, counts = torch.cat([accepted.tokens.T, counts_B[None]]).tolist()  # the step's only copy to the host
     cache.grow(counts)
     tokens = [list(row[:count]) for row, count in zip(zip(*rows, strict=True), counts, strict=True)]
-    return StepResult(tokens, _next_state(state, accepted, hidden_BND))
+    return StepResult(tokens, _next_state(state, accepted, hidden_BND, cache))
 
 
 @torch.inference_mode()
@@ -91,9 +91,15 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
         cache.extend(counts_B)
         cache.grow([min(max(length - 1 - start, 0), rows_BC.shape[1]) for length in lengths])
     roots_B = prompts_BT.gather(1, last_B1)[:, 0]
-    return DecodeState(roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool))
+    history_BT = torch.nn.functional.pad(prompts_BT, (0, cache.capacity + 1 - prompts_BT.shape[1]))
+    return DecodeState(
+        roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool), history_BT, positions=last_B1[:, 0]
+    )
 
 
-def _next_state(state: DecodeState, accepted: Accepted, hidden_BND: Tensor) -> DecodeState:
+def _next_state(state: DecodeState, accepted: Accepted, hidden_BND: Tensor, cache: SlotCache) -> DecodeState:
+    new_A = torch.arange(1, accepted.tokens.shape[1] + 1, device=hidden_BND.device)
+    state.history.scatter_(1, state.positions[:, None] + new_A, accepted.tokens)
     index_B = torch.arange(len(hidden_BND), device=hidden_BND.device)
-    return DecodeState(accepted.bonus, hidden_BND[index_B, accepted.leaf], state.active)
+    hidden_BD = hidden_BND[index_B, accepted.leaf]
+    return DecodeState(accepted.bonus, hidden_BD, state.active, state.history, cache.lengths)

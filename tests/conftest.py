@@ -60,7 +60,7 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
         heads.init_from_base(base.lm_head_weight)
         for parameter in heads.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
-        return heads.eval()
+        return heads.eval().requires_grad_(False)
 
     return make
 

@@ -99,13 +99,13 @@ def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> lis
 def served_tokens(
     model: MedusaModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, nodes: int
 ) -> tuple[int, int]:
-    """Decode prompts greedily with the heads.
+    """Decode prompts greedily with the heads alone.
 
     Returns:
         Tokens emitted and verify steps taken, over whole outputs.
     """
     tokens = steps = 0
     for prompt in prompts:
-        output = model.generate(list(prompt), max_new_tokens=max_new_tokens, nodes=nodes)
+        output = model.generate(list(prompt), max_new_tokens=max_new_tokens, nodes=nodes, drafter="heads")
         tokens, steps = tokens + len(output.tokens), steps + output.steps
     return tokens, steps

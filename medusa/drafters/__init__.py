@@ -2,5 +2,7 @@
 
 from medusa.drafters.base import DecodeState, Drafter, PlainDrafter
 from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.hybrid import HybridDrafter
+from medusa.drafters.prompt_lookup import PromptLookupDrafter
 
-__all__ = ["DecodeState", "Drafter", "HeadsDrafter", "PlainDrafter"]
+__all__ = ["DecodeState", "Drafter", "HeadsDrafter", "HybridDrafter", "PlainDrafter", "PromptLookupDrafter"]

@@ -16,18 +16,23 @@ class DecodeState:
         roots: [B] int64, the newest committed token of each sequence; its keys and values are not cached yet.
         hidden: [B, D], the base's last hidden state at the token before the root (the one that predicted it).
         active: [B] bool, false for sequences that are finished and must not grow.
+        history: [B, T] int64, all tokens of each sequence up to its root; what stands behind it is undefined. One
+            buffer for the whole answer: every step writes its new tokens into it.
+        positions: [B] int64, where the root stands in it.
     """
 
     roots: Tensor
     hidden: Tensor
     active: Tensor
+    history: Tensor
+    positions: Tensor
 
 
 class Drafter(Protocol):
-    """Proposes trees of one fixed size; what it proposes can change speed, never the text of a lossless rule."""
+    """Proposes trees; what it proposes can change speed, never the text of a lossless rule."""
 
     nodes: int
-    """N, nodes of every draft with the root."""
+    """N, nodes of a draft with the root; on a CPU, where shapes cost nothing, a draft may have fewer."""
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft whose column 0 holds ``state.roots``."""

@@ -1,12 +1,12 @@
 """Decoding is lossless, ends where it must, and streams what it returns."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 
-from medusa import HeadsConfig, MedusaModel, Tree, build_heads
-from medusa.drafters import DecodeState, HeadsDrafter, PlainDrafter
+from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
 LOPSIDED = Tree(((0,), (1,), (5,), (0, 0), (0, 3), (1, 2), (1, 2, 0), (1, 2, 4), (0, 3, 1)))
@@ -29,9 +29,11 @@ def test_independent_heads_change_nothing(base, make_heads, plain):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "hybrid"])
 @pytest.mark.parametrize("nodes", [2, 5, 16, 64])
-def test_dynamic_trees_change_nothing(model, plain, temperature, nodes):
-    outputs = model.generate(PROMPTS, max_new_tokens=40, temperature=temperature, seed=7, nodes=nodes)
+def test_dynamic_trees_change_nothing(model, plain, temperature, nodes, drafter):
+    options = {"max_new_tokens": 40, "temperature": temperature, "seed": 7}
+    outputs = model.generate(PROMPTS, nodes=nodes, drafter=drafter, **options)
     assert [o.tokens for o in outputs] == [o.tokens for o in plain[temperature]]
 
 
@@ -58,6 +60,17 @@ def test_good_heads_save_steps_and_useless_ones_do_not_harm(base):
     assert [o.tokens for o in drafted] == [o.tokens for o in plain]
     assert all(o.tokens_per_step == 1 for o in plain)
     assert sum(sum(o.drafted) for o in drafted) == sum(len(o.tokens) - o.steps for o in drafted)
+
+
+def test_prompt_lookup_saves_steps_without_any_heads(base):
+    """A base that sees only the newest token soon goes in circles."""
+    blind = copy.deepcopy(base.model)
+    for layer in blind.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    model = MedusaModel(BaseModel(blind, base.tokenizer))
+    plain, looked_up = (model.generate("a", max_new_tokens=90, drafter=name) for name in (None, "prompt-lookup"))
+    assert looked_up.tokens == plain.tokens
+    assert looked_up.steps < plain.steps / 1.5
 
 
 def test_sampling_depends_on_the_seed(model):
@@ -233,51 +246,3 @@ def test_a_conversation_that_the_template_refuses(model, monkeypatch):
     monkeypatch.setattr(model.base.tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="has no chat template"):
         model.chat_prompt([{"role": "user", "content": "hi"}])
-
-
-def test_the_drafter_returns_trees_of_its_size(base, make_heads):
-    heads = make_heads()
-    state_hidden = torch.randn(2, base.hidden_size, dtype=base.dtype)
-    for nodes in (1, 2, 9, 40):
-        drafter = HeadsDrafter(heads, base, nodes)
-        draft = drafter.propose(type("S", (), {"roots": torch.tensor([3, 4]), "hidden": state_hidden})())
-        assert draft.tokens.shape == (2, nodes) == (2, drafter.nodes)
-        assert draft.tokens[:, 0].tolist() == [3, 4]
-        index = torch.arange(1, nodes)
-        assert (draft.parents[:, 1:] < index).all()
-        assert (draft.depths.gather(1, draft.parents)[:, 1:] + 1 == draft.depths[:, 1:]).all()
-        assert (draft.ancestors.sum(-1) == draft.depths + 1).all()
-    assert PlainDrafter().nodes == 1
-
-
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
-def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture):
-    """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
-    heads = make_heads(2, architecture=architecture)
-    state = DecodeState(torch.tensor([3]), torch.randn(1, base.hidden_size, dtype=base.dtype), torch.tensor([True]))
-    draft = HeadsDrafter(heads, base, nodes=40).propose(state)
-    drafted = {tuple(draft.tokens[0, draft.ancestors[0, node]].tolist()[1:]) for node in range(1, 40)}
-
-    def logprobs(head, token):
-        features = heads(state.hidden, torch.tensor([[3, token]]), base)
-        return heads.head_logits(head, features[head], base)[0].log_softmax(-1)
-
-    scores = {(a,): logprobs(0, 0)[a].item() for a in logprobs(0, 0).topk(10).indices.tolist()}
-    for (a,), score in list(scores.items()):
-        scores |= {(a, b): score + logprobs(1, a)[b].item() for b in logprobs(1, a).topk(10).indices.tolist()}
-    best = sorted(scores, key=lambda path: scores[path] - 1e-4 * len(path), reverse=True)[:39]
-    assert drafted == set(best)
-
-
-def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
-    heads = make_heads(3)
-    state = DecodeState(torch.tensor([3]), torch.randn(1, base.hidden_size, dtype=base.dtype), torch.tensor([True]))
-    draft = HeadsDrafter(heads, base, nodes=1, tree=LOPSIDED).propose(state)
-    assert draft.parents[0].tolist() == LOPSIDED.parents.tolist()
-    tokens = dict(zip([(), *LOPSIDED.paths], draft.tokens[0].tolist(), strict=True))
-    for path, token in tokens.items():
-        if path:
-            above = [tokens[path[:depth]] for depth in range(len(path))]
-            features = heads(state.hidden, torch.tensor([above + [0] * (3 - len(above))]), base)
-            logits = heads.head_logits(len(path) - 1, features[len(path) - 1], base)[0]
-            assert logits.topk(6).indices[path[-1]] == token

@@ -1,0 +1,30 @@
+"""Two drafters under one verifier: both trees hang below the same root."""
+
+import torch
+
+from medusa.drafters.base import DecodeState, Drafter
+from medusa.tree import Draft
+
+
+class HybridDrafter:
+    """Proposes what both drafters propose; a lossless rule picks the longer right path, whoever guessed it.
+
+    Args:
+        first: One drafter, the heads for example.
+        second: Another, prompt lookup for example.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self.first, self.second = first, second
+        self.nodes = first.nodes + second.nodes - 1
+
+    def propose(self, state: DecodeState) -> Draft:
+        """The union of both drafts; a token that both propose stands twice."""
+        first, second = self.first.propose(state), self.second.propose(state)
+        if second.tokens.shape[1] == 1:
+            return first
+        offset = first.tokens.shape[1] - 1
+        parents_BN = second.parents[:, 1:]
+        parents_BN = torch.where(parents_BN == 0, 0, parents_BN + offset)
+        tokens_BN = torch.cat([first.tokens, second.tokens[:, 1:]], dim=1)
+        return Draft.of(tokens_BN, torch.cat([first.parents, parents_BN], dim=1), max(first.depth, second.depth))

@@ -1,0 +1,52 @@
+"""Drafting by looking back: what followed the last words when they stood in the text before (Saxena 2023).
+
+Costs next to nothing and needs no training. Answers that quote their prompt, code, and small models that repeat
+themselves are full of it; new text is not, so it is at its best beside heads (``HybridDrafter``).
+"""
+
+import torch
+
+from medusa.drafters.base import DecodeState
+from medusa.tree import Draft
+
+MIN_MATCH = 2
+"""Tokens, the root among them, that must have stood together before."""
+MAX_MATCH = 6
+"""Tokens that are compared; of several places the one with the longest match counts, then the latest."""
+
+
+class PromptLookupDrafter:
+    """Proposes the continuation of the best earlier match as a chain; where there is no match, the root alone.
+
+    Shapes are fixed on a GPU: there, a sequence without a match gets a chain that will be refused.
+
+    Args:
+        nodes: N, the root included.
+
+    Raises:
+        ValueError: The budget leaves no room for a guess.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        if nodes < 2:
+            raise ValueError(f"nodes ({nodes}) must be at least 2 for prompt lookup; give a larger tree budget")
+        self.nodes = nodes
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A chain below ``state.roots``, found in ``state.history``."""
+        history_BT, root_B1 = state.history, state.positions[:, None]
+        index_T = torch.arange(history_BT.shape[1], device=history_BT.device)
+        recent_M = torch.arange(1 - MAX_MATCH, 1, device=history_BT.device)
+        suffix_BM = history_BT.gather(1, (root_B1 + recent_M).clamp(min=0))
+        windows_BTM = torch.nn.functional.pad(history_BT, (MAX_MATCH - 1, 0), value=-1).unfold(1, MAX_MATCH, 1)
+        same_BTM = (windows_BTM == suffix_BM[:, None]).long()
+        match_BT = same_BTM.flip(-1).cumprod(-1).sum(-1)  # tokens that agree, counted back from each place
+        score_BT = torch.where(index_T < root_B1, match_BT * len(index_T) + index_T, -1)
+        place_B1 = score_BT.argmax(-1, keepdim=True)
+        found_B1 = match_BT.gather(1, place_B1) >= MIN_MATCH
+        if found_B1.device.type == "cpu" and not found_B1.any():
+            return Draft.chain(state.roots[:, None])
+        # A match that runs into the root goes on as it began: the text repeats with that period.
+        ahead_N = torch.arange(self.nodes - 1, device=history_BT.device)
+        source_BN = place_B1 + 1 + ahead_N % (root_B1 - place_B1).clamp(min=1)
+        return Draft.chain(torch.cat([state.roots[:, None], history_BT.gather(1, source_BN)], dim=1))

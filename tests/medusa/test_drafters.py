@@ -1,0 +1,147 @@
+"""Drafters propose trees that hold what they promise."""
+
+import pytest
+import torch
+
+from medusa import Draft, MedusaModel, Tree
+from medusa.acceptance import greedy
+from medusa.drafters import DecodeState, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
+from medusa.drafters.prompt_lookup import MAX_MATCH, MIN_MATCH
+from medusa.step import decode_step, prefill
+
+LOPSIDED = Tree(((0,), (1,), (5,), (0, 0), (0, 3), (1, 2), (1, 2, 0), (1, 2, 4), (0, 3, 1)))
+
+
+def decode_state(histories, base):
+    """A state whose sequences have these tokens, the root last, and random hidden states."""
+    positions = torch.tensor([len(history) - 1 for history in histories])
+    history = torch.tensor([[*history, *([0] * (30 - len(history)))] for history in histories])
+    roots, hidden = history.gather(1, positions[:, None])[:, 0], torch.randn(len(histories), base.hidden_size)
+    return DecodeState(roots, hidden.to(base.dtype), torch.ones_like(roots, dtype=torch.bool), history, positions)
+
+
+@pytest.mark.parametrize("floor", [1e-30, 0.02, 0.3])
+def test_the_drafter_returns_trees_of_at_most_its_size(base, make_heads, monkeypatch, floor):
+    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", floor)
+    monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", floor)
+    for nodes in (1, 2, 9, 40):
+        draft = HeadsDrafter(make_heads(), base, nodes).propose(decode_state([[3], [1, 4]], base))
+        assert draft.tokens.shape[1] == nodes if floor < 1e-9 else draft.tokens.shape[1] <= nodes
+        assert draft.tokens[:, 0].tolist() == [3, 4]
+        assert draft.depth < draft.tokens.shape[1]
+        index = torch.arange(1, draft.tokens.shape[1])
+        assert (draft.parents[:, 1:] < index).all()
+        assert (draft.depths.gather(1, draft.parents)[:, 1:] + 1 == draft.depths[:, 1:]).all()
+        assert (draft.ancestors.sum(-1) == draft.depths + 1).all()
+    assert PlainDrafter().nodes == 1
+
+
+@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture, monkeypatch):
+    """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
+    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", 1e-30)
+    monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", 1e-30)
+    heads = make_heads(2, architecture=architecture)
+    state = decode_state([[3]], base)
+    draft = HeadsDrafter(heads, base, nodes=40).propose(state)
+    drafted = {tuple(draft.tokens[0, draft.ancestors[0, node]].tolist()[1:]) for node in range(1, 40)}
+
+    def logprobs(head, token):
+        features = heads(state.hidden, torch.tensor([[3, token]]), base)
+        return heads.head_logits(head, features[head], base)[0].log_softmax(-1)
+
+    scores = {(a,): logprobs(0, 0)[a].item() for a in logprobs(0, 0).topk(10).indices.tolist()}
+    for (a,), score in list(scores.items()):
+        scores |= {(a, b): score + logprobs(1, a)[b].item() for b in logprobs(1, a).topk(10).indices.tolist()}
+    best = sorted(scores, key=lambda path: scores[path] - 1e-4 * len(path), reverse=True)[:39]
+    assert drafted == set(best)
+
+
+def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
+    heads = make_heads(3)
+    state = decode_state([[3]], base)
+    draft = HeadsDrafter(heads, base, nodes=1, tree=LOPSIDED).propose(state)
+    assert draft.parents[0].tolist() == LOPSIDED.parents.tolist()
+    tokens = dict(zip([(), *LOPSIDED.paths], draft.tokens[0].tolist(), strict=True))
+    for path, token in tokens.items():
+        if path:
+            above = [tokens[path[:depth]] for depth in range(len(path))]
+            features = heads(state.hidden, torch.tensor([above + [0] * (3 - len(above))]), base)
+            logits = heads.head_logits(len(path) - 1, features[len(path) - 1], base)[0]
+            assert logits.topk(6).indices[path[-1]] == token
+
+
+def looked_up(tokens, count):
+    """Prompt lookup in plain Python."""
+    best = (0, -1)
+    for place in range(len(tokens) - 1):
+        match = 0
+        while match < min(MAX_MATCH, place + 1) and tokens[place - match] == tokens[len(tokens) - 1 - match]:
+            match += 1
+        best = max(best, (match, place))
+    if best[0] < MIN_MATCH:
+        return []
+    found = tokens[best[1] + 1 :]
+    return [found[i % len(found)] for i in range(count)]
+
+
+def test_prompt_lookup_is_what_plain_python_finds(base):
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for length in [1, 2, 3, *range(4, 30)] * 3:
+        tokens = torch.randint(3, (length,), generator=generator).tolist()
+        expected = looked_up(tokens, 5)
+        draft = PromptLookupDrafter(6).propose(decode_state([tokens], base))
+        assert draft.tokens[0].tolist() == [tokens[-1], *expected]
+        hits += bool(expected)
+    assert 20 < hits < 87, "both cases must have been seen"
+
+
+def test_prompt_lookup_in_a_ragged_batch(base):
+    rows = [[1, 2, 3, 9, 1, 2], [7, 7, 7], [4, 5]]
+    draft = PromptLookupDrafter(4).propose(decode_state(rows, base))
+    assert draft.tokens[:2].tolist() == [[2, 3, 9, 1], [7, 7, 7, 7]]
+    assert draft.tokens[2, 0] == 5
+
+
+def test_a_hybrid_draft_holds_both_trees_below_one_root(base):
+    class Fixed:
+        def __init__(self, tokens, parents, depth):
+            self.draft = Draft.of(torch.tensor([tokens]), torch.tensor([parents]), depth)
+            self.nodes = len(tokens)
+
+        def propose(self, state):
+            return self.draft
+
+    drafter = HybridDrafter(Fixed([3, 10, 11, 12], [0, 0, 1, 0], 2), Fixed([3, 20, 21, 22], [0, 0, 1, 2], 3))
+    draft = drafter.propose(decode_state([[3]], base))
+    assert drafter.nodes == 7
+    assert draft.tokens[0].tolist() == [3, 10, 11, 12, 20, 21, 22]
+    assert draft.parents[0].tolist() == [0, 0, 1, 0, 0, 4, 5]
+    assert (draft.depth, draft.depths[0].tolist()) == (3, [0, 1, 2, 1, 1, 2, 3])
+
+
+def test_the_history_of_a_sequence_ends_with_its_root(model, base):
+    prompts = [[5, 6, 7, 5, 6], [8], [9, 9]]
+    drafter = HybridDrafter(HeadsDrafter(model.heads, base, 6), PromptLookupDrafter(5))
+    cache = base.new_cache(3, capacity=100)
+    state, texts = prefill(base, cache, prompts), [list(prompt) for prompt in prompts]
+    for _ in range(12):
+        result = decode_step(base, cache, drafter, greedy, state)
+        state = result.state
+        for row, new in enumerate(result.tokens):
+            texts[row] += new
+            end = int(state.positions[row]) + 1
+            assert state.history[row, :end].tolist() == texts[row]
+            assert state.roots[row] == texts[row][-1]
+
+
+def test_wrong_drafters_are_refused(model, base):
+    with pytest.raises(ValueError, match="choose one of: hybrid, heads, prompt-lookup"):
+        model.generate("a", drafter="eagle")
+    with pytest.raises(ValueError, match="needs heads and there are none"):
+        MedusaModel(base).generate("a", drafter="hybrid")
+    with pytest.raises(ValueError, match="tree needs heads and takes the place of nodes and drafter"):
+        model.generate("a", tree=LOPSIDED, drafter="prompt-lookup")
+    with pytest.raises(ValueError, match="at least 2 for prompt lookup"):
+        PromptLookupDrafter(1)
