@@ -55,11 +55,13 @@ def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
     return run
 
 
-def medusa_engine(model: MedusaModel, max_new_tokens: int, nodes: int | None) -> Engine:
+def medusa_engine(
+    model: MedusaModel, max_new_tokens: int, nodes: int | None = None, drafter: str | None = None
+) -> Engine:
     """Our decoding, greedy; ``nodes=1`` is plain decoding."""
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
-        output = model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes)
+        output = model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes, drafter=drafter)
         return output.tokens, output.steps
 
     return run

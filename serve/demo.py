@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 HELDOUT_PROMPTS = 96
 """Answers that the heads' accuracy is measured on."""
 MAX_NEW_TOKENS = 128
+LABELS = {"prompt-lookup": "prompt lookup", "heads": "heads", "hybrid": "heads + lookup (default)"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,8 +81,8 @@ def _make_heads(run: Path, train_prompts: int) -> None:
 
 
 def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
-    """The third stage: the same held-out prompts, decoded in three ways."""
-    _say("3/3  the same held-out prompts, decoded by transformers, plainly, and with the heads")
+    """The third stage: the same held-out prompts, decoded by transformers, plainly, and with each drafter."""
+    _say("3/3  the same held-out prompts, decoded by transformers, plainly, and with each drafter")
     import torch
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM
@@ -89,6 +90,7 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
 
     from data.regenerate import embedded_prompts
     from medusa import MedusaModel
+    from medusa.model import DRAFTERS
     from serve.compare import compare, identical, medusa_engine, repeated_share, transformers_engine
 
     transformers_logging.set_verbosity_error()
@@ -100,30 +102,48 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     engines = {
         "transformers": transformers_engine(plain_transformers, MAX_NEW_TOKENS),
         "plain": medusa_engine(model, MAX_NEW_TOKENS, nodes=1),
-        "medusa": medusa_engine(model, MAX_NEW_TOKENS, nodes=None),
+        **{name: medusa_engine(model, MAX_NEW_TOKENS, drafter=name) for name in DRAFTERS},
     }
     timings = compare(engines, prompts, rounds, lambda numbers: tqdm(numbers, desc="rounds", unit="round"))
     speeds = {name: timing.tokens_per_second for name, timing in timings.items()}
 
     exact = MedusaModel.from_pretrained(run / "heads", dtype=torch.float32)
-    outputs = [exact.generate(p, max_new_tokens=MAX_NEW_TOKENS) for p in tqdm(prompts, desc="float32, heads")]
-    reference = [
-        exact.generate(p, max_new_tokens=MAX_NEW_TOKENS, nodes=1) for p in tqdm(prompts, desc="float32, plain")
-    ]
-    same = identical([o.tokens for o in outputs], [o.tokens for o in reference])
+    ways: dict[str, Any] = {"plain": {"nodes": 1}} | {name: {"drafter": name} for name in DRAFTERS}
+    plain, *drafted = (
+        [exact.generate(p, max_new_tokens=MAX_NEW_TOKENS, **how) for p in tqdm(prompts, desc=f"float32, {name}")]
+        for name, how in ways.items()
+    )
+    texts, outputs = [o.tokens for o in plain], drafted[0]
+    same = {name: identical([o.tokens for o in d], texts) for name, d in zip(DRAFTERS, drafted, strict=True)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
 
+    default = DRAFTERS[0]
     return {
-        "tokens_per_step": round(timings["medusa"].tokens_per_step(), 3),
-        "tokens_per_step_code": round(timings["medusa"].tokens_per_step(0, 2), 3),
-        "tokens_per_step_chat": round(timings["medusa"].tokens_per_step(1, 2), 3),
-        "tokens_per_step_float32": round(sum(len(o.tokens) for o in outputs) / sum(o.steps for o in outputs), 3),
-        "speedup": round(speeds["medusa"] / speeds["plain"], 3),
-        "speedup_over_transformers": round(speeds["medusa"] / speeds["transformers"], 3),
+        "drafter": default,
+        "tokens_per_step": round(timings[default].tokens_per_step(), 3),
+        "speedup": round(speeds[default] / speeds["plain"], 3),
+        "speedup_over_transformers": round(speeds[default] / speeds["transformers"], 3),
         "plain_tokens_per_s": round(speeds["plain"], 1),
-        "medusa_tokens_per_s": round(speeds["medusa"], 1),
+        "medusa_tokens_per_s": round(speeds[default], 1),
         "hf_tokens_per_s": round(speeds["transformers"], 1),
-        "identical_outputs": {"count": same, "total": len(prompts), "dtype": "float32", "against": "plain greedy"},
+        "identical_outputs": {
+            "count": same[default],
+            "total": len(prompts),
+            "dtype": "float32",
+            "against": "plain greedy",
+        },
+        "drafters": {
+            name: {
+                "tokens_per_step": round(timings[name].tokens_per_step(), 3),
+                "tokens_per_step_code": round(timings[name].tokens_per_step(0, 2), 3),
+                "tokens_per_step_chat": round(timings[name].tokens_per_step(1, 2), 3),
+                "tokens_per_s": round(speeds[name], 1),
+                "speedup": round(speeds[name] / speeds["plain"], 3),
+                "speedup_over_transformers": round(speeds[name] / speeds["transformers"], 3),
+                "identical_outputs": same[name],
+            }
+            for name in DRAFTERS
+        },
         "head_top1": training["heldout_top1"],
         "head_top5": training["heldout_top5"],
         "head_top10": training["heldout_top10"],
@@ -167,18 +187,19 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     table = Table(title=f"{report['prompts']} held-out prompts, greedy, {report['dtype']}, {report['threads']} threads")
     for heading in ("decoding", "tokens/s", "tokens per step", "speedup over plain"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
-    for name, key, steps in (
-        ("transformers generate", "hf_tokens_per_s", 1.0),
-        ("plain, this engine", "plain_tokens_per_s", 1.0),
-        (f"with heads, {report['nodes']} tree nodes", "medusa_tokens_per_s", report["tokens_per_step"]),
+    plain = report["plain_tokens_per_s"]
+    for name, speed, steps in (
+        ("transformers generate", report["hf_tokens_per_s"], 1.0),
+        ("plain, this engine", plain, 1.0),
+        *((LABELS[key], d["tokens_per_s"], d["tokens_per_step"]) for key, d in reversed(report["drafters"].items())),
     ):
-        ratio = report[key] / report["plain_tokens_per_s"]
-        table.add_row(name, f"{report[key]:.0f}", f"{steps:.2f}", f"{ratio:.2f}x")
-    same = report["identical_outputs"]
+        table.add_row(name, f"{speed:.0f}", f"{steps:.2f}", f"{speed / plain:.2f}x")
     Console().print(table)
-    print(f"identical outputs in float32: {same['count']} of {same['total']}")
+    counts = ", ".join(f"{LABELS[name]} {drafter['identical_outputs']}" for name, drafter in report["drafters"].items())
+    print(f"identical outputs in float32, of {report['prompts']}: {counts}")
+    print(f"{report['repeated_4grams']:.0%} of the 4-grams repeat the same answer: the more, the better lookup works")
     print(f"report: {path}    picture: {run / 'report.png'}")
-    print("next:   ./launch.sh chat --colour      talk to the model and see what the heads guessed")
+    print("next:   ./launch.sh chat --colour      talk to the model and see what was guessed")
     print("        ./launch.sh train --recipe train/recipes/embedded.yaml --recipe.run runs/five \\")
     print("            --recipe.heads.num_heads 5      train other heads on the same answers")
 

@@ -25,18 +25,19 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _speeds(axes: Axes, report: dict[str, Any]) -> None:
-    names = ["transformers\ngenerate", "plain decoding,\nthis engine", f"with heads,\n{report['nodes']} tree nodes"]
-    speeds = [report[key] for key in ("hf_tokens_per_s", "plain_tokens_per_s", "medusa_tokens_per_s")]
-    bars = axes.bar(names, speeds, color=[GREY, GREY, BLUE], width=0.6)
-    labels = [f"{s:.0f}\n{s / speeds[1]:.2f}x" for s in speeds]
+    names = {"transformers\ngenerate": "hf_tokens_per_s", "plain\n(this engine)": "plain_tokens_per_s"}
+    speeds = [report[key] for key in names.values()]
+    plain, drafters = speeds[1], dict(reversed(report["drafters"].items()))
+    speeds += [drafter["tokens_per_s"] for drafter in drafters.values()]
+    labels = [f"{s:.0f}\n{s / plain:.2f}x" for s in speeds]
+    ticks = {"prompt-lookup": "prompt\nlookup", "heads": "heads", "hybrid": "heads +\nlookup"}
+    bars = axes.bar([*names, *(ticks[name] for name in drafters)], speeds, color=[GREY, GREY, *[BLUE] * 3], width=0.6)
     axes.bar_label(bars, labels, padding=3)
     axes.set_ylim(0, max(speeds) * 1.25)
     axes.set_ylabel("tokens per second")
     same = report["identical_outputs"]
-    axes.set_title(
-        f"{report['tokens_per_step']:.2f} tokens per step; {same['count']} of {same['total']} outputs identical",
-        fontsize=11,
-    )
+    taus = ", ".join(f"{drafter['tokens_per_step']:.2f}" for drafter in drafters.values())
+    axes.set_title(f"tokens per step: 1, 1, {taus}; {same['count']} of {same['total']} outputs identical", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -50,7 +51,7 @@ def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_xticks(list(heads), [f"head {k}\n(token t+{k + 1})" for k in heads])
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("held-out accuracy")
-    axes.set_title("how often a head's best guesses hold the base's token", fontsize=11)
+    axes.set_title("how often a head's best guesses hold the base's token\n(given the tokens before it)", fontsize=11)
     axes.legend(loc="lower left", frameon=False, ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -82,4 +83,4 @@ def _answer(axes: Axes, report: dict[str, Any]) -> None:
                 axes.add_patch(pyplot.Rectangle((column, row - 0.75), 1, 1, color=MARK, linewidth=0))
             axes.text(column + 0.5, row, character, family="monospace", fontsize=9.5, ha="center", va="baseline")
             column += 1
-    axes.text(COLUMNS, LINES + 0.6, "coloured: guessed by the heads and confirmed by the base", fontsize=9, ha="right")
+    axes.text(COLUMNS, LINES + 0.6, "coloured: guessed, and confirmed by the base", fontsize=9, ha="right")

@@ -38,7 +38,7 @@ def test_all_engines_say_the_same(model):
     engines = {
         "transformers": transformers_engine(model.base.model, 20),
         "plain": medusa_engine(model, 20, nodes=1),
-        "medusa": medusa_engine(model, 20, nodes=None),
+        "medusa": medusa_engine(model, 20),
     }
     outputs = {name: [run(prompt)[0] for prompt in PROMPTS] for name, run in engines.items()}
     assert identical(outputs["plain"], outputs["medusa"]) == 3
@@ -56,7 +56,11 @@ def report():
     return {
         "hf_tokens_per_s": 100.0, "plain_tokens_per_s": 150.0, "medusa_tokens_per_s": 300.0, "tokens_per_step": 2.5,
         "identical_outputs": {"count": 3, "total": 3}, "nodes": 16, "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
-        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "threads": 2,
+        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "threads": 2, "repeated_4grams": 0.25,
+        "drafters": {
+            name: {"tokens_per_s": speed, "tokens_per_step": 2.5, "identical_outputs": 3}
+            for name, speed in (("hybrid", 300.0), ("heads", 200.0), ("prompt-lookup", 180.0))
+        },
         "sample": {"prompt": "f $1 $2", "pieces": [["def f():\n", False], ["    return $1", True], ["x" * 300, False]]},
     }  # fmt: skip
 
@@ -67,7 +71,7 @@ def test_the_picture_and_the_table_are_made(tmp_path, capsys):
     assert json.loads((tmp_path / "report.json").read_text())["tokens_per_step"] == 2.5
     printed = capsys.readouterr().out
     assert "2.00x" in printed
-    assert "identical outputs in float32: 3 of 3" in printed
+    assert "identical outputs in float32, of 3: heads + lookup (default) 3, heads 3, prompt lookup 3" in printed
     assert str(tmp_path / "report.json") in printed
 
 
@@ -129,7 +133,9 @@ def test_the_whole_demo_in_small(tmp_path):
     values = json.loads((tmp_path / "run" / "report.json").read_text())
     assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "float32", "against": "plain greedy"}
     assert values["tokens_per_step"] > 1
-    assert len(values["head_top1"]) == 4
+    assert len(values["head_top1"]) == 5
+    assert set(values["drafters"]) == {"hybrid", "heads", "prompt-lookup"}
+    assert all(drafter["identical_outputs"] == 4 for drafter in values["drafters"].values())
     for key in ("speedup", "plain_tokens_per_s", "medusa_tokens_per_s", "hf_tokens_per_s", "steps", "train_seconds"):
         assert values[key] > 0
     assert set(values["versions"]) == {"python", "torch", "transformers", "deepspeed"}
