@@ -88,7 +88,9 @@ def select_path(draft: Draft, verdict: Verdict) -> Accepted:
 
 def greedy(draft: Draft, logits_BNV: Tensor, positions_BN: Tensor) -> Verdict:
     """Lossless at temperature 0: a token is allowed iff it is the base's argmax after its parent."""
-    return _exact(draft, logits_BNV.float().argmax(-1))  # float32 first: the argmax of bfloat16 is slow on a CPU
+    if logits_BNV.dtype == torch.bfloat16 and logits_BNV.device.type == "cpu":
+        logits_BNV = logits_BNV.float()  # the same tokens, three times as fast
+    return _exact(draft, logits_BNV.argmax(-1))
 
 
 def sampling(seeds_B: Tensor, process: Callable[[Tensor], Tensor]) -> Rule:

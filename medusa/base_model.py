@@ -105,7 +105,7 @@ class BaseModel:
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
         if pack and device.type == "cpu":
-            packed.pack_linears(model, keep=(model.get_output_embeddings(),))
+            packed.pack_linears(model, keep=model.get_output_embeddings())
         return cls(model, tokenizer, str(name))
 
     @property

@@ -199,8 +199,8 @@ class MedusaModel:
             nodes: Tree budget N with the root; 1 = plain decoding, None = a default for the device.
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
-                no heads; "hybrid", both in one tree; or an object of your own. None = hybrid where there are heads. The
-                text does not depend on it.
+                no heads; "hybrid", both in one tree; or an object of your own. None = hybrid where there are heads.
+                The text does not depend on it, except under typical acceptance.
             stop: Strings that end an answer; not part of its text.
             incremental: Yield text after every step instead of once at the end.
 

@@ -6,7 +6,7 @@ probed once and the plain layer stays where they are missing.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -61,18 +61,18 @@ def available(dtype: torch.dtype) -> bool:
         return False
 
 
-def pack_linears(module: nn.Module, keep: Collection[nn.Module | None] = ()) -> int:
+def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
     """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced.
 
     Args:
         module: Any model.
-        keep: Layers below it whose plain weight is still read by others (the output layer); they have both.
+        keep: A layer below it whose plain weight is still read by others (the output layer); it has both.
     """
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and _worth_packing(child):
-                setattr(parent, name, PackedLinear(child, keep_weight=any(child is layer for layer in keep)))
+                setattr(parent, name, PackedLinear(child, keep_weight=child is keep))
                 count += 1
     return count
 

@@ -110,7 +110,7 @@ class Draft:
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> "Draft":
         """Trees given by the tokens and the parent of each node, of at most ``depth`` edges from root to leaf."""
-        depth = min(depth, tokens_BN.shape[1] - 1)
+        depth, parents_BN = min(depth, tokens_BN.shape[1] - 1), parents_BN.to(tokens_BN.device)
         ancestors_BNN = ancestor_mask(parents_BN, depth)
         return cls(tokens_BN, parents_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, depth)
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serve.conversation import ACCEPTANCE_RULES, Conversation, Settings, tree_budget
+from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, tree_budget
 from serve.repl import Repl
 from serve.terminal import Terminal
 
@@ -100,7 +100,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tree budget, in tokens per verify pass; 1 is plain decoding (default: auto)",
     )
-    parser.add_argument("--colour", action="store_true", help="colour the text that the heads guessed (default: off)")
+    decoding.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        default=settings.drafter,
+        help="what guesses: the heads, what followed the last words earlier in the text, or both; a lossless"
+        " answer does not depend on it (default: hybrid)",
+    )
+    parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
 
 

@@ -130,8 +130,9 @@ COMMANDS = {
     "nodes": Command(
         "N", "Set the tree budget per step, in tokens, or auto; 1 is plain.", _setting("nodes", tree_budget)
     ),
+    "drafter": Command("NAME", "hybrid, heads, prompt-lookup or auto (hybrid).", _setting("drafter", _rule)),
     "system": Command("TEXT", "Set the system prompt; off removes it.", _system),
-    "colour": Command("on|off", "Colour the text that the heads guessed.", _colour),
+    "colour": Command("on|off", "Colour the text that was guessed.", _colour),
     "stats": Command("", "Show speed, tokens per step, context and settings.", _stats),
     "save": Command("FILE", "Write the conversation and the settings as JSON.", _save),
     "load": Command("FILE", "Go on with a saved conversation and its settings.", _load),

@@ -13,6 +13,7 @@ Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""
 
 ACCEPTANCE_RULES = ("greedy", "sampling", "typical")
+DRAFTERS = ("hybrid", "heads", "prompt-lookup")
 
 
 def _is_int(value: object, least: int) -> bool:
@@ -31,6 +32,7 @@ _SETTING_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda value: _is_int(value, 0) and value < 2**62, "a whole number from 0 to 2**62 - 1"),
     "acceptance": (lambda value: value in (None, *ACCEPTANCE_RULES), f"auto, or one of {', '.join(ACCEPTANCE_RULES)}"),
     "nodes": (lambda value: value is None or _is_int(value, 1), "auto, or a whole number, at least 1 (1 = plain)"),
+    "drafter": (lambda value: value in (None, *DRAFTERS), f"auto, or one of {', '.join(DRAFTERS)}"),
 }
 
 
@@ -46,6 +48,8 @@ class Settings:
         seed: Of the sampling noise.
         acceptance: Rule that accepts draft tokens; None is greedy at temperature 0, else sampling.
         nodes: Tree budget with the root, in tokens per verify pass; 1 is plain decoding, None is the model's choice.
+        drafter: What guesses: the heads, prompt lookup (what followed the last words earlier in the text), or both;
+            None is both. The text does not depend on it, except under typical acceptance.
     """
 
     max_new_tokens: int = 512
@@ -55,6 +59,7 @@ class Settings:
     seed: int = 0
     acceptance: str | None = None
     nodes: int | None = None
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, rule) in _SETTING_RULES.items():

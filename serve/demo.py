@@ -1,7 +1,8 @@
-"""The demo: heads are trained on what the embedded base writes, then both ways of decoding are compared.
+"""The demo: heads are trained on what the embedded base writes, then ways of decoding are compared.
 
 Stages, each a command that you can run yourself: the base answers training prompts (``data regenerate``), torchrun and
-DeepSpeed train heads on the answers (``train``), held-out prompts are decoded plainly and with the heads.
+DeepSpeed train heads on the answers (``train``), held-out prompts are decoded by transformers, plainly by this engine,
+with the heads, with prompt lookup, and with both.
 """
 
 import argparse
@@ -200,8 +201,8 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     print(f"{report['repeated_4grams']:.0%} of the 4-grams repeat the same answer: the more, the better lookup works")
     print(f"report: {path}    picture: {run / 'report.png'}")
     print("next:   ./launch.sh chat --colour      talk to the model and see what was guessed")
-    print("        ./launch.sh train --recipe train/recipes/embedded.yaml --recipe.run runs/five \\")
-    print("            --recipe.heads.num_heads 5      train other heads on the same answers")
+    print("        ./launch.sh train --recipe train/recipes/embedded.yaml --recipe.run runs/medusa \\")
+    print("            --recipe.heads.architecture medusa      train the paper's heads on the same answers")
 
 
 def _run(*words: str, **environment: str) -> None:
@@ -234,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train-prompts",
         type=_at_least(16),
-        default=5000,
+        default=4000,
         help="prompts answered for training",
     )
     parser.add_argument("--prompts", type=_at_least(2), default=24, help="held-out prompts that are compared")

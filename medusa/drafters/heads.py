@@ -68,7 +68,8 @@ class HeadsDrafter:
         shape = self._shape
         # Columns number all candidates of the step, level by level; column 0 is the root.
         columns_Bm = slots_Bm = torch.zeros_like(frontier_Bm)
-        scores_Bm = columns_Bm.float()
+        # A finished sequence has no say in how far the others are drafted; within a row only differences count.
+        scores_Bm = torch.where(state.active, 0.0, LOWEST)[:, None]
         tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
         heads_state = self.heads.begin(state.hidden, self.vocabulary)
         for head in range(shape.depth):
@@ -130,10 +131,10 @@ class _BestFirst:
         return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
 
     def choose(self, scores_BM: Tensor) -> Tensor:
-        # The root's score is 0 and every other one is below it.
+        # Every score is below that of the root.
         nodes = min(self.nodes, scores_BM.shape[1])
         if self.host_decides:
-            nodes = min(nodes, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max()))
+            nodes = max(1, min(nodes, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max())))
         return scores_BM.topk(nodes).indices.sort(-1).values
 
 

@@ -18,7 +18,7 @@ MAX_MATCH = 6
 class PromptLookupDrafter:
     """Proposes the continuation of the best earlier match as a chain; where there is no match, the root alone.
 
-    Shapes are fixed on a GPU: there, a sequence without a match gets a chain that will be refused.
+    Shapes are fixed on a GPU and in a batch: beside others, a sequence without a match gets some chain too.
 
     Args:
         nodes: N, the root included.
@@ -35,16 +35,19 @@ class PromptLookupDrafter:
     def propose(self, state: DecodeState) -> Draft:
         """A chain below ``state.roots``, found in ``state.history``."""
         history_BT, root_B1 = state.history, state.positions[:, None]
+        on_host = history_BT.device.type == "cpu"
+        if on_host:
+            history_BT = history_BT[:, : int(root_B1.max()) + 1]
         index_T = torch.arange(history_BT.shape[1], device=history_BT.device)
         recent_M = torch.arange(1 - MAX_MATCH, 1, device=history_BT.device)
         suffix_BM = history_BT.gather(1, (root_B1 + recent_M).clamp(min=0))
         windows_BTM = torch.nn.functional.pad(history_BT, (MAX_MATCH - 1, 0), value=-1).unfold(1, MAX_MATCH, 1)
-        same_BTM = (windows_BTM == suffix_BM[:, None]).long()
-        match_BT = same_BTM.flip(-1).cumprod(-1).sum(-1)  # tokens that agree, counted back from each place
+        same_BTM = (windows_BTM == suffix_BM[:, None]).flip(-1)
+        match_BT = same_BTM.cumprod(-1, dtype=torch.int8).sum(-1)  # tokens that agree, counted back from each place
         score_BT = torch.where(index_T < root_B1, match_BT * len(index_T) + index_T, -1)
         place_B1 = score_BT.argmax(-1, keepdim=True)
-        found_B1 = match_BT.gather(1, place_B1) >= MIN_MATCH
-        if found_B1.device.type == "cpu" and not found_B1.any():
+        found_B = (match_BT.gather(1, place_B1)[:, 0] >= MIN_MATCH) & state.active
+        if on_host and not found_B.any():
             return Draft.chain(state.roots[:, None])
         # A match that runs into the root goes on as it began: the text repeats with that period.
         ahead_N = torch.arange(self.nodes - 1, device=history_BT.device)

@@ -8,8 +8,8 @@ embeddings; here they arrive one per level in a state that is handed down the tr
 import torch
 from torch import Tensor, nn
 
-from medusa import packed
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
+from medusa.packed import LinearFunction, packed_linear
 
 EXPANSION = 2
 """Inner width of a block / D."""
@@ -28,7 +28,9 @@ class RecurrentHeads(DraftHeads):
 
     def freeze(self) -> None:
         """Pack the weights for the CPU's matrix kernels."""
-        packed.pack_linears(self, keep=list(self.modules()))  # a save reads the plain weights
+        for block in self.modules():
+            if isinstance(block, _Block):
+                block.freeze()
 
     def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
@@ -65,7 +67,12 @@ class _Block(nn.Module):
         self.inner = nn.Linear(2 * dim, EXPANSION * dim)
         self.outer = nn.Linear(EXPANSION * dim, dim, bias=False)
         nn.init.zeros_(self.outer.weight)
+        self._frozen: tuple[LinearFunction, LinearFunction] | None = None
+
+    def freeze(self) -> None:
+        self._frozen = packed_linear(self.inner.weight, self.inner.bias), packed_linear(self.outer.weight)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        out: Tensor = x + self.outer(nn.functional.silu(self.inner(torch.cat([x, embedding], dim=-1))))
+        inner, outer = self._frozen or (self.inner, self.outer)
+        out: Tensor = x + outer(nn.functional.silu(inner(torch.cat([x, embedding], dim=-1))))
         return out

@@ -1,5 +1,8 @@
 """Drafters propose trees that hold what they promise."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
@@ -20,31 +23,66 @@ def decode_state(histories, base):
     return DecodeState(roots, hidden.to(base.dtype), torch.ones_like(roots, dtype=torch.bool), history, positions)
 
 
-@pytest.mark.parametrize("floor", [1e-30, 0.02, 0.3])
-def test_the_drafter_returns_trees_of_at_most_its_size(base, make_heads, monkeypatch, floor):
-    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", floor)
-    monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", floor)
+def unbounded(drafter):
+    """As on a GPU: every draft has its full size."""
+    drafter._shape.host_decides = False
+    return drafter
+
+
+def paths(draft, row=0):
+    """Drafted paths as tuples of tokens, the root left out."""
+    tokens, ancestors = draft.tokens[row], draft.ancestors[row]
+    return [tuple(tokens[above].tolist()[1:]) for above in ancestors][1:]
+
+
+def test_a_draft_of_fixed_size_has_it(base, make_heads):
     for nodes in (1, 2, 9, 40):
-        draft = HeadsDrafter(make_heads(), base, nodes).propose(decode_state([[3], [1, 4]], base))
-        assert draft.tokens.shape[1] == nodes if floor < 1e-9 else draft.tokens.shape[1] <= nodes
+        draft = unbounded(HeadsDrafter(make_heads(), base, nodes)).propose(decode_state([[3], [1, 4]], base))
+        assert draft.tokens.shape == (2, nodes)
         assert draft.tokens[:, 0].tolist() == [3, 4]
-        assert draft.depth < draft.tokens.shape[1]
-        index = torch.arange(1, draft.tokens.shape[1])
-        assert (draft.parents[:, 1:] < index).all()
-        assert (draft.depths.gather(1, draft.parents)[:, 1:] + 1 == draft.depths[:, 1:]).all()
-        assert (draft.ancestors.sum(-1) == draft.depths + 1).all()
+        assert (draft.parents[:, 1:] < torch.arange(1, nodes)).all()
+        assert all(len(set(paths(draft, row))) == nodes - 1 for row in (0, 1))
     assert PlainDrafter().nodes == 1
 
 
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
-def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture, monkeypatch):
-    """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
-    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", 1e-30)
+@pytest.mark.parametrize("floor", [1e-6, 0.02, 0.3, 0.9])
+def test_on_a_cpu_unlikely_nodes_are_left_out(base, make_heads, monkeypatch, floor):
+    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", floor)
     monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", 1e-30)
-    heads = make_heads(2, architecture=architecture)
+    heads, state = make_heads(2), decode_state([[3]], base)
+    full = paths(unbounded(HeadsDrafter(heads, base, 40)).propose(state))
+    kept = paths(HeadsDrafter(heads, base, 40).propose(state))
+
+    def probability(path):
+        features = heads(state.hidden, torch.tensor([[3, path[0]]]), base)
+        steps = [heads.head_logits(k, features[k], base)[0].softmax(-1)[token].item() for k, token in enumerate(path)]
+        return math.prod(steps)
+
+    assert set(kept) == {path for path in full if probability(path) > floor * 1.001}
+
+
+def test_on_a_cpu_no_level_follows_nodes_that_are_unlikely(base, make_heads, monkeypatch):
     state = decode_state([[3]], base)
-    draft = HeadsDrafter(heads, base, nodes=40).propose(state)
-    drafted = {tuple(draft.tokens[0, draft.ancestors[0, node]].tolist()[1:]) for node in range(1, 40)}
+    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", 1e-30)
+    for floor, depth in ((1e-30, 3), (1.0, 1)):
+        monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", floor)
+        assert HeadsDrafter(make_heads(3), base, 40).propose(state).depth == depth
+
+
+def test_finished_sequences_have_no_say(base, make_heads):
+    drafter = HeadsDrafter(make_heads(3), base, 40)
+    both = decode_state([[3], [1, 4]], base)
+    for row in (0, 1):
+        alone = DecodeState(*(getattr(both, field.name)[row : row + 1] for field in dataclasses.fields(both)))
+        others = dataclasses.replace(both, active=torch.arange(2) == row)
+        assert paths(drafter.propose(others), row) == paths(drafter.propose(alone))
+
+
+@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture):
+    """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
+    heads, state = make_heads(2, architecture=architecture), decode_state([[3]], base)
+    drafted = set(paths(unbounded(HeadsDrafter(heads, base, nodes=40)).propose(state)))
 
     def logprobs(head, token):
         features = heads(state.hidden, torch.tensor([[3, token]]), base)
@@ -126,14 +164,15 @@ def test_the_history_of_a_sequence_ends_with_its_root(model, base):
     drafter = HybridDrafter(HeadsDrafter(model.heads, base, 6), PromptLookupDrafter(5))
     cache = base.new_cache(3, capacity=100)
     state, texts = prefill(base, cache, prompts), [list(prompt) for prompt in prompts]
-    for _ in range(12):
+    for step in range(12):
         result = decode_step(base, cache, drafter, greedy, state)
-        state = result.state
+        state = dataclasses.replace(result.state, active=torch.tensor([True, step < 6, True]))  # the second one ends
         for row, new in enumerate(result.tokens):
             texts[row] += new
             end = int(state.positions[row]) + 1
             assert state.history[row, :end].tolist() == texts[row]
-            assert state.roots[row] == texts[row][-1]
+            assert state.roots[row] == texts[row][-1] or not state.active[row]
+    assert len(texts[0]) > len(texts[1])
 
 
 def test_wrong_drafters_are_refused(model, base):

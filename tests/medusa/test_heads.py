@@ -57,7 +57,7 @@ def test_drafting_level_by_level_is_what_training_computes(architecture, own):
         logits = logits.expand(-1, tokens.shape[1], -1)
         torch.testing.assert_close(logits[:, at], heads.head_logits(head, expected[head], base), atol=1e-4, rtol=1e-4)
         if head < 2:
-            parents, at = torch.full((3, 2), at), head % 2
+            parents, at = torch.full((3, 2), at), (head + 1) % 2
             tokens = torch.randint(20, (3, 2))
             tokens[:, at] = path[:, head + 1]
 
@@ -102,6 +102,19 @@ def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, tmp_
         torch.testing.assert_close(heads(hidden, path, base), expected, atol=1e-5, rtol=1e-5)
         save_heads(heads, tmp_path)
         torch.testing.assert_close(load_heads(tmp_path)(hidden, path, base), expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_frozen_heads_can_be_moved_and_frozen_again(architecture):
+    heads = randomised(build_heads(HeadsConfig(128, 20, 2, architecture=architecture))).eval().requires_grad_(False)
+    heads.freeze()
+    heads.to(torch.float64)
+    heads.freeze()
+    hidden, path, base = torch.randn(3, 128).double(), torch.randint(20, (3, 2)), Vocabulary(128)
+    frozen = heads(hidden, path, base)
+    plain = build_heads(heads.config).double()
+    plain.load_state_dict(heads.state_dict())
+    torch.testing.assert_close(frozen, plain(hidden, path, base))
 
 
 @pytest.mark.parametrize("own", [False, True])

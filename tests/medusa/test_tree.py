@@ -35,6 +35,11 @@ def test_broken_trees_are_refused(paths, message):
         Tree(paths)
 
 
+def test_a_draft_is_where_its_tokens_are():
+    draft = Draft.of(torch.zeros(2, 3, dtype=torch.int64, device="meta"), torch.zeros(2, 3, dtype=torch.int64), 2)
+    assert {t.device.type for t in (draft.tokens, draft.parents, draft.depths, draft.ancestors)} == {"meta"}
+
+
 def test_a_chain_draft_is_causal():
     draft = Draft.chain(torch.tensor([[5, 6, 7]]))
     assert draft.ancestors[0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]

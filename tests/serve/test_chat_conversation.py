@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from serve.conversation import Conversation, Settings, Turn, load, save
+from medusa import acceptance, model
+from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, Turn, load, save
 
 THREE_TURNS = [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")]
 
@@ -111,3 +112,8 @@ def test_load_refuses(tmp_path: Path, content: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint) as raised:
         load(path)
     assert str(path) in str(raised.value)
+
+
+def test_the_names_are_those_of_the_model() -> None:
+    assert ACCEPTANCE_RULES == acceptance.RULES
+    assert DRAFTERS == model.DRAFTERS

@@ -88,7 +88,9 @@ def test_settings_reach_the_model() -> None:
         "seed": 3,
         "acceptance": None,
         "nodes": 1,
+        "drafter": None,
     }
+    assert Chat("/drafter prompt-lookup\nhello\n").model.options[0]["drafter"] == "prompt-lookup"
     assert chat.model.options[1]["nodes"] is None
     assert chat.turns[0].answer == "re: "
     assert Chat("/temp 1\n/acceptance typical\nhello\n").model.options[0]["acceptance"] == "typical"
@@ -106,6 +108,7 @@ def test_settings_reach_the_model() -> None:
         ("/colour red", "colour (red) must be on or off"),
         ("/acceptance typical", "does not go with temperature 0.0"),
         ("/acceptance bold", "acceptance (bold) must be auto, or one of greedy"),
+        ("/drafter eagle", "drafter (eagle) must be auto, or one of hybrid"),
         ("/bogus", "unknown command (/bogus)"),
         ("/reset all", "/reset takes no argument (all)"),
         ("/regen", "there is no answer yet"),
