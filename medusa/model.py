@@ -28,6 +28,8 @@ GPU_NODES = 64
 DRAFTERS = ("hybrid", "heads", "prompt-lookup")
 LOOKUP_GUESSES = 10
 """Most tokens that a hybrid draft takes from the text before; half of its budget where that is less."""
+SURE_MATCH = 4
+"""Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
 
 
 class Options(TypedDict, total=False):
@@ -264,7 +266,9 @@ class MedusaModel:
         guesses = min(nodes // 2, LOOKUP_GUESSES)
         if name == "heads" or nodes == 2:
             return HeadsDrafter(self.heads, self.base, nodes, tree)
-        return HybridDrafter(HeadsDrafter(self.heads, self.base, nodes - guesses), PromptLookupDrafter(guesses + 1))
+        heads = HeadsDrafter(self.heads, self.base, nodes - guesses)
+        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH)
+        return HybridDrafter(heads, PromptLookupDrafter(guesses + 1), shortcut=sure)
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was one prompt rather than a batch."""

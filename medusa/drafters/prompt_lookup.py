@@ -9,8 +9,6 @@ import torch
 from medusa.drafters.base import DecodeState
 from medusa.tree import Draft
 
-MIN_MATCH = 2
-"""Tokens, the root among them, that must have stood together before."""
 MAX_MATCH = 6
 """Tokens that are compared; of several places the one with the longest match counts, then the latest."""
 
@@ -22,15 +20,16 @@ class PromptLookupDrafter:
 
     Args:
         nodes: N, the root included.
+        min_match: Tokens, the root among them, that must have stood together before; 1 to ``MAX_MATCH``.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, min_match: int = 2) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for prompt lookup; give a larger tree budget")
-        self.nodes = nodes
+        self.nodes, self.min_match = nodes, min_match
 
     def propose(self, state: DecodeState) -> Draft:
         """A chain below ``state.roots``, found in ``state.history``."""
@@ -46,7 +45,7 @@ class PromptLookupDrafter:
         match_BT = same_BTM.cumprod(-1, dtype=torch.int8).sum(-1)  # tokens that agree, counted back from each place
         score_BT = torch.where(index_T < root_B1, match_BT * len(index_T) + index_T, -1)
         place_B1 = score_BT.argmax(-1, keepdim=True)
-        found_B = (match_BT.gather(1, place_B1)[:, 0] >= MIN_MATCH) & state.active
+        found_B = (match_BT.gather(1, place_B1)[:, 0] >= self.min_match) & state.active
         if on_host and not found_B.any():
             return Draft.chain(state.roots[:, None])
         # A match that runs into the root goes on as it began: the text repeats with that period.

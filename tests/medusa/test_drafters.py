@@ -9,7 +9,7 @@ import torch
 from medusa import Draft, MedusaModel, Tree
 from medusa.acceptance import greedy
 from medusa.drafters import DecodeState, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
-from medusa.drafters.prompt_lookup import MAX_MATCH, MIN_MATCH
+from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.step import decode_step, prefill
 
 LOPSIDED = Tree(((0,), (1,), (5,), (0, 0), (0, 3), (1, 2), (1, 2, 0), (1, 2, 4), (0, 3, 1)))
@@ -109,7 +109,7 @@ def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
             assert logits.topk(6).indices[path[-1]] == token
 
 
-def looked_up(tokens, count):
+def looked_up(tokens, count, min_match):
     """Prompt lookup in plain Python."""
     best = (0, -1)
     for place in range(len(tokens) - 1):
@@ -117,19 +117,20 @@ def looked_up(tokens, count):
         while match < min(MAX_MATCH, place + 1) and tokens[place - match] == tokens[len(tokens) - 1 - match]:
             match += 1
         best = max(best, (match, place))
-    if best[0] < MIN_MATCH:
+    if best[0] < min_match:
         return []
     found = tokens[best[1] + 1 :]
     return [found[i % len(found)] for i in range(count)]
 
 
-def test_prompt_lookup_is_what_plain_python_finds(base):
+@pytest.mark.parametrize("min_match", [2, 3])
+def test_prompt_lookup_is_what_plain_python_finds(base, min_match):
     generator = torch.Generator().manual_seed(0)
     hits = 0
     for length in [1, 2, 3, *range(4, 30)] * 3:
         tokens = torch.randint(3, (length,), generator=generator).tolist()
-        expected = looked_up(tokens, 5)
-        draft = PromptLookupDrafter(6).propose(decode_state([tokens], base))
+        expected = looked_up(tokens, 5, min_match)
+        draft = PromptLookupDrafter(6, min_match).propose(decode_state([tokens], base))
         assert draft.tokens[0].tolist() == [tokens[-1], *expected]
         hits += bool(expected)
     assert 20 < hits < 87, "both cases must have been seen"
@@ -142,15 +143,27 @@ def test_prompt_lookup_in_a_ragged_batch(base):
     assert draft.tokens[2, 0] == 5
 
 
+class Fixed:
+    """Proposes the same tree in every step."""
+
+    def __init__(self, tokens, parents, depth):
+        self.draft = Draft.of(torch.tensor([tokens]), torch.tensor([parents]), depth)
+        self.nodes = len(tokens)
+
+    def propose(self, state):
+        return self.draft
+
+
+def test_a_long_match_is_drafted_without_the_heads(base):
+    heads, sure = Fixed([3, 10], [0, 0], 1), PromptLookupDrafter(5, min_match=4)
+    drafter = HybridDrafter(heads, PromptLookupDrafter(3), shortcut=sure)
+    long, short = [1, 2, 9, 3, 7, 8, 1, 2, 9, 3], [9, 3, 7, 8, 9, 3]
+    assert drafter.propose(decode_state([long], base)).tokens[0].tolist() == [3, 7, 8, 1, 2]
+    assert drafter.propose(decode_state([short], base)).tokens[0].tolist() == [3, 10, 7, 8]
+    assert drafter.nodes == 5
+
+
 def test_a_hybrid_draft_holds_both_trees_below_one_root(base):
-    class Fixed:
-        def __init__(self, tokens, parents, depth):
-            self.draft = Draft.of(torch.tensor([tokens]), torch.tensor([parents]), depth)
-            self.nodes = len(tokens)
-
-        def propose(self, state):
-            return self.draft
-
     drafter = HybridDrafter(Fixed([3, 10, 11, 12], [0, 0, 1, 0], 2), Fixed([3, 20, 21, 22], [0, 0, 1, 2], 3))
     draft = drafter.propose(decode_state([[3]], base))
     assert drafter.nodes == 7
