@@ -1,7 +1,8 @@
 """Decode the same prompts with several engines, alternated, and compare speed and text.
 
 Every engine holds the same weights in the same dtype on the same threads. Times are wall-clock times of whole calls,
-prefill included; a speed is the median over rounds of all tokens of a round / all seconds of a round.
+prefill included; a speed is the median over rounds of all tokens of a round / all seconds of a round. Ratios are
+medians of the ratios within each round: a machine that is slow for a while is slow for both sides.
 """
 
 import time
@@ -36,6 +37,10 @@ class Timing:
     def tokens_per_second(self) -> float:
         """Median over the rounds."""
         return median(self.rates)
+
+    def speedup_over(self, baseline: "Timing") -> float:
+        """Median over the rounds of the ratio of both speeds in the same round."""
+        return median(ours / theirs for ours, theirs in zip(self.rates, baseline.rates, strict=True))
 
     def tokens_per_step(self, start: int = 0, every: int = 1) -> float:
         """Tokens per pass over whole outputs, of every prompt or of each ``every``-th one from ``start`` on."""

@@ -122,9 +122,10 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     return {
         "drafter": default,
         "tokens_per_step": round(timings[default].tokens_per_step(), 3),
-        "speedup": round(speeds[default] / speeds["plain"], 3),
-        "speedup_over_transformers": round(speeds[default] / speeds["transformers"], 3),
+        "speedup": round(timings[default].speedup_over(timings["plain"]), 3),
+        "speedup_over_transformers": round(timings[default].speedup_over(timings["transformers"]), 3),
         "plain_tokens_per_s": round(speeds["plain"], 1),
+        "plain_speedup_over_transformers": round(timings["plain"].speedup_over(timings["transformers"]), 3),
         "medusa_tokens_per_s": round(speeds[default], 1),
         "hf_tokens_per_s": round(speeds["transformers"], 1),
         "identical_outputs": {
@@ -139,8 +140,8 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
                 "tokens_per_step_code": round(timings[name].tokens_per_step(0, 2), 3),
                 "tokens_per_step_chat": round(timings[name].tokens_per_step(1, 2), 3),
                 "tokens_per_s": round(speeds[name], 1),
-                "speedup": round(speeds[name] / speeds["plain"], 3),
-                "speedup_over_transformers": round(speeds[name] / speeds["transformers"], 3),
+                "speedup": round(timings[name].speedup_over(timings["plain"]), 3),
+                "speedup_over_transformers": round(timings[name].speedup_over(timings["transformers"]), 3),
                 "identical_outputs": same[name],
             }
             for name in DRAFTERS
@@ -188,13 +189,15 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     table = Table(title=f"{report['prompts']} held-out prompts, greedy, {report['dtype']}, {report['threads']} threads")
     for heading in ("decoding", "tokens/s", "tokens per step", "speedup over plain"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
-    plain = report["plain_tokens_per_s"]
-    for name, speed, steps in (
-        ("transformers generate", report["hf_tokens_per_s"], 1.0),
-        ("plain, this engine", plain, 1.0),
-        *((LABELS[key], d["tokens_per_s"], d["tokens_per_step"]) for key, d in reversed(report["drafters"].items())),
+    for name, speed, steps, ratio in (
+        ("transformers generate", report["hf_tokens_per_s"], 1.0, 1 / report["plain_speedup_over_transformers"]),
+        ("plain, this engine", report["plain_tokens_per_s"], 1.0, 1.0),
+        *(
+            (LABELS[key], d["tokens_per_s"], d["tokens_per_step"], d["speedup"])
+            for key, d in reversed(report["drafters"].items())
+        ),
     ):
-        table.add_row(name, f"{speed:.0f}", f"{steps:.2f}", f"{speed / plain:.2f}x")
+        table.add_row(name, f"{speed:.0f}", f"{steps:.2f}", f"{ratio:.2f}x")
     Console().print(table)
     counts = ", ".join(f"{LABELS[name]} {drafter['identical_outputs']}" for name, drafter in report["drafters"].items())
     print(f"identical outputs in float32, of {report['prompts']}: {counts}")

@@ -27,9 +27,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def _speeds(axes: Axes, report: dict[str, Any]) -> None:
     names = {"transformers\ngenerate": "hf_tokens_per_s", "plain\n(this engine)": "plain_tokens_per_s"}
     speeds = [report[key] for key in names.values()]
-    plain, drafters = speeds[1], dict(reversed(report["drafters"].items()))
+    drafters = dict(reversed(report["drafters"].items()))
     speeds += [drafter["tokens_per_s"] for drafter in drafters.values()]
-    labels = [f"{s:.0f}\n{s / plain:.2f}x" for s in speeds]
+    ratios = [1 / report["plain_speedup_over_transformers"], 1.0, *(d["speedup"] for d in drafters.values())]
+    labels = [f"{speed:.0f}\n{ratio:.2f}x" for speed, ratio in zip(speeds, ratios, strict=True)]
     ticks = {"prompt-lookup": "prompt\nlookup", "heads": "heads", "hybrid": "heads +\nlookup"}
     bars = axes.bar([*names, *(ticks[name] for name in drafters)], speeds, color=[GREY, GREY, *[BLUE] * 3], width=0.6)
     axes.bar_label(bars, labels, padding=3)

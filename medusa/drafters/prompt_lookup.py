@@ -44,8 +44,8 @@ class PromptLookupDrafter:
         same_BTM = (windows_BTM == suffix_BM[:, None]).flip(-1)
         match_BT = same_BTM.cumprod(-1, dtype=torch.int8).sum(-1)  # tokens that agree, counted back from each place
         score_BT = torch.where(index_T < root_B1, match_BT * len(index_T) + index_T, -1)
-        place_B1 = score_BT.argmax(-1, keepdim=True)
-        found_B = (match_BT.gather(1, place_B1)[:, 0] >= self.min_match) & state.active
+        best_B1, place_B1 = score_BT.max(-1, keepdim=True)
+        found_B = (best_B1[:, 0] >= self.min_match * len(index_T)) & state.active
         if on_host and not found_B.any():
             return Draft.chain(state.roots[:, None])
         # A match that runs into the root goes on as it began: the text repeats with that period.

@@ -117,13 +117,13 @@ def looked_up(tokens, count, min_match):
         while match < min(MAX_MATCH, place + 1) and tokens[place - match] == tokens[len(tokens) - 1 - match]:
             match += 1
         best = max(best, (match, place))
-    if best[0] < min_match:
+    if best[0] < min_match or best[1] < 0:
         return []
     found = tokens[best[1] + 1 :]
     return [found[i % len(found)] for i in range(count)]
 
 
-@pytest.mark.parametrize("min_match", [2, 3])
+@pytest.mark.parametrize("min_match", [1, 2, 3])
 def test_prompt_lookup_is_what_plain_python_finds(base, min_match):
     generator = torch.Generator().manual_seed(0)
     hits = 0

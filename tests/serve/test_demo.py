@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve import demo
-from serve.compare import compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.picture import draw
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,11 @@ def test_engines_take_turns_and_rates_are_medians(monkeypatch):
     assert timings["b"].tokens_per_step() == timings["b"].tokens_per_step(1, 2) == 3
 
 
+def test_a_speedup_compares_within_rounds():
+    fast, slow = Timing(rates=[40.0, 90.0, 20.0]), Timing(rates=[20.0, 30.0, 20.0])
+    assert fast.speedup_over(slow) == 2.0
+
+
 def test_all_engines_say_the_same(model):
     engines = {
         "transformers": transformers_engine(model.base.model, 20),
@@ -57,8 +62,9 @@ def report():
         "hf_tokens_per_s": 100.0, "plain_tokens_per_s": 150.0, "medusa_tokens_per_s": 300.0, "tokens_per_step": 2.5,
         "identical_outputs": {"count": 3, "total": 3}, "nodes": 16, "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
         "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "threads": 2, "repeated_4grams": 0.25,
+        "plain_speedup_over_transformers": 1.5,
         "drafters": {
-            name: {"tokens_per_s": speed, "tokens_per_step": 2.5, "identical_outputs": 3}
+            name: {"tokens_per_s": speed, "speedup": speed / 150, "tokens_per_step": 2.5, "identical_outputs": 3}
             for name, speed in (("hybrid", 300.0), ("heads", 200.0), ("prompt-lookup", 180.0))
         },
         "sample": {"prompt": "f $1 $2", "pieces": [["def f():\n", False], ["    return $1", True], ["x" * 300, False]]},

@@ -107,8 +107,10 @@ def _lines(run: Path) -> list[str]:
     return (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-def test_all_zero_stages_agree(recipe: Path, tmp_path: Path) -> None:
-    flags = ["--recipe.optim.steps", "8", "--recipe.heads.own_lm_heads", "true", "--recipe.engine.zero_stage"]
+@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+def test_all_zero_stages_agree(recipe: Path, tmp_path: Path, architecture: str) -> None:
+    flags = ["--recipe.optim.steps", "8", "--recipe.heads.own_lm_heads", "true"]
+    flags += ["--recipe.heads.architecture", architecture, "--recipe.engine.zero_stage"]
     for stage in range(4):
         _finish(_start(recipe, tmp_path / str(stage), *flags, str(stage)))
     first, *_, last, _ = _metrics(tmp_path / "0")
