@@ -55,6 +55,8 @@ class BaseModel:
         model: The transformers model, in evaluation mode, without gradients.
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
+        explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
+            instead. ``check_tree_decoding`` finds out.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
@@ -70,6 +72,7 @@ class BaseModel:
         self._logit_scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         self._logit_scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.explicit_mask = False
         self._no_mask: Tensor | None = None
 
     @classmethod
@@ -175,7 +178,7 @@ class BaseModel:
         hidden: Tensor = self._decoder(
             input_ids=tokens_BN,
             position_ids=positions_BN.clamp(max=self.context_length - 1),
-            attention_mask=self._no_mask,
+            attention_mask=plan.bias(1, None, self.dtype) if self.explicit_mask else self._no_mask,
             past_key_values=cache,
             use_cache=True,
             tree_plan=plan,

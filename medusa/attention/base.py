@@ -74,6 +74,7 @@ def tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer in transformers' calling convention.
@@ -90,21 +91,20 @@ def tree_attention(
         scaling: Factor on the scores; None = 1 / sqrt(D).
         sliding_window: In tokens, where the layer has one.
         softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
+        s_aux: [H] attention sinks, where the layer has them.
 
     Returns:
         Output [B, N, H, Dv] and None for the weights.
     """
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("attention sinks are not supported by this attention; use a base without them")
     groups = query.shape[1] // key.shape[1]
     if tree_plan is not None:
         bias = tree_plan.bias(groups, sliding_window, query.dtype)
-    elif softcap is not None:
+    elif softcap is not None or s_aux is not None:
         bias = _additive(attention_mask, query, key).repeat(1, 1, groups, 1)
     else:
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         return out, None
-    return attend(query, key, value, bias, scaling, softcap).transpose(1, 2), None
+    return attend(query, key, value, bias, scaling, softcap, s_aux).transpose(1, 2), None
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""Families of models verify trees exactly: against transformers' own eager attention over each path as plain text.
+
+docs/families.md is this list as a table.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from medusa import BaseModel, Tree
+from medusa.self_test import check_tree_decoding
+from medusa.step import prefill, verify
+from medusa.tree import Draft
+
+SHAPE = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WINDOW = {"sliding_window": 7}
+"""Shorter than the texts of the test."""
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 128, "n_inner": 48}
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
+FAMILIES = {
+    "arcee": {},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": WINDOW | {"logit_scale": 0.5},
+    "deepseek_v3": EXPERTS | LATENT,
+    "ernie4_5": {},
+    "exaone4": WINDOW | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "gpt2": GPT,
+    "gpt_neox": {},
+    "gpt_oss": WINDOW | EXPERTS | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gptj": GPT | {"rotary_dim": 4},
+    "granite": {"logits_scaling": 2.0},
+    "llama": {},
+    "mistral": WINDOW,
+    "mixtral": EXPERTS,
+    "nemotron": {},
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": WINDOW,
+}
+SINGLE = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+"""Grouped products of experts know no float64."""
+EXPLICIT_MASK = ("falcon", "gptj", "nemotron", "stablelm")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 7, 9, 11, 4], [7, 2, 9], [11]]
+DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def tiny(family: str) -> tuple[BaseModel, torch.nn.Module]:
+    """A base of the family, and transformers' own model with the same random weights."""
+    torch.manual_seed(0)
+    shape = {key: value for key, value in SHAPE.items() if not (family == "falcon" and key == "head_dim")}
+    config = AutoConfig.for_model(family, **(shape | FAMILIES[family]))
+    dtype = torch.float32 if family in SINGLE else torch.float64
+    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model.load_state_dict(oracle.state_dict())
+    return BaseModel(model, None, family), oracle
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_tree_logits_are_those_of_the_path_as_text(family):
+    base, oracle = tiny(family)
+    check_tree_decoding(base)
+    assert base.explicit_mask == (family in EXPLICIT_MASK)
+    close = {"atol": 2e-4, "rtol": 1e-4} if family in SINGLE else {"atol": 1e-5, "rtol": 1e-5}
+    tree, cache = Tree.full([2, 1, 1]), base.new_cache(3, 64)
+    prefill(base, cache, PROMPTS, chunk=5)
+    texts = [list(prompt) for prompt in PROMPTS]
+    generator = torch.Generator().manual_seed(5)
+    keep = torch.tensor([4, 2, 3])
+    path = [j for j in range(tree.nodes) if tree.ancestors[-1, j]]
+    for _ in range(2):  # the second time over rows that a commit has moved together
+        tokens = torch.randint(3, 50, (3, tree.nodes), generator=generator)
+        tokens[:, 0] = torch.tensor([text[-1] for text in texts])
+        draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
+        logits = base.logits(verify(base, cache, draft))
+        for row, text in enumerate(texts):
+            for node in range(tree.nodes):
+                drafted = tokens[row, 1:][tree.ancestors[node, 1:]].tolist()
+                expected = oracle(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(logits[row, node], expected, **close)
+        cache.commit(torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()]), keep)
+        cache.grow(keep.tolist())
+        for row, kept in enumerate(keep.tolist()):
+            texts[row] += [*tokens[row, path[1:kept]].tolist(), 13]
+
+
+def test_the_document_lists_the_families_that_are_tested():
+    rows = [
+        line.split("|")[1:4] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    table = {row[0].strip(" `"): row[2].strip() for row in rows}
+    verified = {family: "whole mask" if family in EXPLICIT_MASK else "plan" for family in FAMILIES}
+    assert {family: how for family, how in table.items() if how != "refused"} == verified
