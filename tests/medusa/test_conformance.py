@@ -89,7 +89,8 @@ def test_tree_logits_are_those_of_the_path_as_text(family):
     assert base.explicit_mask == (family in EXPLICIT_MASK)
     close = {"atol": 2e-4, "rtol": 1e-4} if family in SINGLE else {"atol": 1e-5, "rtol": 1e-5}
     tree, cache = Tree.full([2, 1, 1]), base.new_cache(3, 64)
-    prefill(base, cache, PROMPTS, chunk=5)
+    state = prefill(base, cache, PROMPTS, chunk=5)
+    torch.testing.assert_close(state.hidden[0], base.hidden_states(torch.tensor(PROMPTS[:1]))[0, -2], **close)
     texts = [list(prompt) for prompt in PROMPTS]
     generator = torch.Generator().manual_seed(5)
     keep = torch.tensor([4, 2, 3])
@@ -106,6 +107,7 @@ def test_tree_logits_are_those_of_the_path_as_text(family):
                 torch.testing.assert_close(logits[row, node], expected, **close)
         cache.commit(torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()]), keep)
         cache.grow(keep.tolist())
+        assert cache.lengths.tolist() == cache.host_lengths
         for row, kept in enumerate(keep.tolist()):
             texts[row] += [*tokens[row, path[1:kept]].tolist(), 13]
 

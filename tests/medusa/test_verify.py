@@ -1,75 +1,14 @@
-"""The verifier: a tree pass equals the sequential passes that it stands for."""
+"""The parts of the verifier; tests/medusa/test_conformance.py tests the whole."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM
 
-from medusa import BaseModel, Tree
 from medusa.cache import SlotCache
 from medusa.packed import PackedLinear, available, pack_linears
-from medusa.step import prefill, verify
-from medusa.tree import Draft
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 """The models are float64, but their norms and softmaxes go through float32."""
-
-SHAPE = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
-}  # fmt: skip
-
-
-def llama_like(kind, tokenizer):
-    torch.manual_seed(0)
-    if kind == "mistral":
-        model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=7))
-    else:
-        config = Gemma2Config(**SHAPE, sliding_window=7, attn_logit_softcapping=5.0, final_logit_softcapping=8.0)
-        model = Gemma2ForCausalLM(config)
-    return BaseModel(model.double(), tokenizer)
-
-
-@pytest.fixture(scope="module", params=["llama", "mistral", "gemma2"])
-def any_base(request, base, tokenizer):
-    return base if request.param == "llama" else llama_like(request.param, tokenizer)
-
-
-def sequential_logits(any_base, tokens):
-    """The base's own logits after the last of the tokens; transformers' masks, no cache."""
-    hidden = any_base.hidden_states(torch.tensor([tokens]))
-    return any_base.logits(hidden)[0, -1]
-
-
-@torch.inference_mode()
-def test_tree_logits_equal_sequential_logits_and_commit_keeps_the_path(any_base):
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [7, 2, 9], [11]]
-    tree = Tree.full([2, 1, 1])
-    cache = any_base.new_cache(3, 64)
-    state = prefill(any_base, cache, prompts, chunk=5)
-    expected = any_base.hidden_states(torch.tensor([prompts[0][:-1]]))[0, -1]
-    torch.testing.assert_close(state.hidden[0], expected, **CLOSE)
-
-    history = [list(prompt) for prompt in prompts]
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(2):
-        tokens = torch.randint(1, 50, (3, tree.nodes), generator=generator)
-        tokens[:, 0] = torch.tensor([row[-1] for row in history])
-        draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
-        logits = any_base.logits(verify(any_base, cache, draft))
-        for b, row in enumerate(history):
-            for node in range(tree.nodes):
-                path = [tokens[b, j].item() for j in range(1, tree.nodes) if tree.ancestors[node, j]]
-                expected = sequential_logits(any_base, row + path)
-                torch.testing.assert_close(logits[b, node], expected, **CLOSE)
-        leaf = tree.nodes - 1
-        path = [j for j in range(tree.nodes) if tree.ancestors[leaf, j]]
-        keep = torch.tensor([4, 2, 3])
-        rows = torch.tensor([[path[i] if i < count else i for i in range(4)] for count in keep.tolist()])
-        cache.commit(rows, keep)
-        cache.grow(keep.tolist())
-        assert cache.lengths.tolist() == cache.host_lengths
-        for b, count in enumerate(keep.tolist()):
-            history[b] += [tokens[b, j].item() for j in path[1:count]] + [13]
 
 
 def test_rows_that_do_not_fit_are_refused():
