@@ -62,6 +62,10 @@ class Accepted:
 
 def select_path(draft: Draft, verdict: Verdict) -> Accepted:
     """Take the deepest node whose edges are all accepted; among equally deep ones the most likely path."""
+    if draft.depth == 0:  # plain decoding does not pay for trees
+        zero_B1 = torch.zeros_like(draft.tokens)
+        bonus_B = verdict.bonus[:, 0]
+        return Accepted(zero_B1, torch.ones_like(bonus_B), verdict.bonus, zero_B1[:, 0], bonus_B)
     # A drafter that loses a parent must not lose the text: an edge counts only between neighbouring depths.
     edges_BN = verdict.edges & (draft.depths.gather(1, draft.parents) + 1 == draft.depths) | (draft.depths == 0)
     accepted_BN = (edges_BN[:, None] | ~draft.ancestors).all(-1)
