@@ -114,6 +114,20 @@ class Draft:
         ancestors_BNN = ancestor_mask(parents_BN, depth)
         return cls(tokens_BN, parents_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, depth)
 
+    def join(self, other: "Draft") -> "Draft":
+        """Both trees of each sequence below their common root; the other's draft tokens stand behind all of ours."""
+        ours, theirs = self.tokens.shape[1], other.tokens.shape[1] - 1
+        parents_BM, ancestors_BMN = other.parents[:, 1:], other.ancestors[:, 1:]
+        pad = torch.nn.functional.pad
+        ancestors_BMN = torch.cat([ancestors_BMN[..., :1], pad(ancestors_BMN[..., 1:], (ours - 1, 0))], dim=-1)
+        return Draft(
+            tokens=torch.cat([self.tokens, other.tokens[:, 1:]], dim=1),
+            parents=torch.cat([self.parents, torch.where(parents_BM == 0, 0, parents_BM + ours - 1)], dim=1),
+            depths=torch.cat([self.depths, other.depths[:, 1:]], dim=1),
+            ancestors=torch.cat([pad(self.ancestors, (0, theirs)), ancestors_BMN], dim=1),
+            depth=max(self.depth, other.depth),
+        )
+
     @classmethod
     def chain(cls, tokens_BT: Tensor) -> "Draft":
         """A plain row of tokens, each the parent of the next: one token is plain decoding, many are a prefill."""

@@ -118,34 +118,35 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     same = {name: identical([o.tokens for o in d], texts) for name, d in zip(DRAFTERS, drafted, strict=True)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
 
-    default = DRAFTERS[0]
+    drafters = {
+        name: {
+            "tokens_per_step": round(timings[name].tokens_per_step(), 3),
+            "tokens_per_step_code": round(timings[name].tokens_per_step(0, 2), 3),
+            "tokens_per_step_chat": round(timings[name].tokens_per_step(1, 2), 3),
+            "tokens_per_s": round(speeds[name], 1),
+            "speedup": round(timings[name].speedup_over(timings["plain"]), 3),
+            "speedup_over_transformers": round(timings[name].speedup_over(timings["transformers"]), 3),
+            "identical_outputs": same[name],
+        }
+        for name in DRAFTERS
+    }
+    default = drafters[DRAFTERS[0]]
     return {
-        "drafter": default,
-        "tokens_per_step": round(timings[default].tokens_per_step(), 3),
-        "speedup": round(timings[default].speedup_over(timings["plain"]), 3),
-        "speedup_over_transformers": round(timings[default].speedup_over(timings["transformers"]), 3),
+        "drafter": DRAFTERS[0],
+        "tokens_per_step": default["tokens_per_step"],
+        "speedup": default["speedup"],
+        "speedup_over_transformers": default["speedup_over_transformers"],
         "plain_tokens_per_s": round(speeds["plain"], 1),
         "plain_speedup_over_transformers": round(timings["plain"].speedup_over(timings["transformers"]), 3),
-        "medusa_tokens_per_s": round(speeds[default], 1),
+        "medusa_tokens_per_s": default["tokens_per_s"],
         "hf_tokens_per_s": round(speeds["transformers"], 1),
         "identical_outputs": {
-            "count": same[default],
+            "count": default["identical_outputs"],
             "total": len(prompts),
             "dtype": "float32",
             "against": "plain greedy",
         },
-        "drafters": {
-            name: {
-                "tokens_per_step": round(timings[name].tokens_per_step(), 3),
-                "tokens_per_step_code": round(timings[name].tokens_per_step(0, 2), 3),
-                "tokens_per_step_chat": round(timings[name].tokens_per_step(1, 2), 3),
-                "tokens_per_s": round(speeds[name], 1),
-                "speedup": round(timings[name].speedup_over(timings["plain"]), 3),
-                "speedup_over_transformers": round(timings[name].speedup_over(timings["transformers"]), 3),
-                "identical_outputs": same[name],
-            }
-            for name in DRAFTERS
-        },
+        "drafters": drafters,
         "head_top1": training["heldout_top1"],
         "head_top5": training["heldout_top5"],
         "head_top10": training["heldout_top10"],

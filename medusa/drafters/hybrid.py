@@ -1,7 +1,5 @@
 """Two drafters under one verifier: both trees hang below the same root."""
 
-import torch
-
 from medusa.drafters.base import DecodeState, Drafter
 from medusa.tree import Draft
 
@@ -27,10 +25,4 @@ class HybridDrafter:
             if draft.tokens.shape[1] > 1:
                 return draft
         first, second = self.first.propose(state), self.second.propose(state)
-        if second.tokens.shape[1] == 1:
-            return first
-        offset = first.tokens.shape[1] - 1
-        parents_BN = second.parents[:, 1:]
-        parents_BN = torch.where(parents_BN == 0, 0, parents_BN + offset)
-        tokens_BN = torch.cat([first.tokens, second.tokens[:, 1:]], dim=1)
-        return Draft.of(tokens_BN, torch.cat([first.parents, parents_BN], dim=1), max(first.depth, second.depth))
+        return first if second.tokens.shape[1] == 1 else first.join(second)

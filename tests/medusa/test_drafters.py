@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 
-from medusa import Draft, MedusaModel, Tree
+from medusa import Draft, MedusaModel
 from medusa.acceptance import greedy
 from medusa.drafters import DecodeState, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.step import decode_step, prefill
-
-LOPSIDED = Tree(((0,), (1,), (5,), (0, 0), (0, 3), (1, 2), (1, 2, 0), (1, 2, 4), (0, 3, 1)))
+from tests.medusa.trees import LOPSIDED
 
 
 def decode_state(histories, base):
@@ -170,6 +169,7 @@ def test_a_hybrid_draft_holds_both_trees_below_one_root(base):
     assert draft.tokens[0].tolist() == [3, 10, 11, 12, 20, 21, 22]
     assert draft.parents[0].tolist() == [0, 0, 1, 0, 0, 4, 5]
     assert (draft.depth, draft.depths[0].tolist()) == (3, [0, 1, 2, 1, 1, 2, 3])
+    assert torch.equal(draft.ancestors, Draft.of(draft.tokens, draft.parents, draft.depth).ancestors)
 
 
 def test_the_history_of_a_sequence_ends_with_its_root(model, base):

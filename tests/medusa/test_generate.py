@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
+from tests.medusa.trees import LOPSIDED
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
-LOPSIDED = Tree(((0,), (1,), (5,), (0, 0), (0, 3), (1, 2), (1, 2, 0), (1, 2, 4), (0, 3, 1)))
 TREES = [Tree.chain(3), Tree.full([4, 2]), LOPSIDED]
 
 
