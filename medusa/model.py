@@ -89,6 +89,7 @@ class MedusaModel:
         base: str | Path | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
+        attention: str = "auto",
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -97,10 +98,12 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
+            attention: "reference", "flash" or "triton"; "auto" = the fastest that runs on the device.
 
         Raises:
             FileNotFoundError: A directory is missing.
-            ValueError: Damaged files, heads for another base, no base named, or a base that cannot verify trees.
+            ValueError: Damaged files, heads for another base, no base named, a base that cannot verify trees, or
+                an attention backend that does not run here.
 
         Example:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
@@ -110,7 +113,7 @@ class MedusaModel:
         if base is None and (config is None or not config.base):
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
-        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True)
+        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True, attention=attention)
         check_tree_decoding(base_model)
         if heads is None:
             return cls(base_model)

@@ -1,5 +1,17 @@
 """Tree attention: registered with transformers under one name, computed by a backend."""
 
-from medusa.attention.base import IMPLEMENTATION, TreePlan, register
+from medusa.attention.base import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, attend, choose
+from medusa.attention.hook import IMPLEMENTATION, register
+from medusa.attention.plan import TreePlan
 
-__all__ = ["IMPLEMENTATION", "TreePlan", "register"]
+__all__ = [
+    "BACKENDS",
+    "IMPLEMENTATION",
+    "BackendUnavailableError",
+    "Scoring",
+    "TreeAttention",
+    "TreePlan",
+    "attend",
+    "choose",
+    "register",
+]
