@@ -44,7 +44,7 @@ def commands(text):
 def launch_commands():
     """The commands that `./launch.sh help` lists."""
     text = subprocess.run([ROOT / "launch.sh", "help"], capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"^  (?:\(none\), )?([a-z]+)  ", text, re.MULTILINE))
+    return set(re.findall(r"^  (?:\(none\), )?([a-z-]+)  ", text, re.MULTILINE))
 
 
 def tree_files(block):
