@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from medusa import MedusaModel
 
 DEFAULT_HEADS = "runs/demo/heads"
+ATTENTION = ("auto", "reference", "flash", "triton")
 
 EPILOG = """\
 With a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -51,6 +52,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)"
+    )
+    model.add_argument(
+        "--attention",
+        default="auto",
+        choices=ATTENTION,
+        help="what computes attention over trees (default: %(default)s, the fastest that runs on the device)",
     )
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
@@ -137,6 +144,7 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         base=resolve_base_name(args.base) if args.base else None,
         dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
         device=None if args.device == "auto" else args.device,
+        attention=args.attention,
     )
 
 
@@ -146,7 +154,7 @@ def describe(model: "MedusaModel", directory: str) -> str:
     lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
-    lines.append(f"on     {base.device}, {str(base.dtype).removeprefix('torch.')}")
+    lines.append(f"on     {base.device}, {str(base.dtype).removeprefix('torch.')}, {base.attention.name} attention")
     return "\n".join(lines)
 
 

@@ -150,6 +150,23 @@ def least_work(
     return traffic, 2 * products
 
 
+def try_out(backend: TreeAttention, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend that could be built does not work here (no compiler, too old a GPU), None if it does."""
+    from medusa.attention.plan import TreePlan
+    from medusa.tree import Draft
+
+    if dtype not in backend.dtypes:
+        return f"does not compute in {dtype}"
+    root = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    plan = TreePlan(Draft.chain(root), root[0], 1, backend)
+    value = torch.arange(64, device=device, dtype=dtype).view(1, 1, 1, -1)
+    try:
+        out = backend.attend(plan, value, value, value, Scoring(1.0))
+    except Exception as error:  # noqa: BLE001  # every kernel's compiler and loader fails in its own way
+        return f"fails: {error}"
+    return None if torch.equal(out, value) else "computes wrong numbers"
+
+
 def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]:
     if device.type != "cuda":
         return build("reference", device), f"the one for {device.type}"
@@ -160,9 +177,10 @@ def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]
         except BackendUnavailableError as error:
             reasons.append(str(error))
             continue
-        if dtype in backend.dtypes:
+        failure = try_out(backend, device, dtype)
+        if failure is None:
             return backend, "; ".join([*reasons, f"the fastest that runs on {device} in {dtype}"])
-        reasons.append(f"{name} does not compute in {dtype}")
+        reasons.append(f"{name} {failure}")
     return build("reference", device), "; ".join(reasons)
 
 

@@ -102,17 +102,18 @@ class TritonAttention:
         partial_lse = query.new_empty(splits, pairs, rows, dtype=torch.float32)
         out = query.new_empty(batch, nodes, heads, dim_v)
         block_dv = max(16, triton.next_power_of_2(dim_v))
-        split_kernel[(row_blocks, pairs, splits)](
-            query, key, value, plan.lengths, plan.words, plan.depths_int32, partial, partial_lse,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            nodes, kv_heads, scoring.scaling, scoring.softcap, scoring.window,
-            GROUPS=groups, DIM=dim, DIM_V=dim_v, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv,
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys, UPCAST=self._interpreted,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        merge_kernel[(rows, pairs)](
-            partial, partial_lse, scoring.sinks, out, rows, kv_heads, splits,
-            GROUPS=groups, DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_S=triton.next_power_of_2(splits),
-            num_warps=1 if splits <= 16 else 4,
-        )  # fmt: skip
+        with torch.cuda.device_of(query):  # Triton launches on the current device
+            split_kernel[(row_blocks, pairs, splits)](
+                query, key, value, plan.lengths, plan.words, plan.depths_int32, partial, partial_lse,
+                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+                nodes, kv_heads, scoring.scaling, scoring.softcap, scoring.window,
+                GROUPS=groups, DIM=dim, DIM_V=dim_v, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv,
+                BLOCK_M=tile.rows, BLOCK_N=tile.keys, UPCAST=self._interpreted,
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+            merge_kernel[(rows, pairs)](
+                partial, partial_lse, scoring.sinks, out, rows, kv_heads, splits,
+                GROUPS=groups, DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_S=triton.next_power_of_2(splits),
+                num_warps=1 if splits <= 16 else 4,
+            )  # fmt: skip
         return out.transpose(1, 2)

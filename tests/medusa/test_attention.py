@@ -21,7 +21,7 @@ from medusa.attention import (
     base,
     choose,
 )
-from medusa.attention.base import build, least_work
+from medusa.attention.base import build, least_work, try_out
 from medusa.attention.hook import tree_attention
 from medusa.attention.plan import pack_bits
 from medusa.tree import Draft
@@ -192,10 +192,15 @@ def test_a_window_that_hides_nothing_is_no_window(caplog):
 
 
 class Fake:
-    """A backend that is only chosen."""
+    """A backend that returns the values, adds ``error`` to them, or raises it."""
 
-    def __init__(self, name: str, dtypes: set[torch.dtype]) -> None:
-        self.name, self.dtypes = name, frozenset(dtypes)
+    def __init__(self, name: str, error: Exception | float = 0.0) -> None:
+        self.name, self.dtypes, self.error = name, frozenset({torch.bfloat16}), error
+
+    def attend(self, plan, query, key, value, scoring) -> torch.Tensor:
+        if isinstance(self.error, Exception):
+            raise self.error
+        return value + self.error
 
 
 @pytest.mark.parametrize(
@@ -211,12 +216,32 @@ def test_the_best_backend_is_chosen_with_its_reason(monkeypatch, runs, dtype, ch
     def fake_build(name: str, device: torch.device) -> Fake:
         if name not in runs | {"reference"}:
             raise BackendUnavailableError(f"{name} is missing")
-        return Fake(name, {torch.bfloat16})
+        return Fake(name)
+
+    def fake_try(backend: Fake, device: torch.device, dtype: torch.dtype) -> str | None:
+        return try_out(backend, CPU, dtype)
 
     monkeypatch.setattr(base, "build", fake_build)
+    monkeypatch.setattr(base, "try_out", fake_try)
     backend, why = choose("auto", torch.device("cuda"), dtype)
     assert backend.name == chosen
     assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (0.0, None),
+        (RuntimeError("Failed to find C compiler"), "fails: Failed to find C compiler"),
+        (1.0, "computes wrong numbers"),
+    ],
+)
+def test_a_backend_is_tried_before_it_is_chosen(error, failure):
+    assert try_out(Fake("fake", error), CPU, torch.bfloat16) == failure
+
+
+def test_backends_that_work_pass_the_trial(backend):
+    assert try_out(backend, CPU, dtype_of(backend)) is None
 
 
 def test_a_cpu_gets_the_reference():

@@ -17,6 +17,7 @@ WRONG = [
     "--temperature -1",
     "--acceptance no",
     "--drafter eagle",
+    "--attention paged",
     "--acceptance typical",
 ]
 
@@ -63,6 +64,11 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     streams = capsys.readouterr()
     assert streams.out == "re: hello\n"
     assert streams.err.startswith("the banner\n")
+
+
+def test_attention_names_are_those_of_the_registry() -> None:
+    attention = pytest.importorskip("medusa.attention")
+    assert ("auto", *attention.BACKENDS) == chat.ATTENTION
 
 
 def test_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
