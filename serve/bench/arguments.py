@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from data import EMBEDDED
+from serve.chat import ATTENTION
 from serve.conversation import DRAFTERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION = ("auto", "reference", "flash", "triton")
 ARCHITECTURES = ("recurrent", "medusa")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.

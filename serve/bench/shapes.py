@@ -153,7 +153,10 @@ def fill(module: nn.Module, seed: int = 0) -> None:
 
 
 def weight_bytes(base: BaseModel) -> int:
-    """Bytes of the weights that a pass over a few rows reads: all but an input embedding of its own."""
+    """Bytes of the weights that a pass over a few rows reads: all but an input embedding of its own.
+
+    Of a mixture of experts all are counted, although a few rows need not read all.
+    """
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(base.model.config))
     model.tie_weights()
