@@ -12,17 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from serve.gpu_parts import Part, Report, parts
 from serve.wheels import install_missing, pack
 
 ROOT = Path(__file__).parent.parent
 WHEELS = ROOT / ".wheels"
 WORK = ROOT / ".cache" / "gpu-check"
 SITE = WORK / "site"
+NO_GPU = "skipped: no GPU"
 GRACE = 5.0
 """Seconds between asking a process to end and ending it."""
 PROBE = """
@@ -31,22 +32,6 @@ gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 print(json.dumps({"gpu": gpu, "versions": versions}))
 """
-Report = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One thing to try."""
-
-    words: tuple[str, ...]
-    """Arguments of the interpreter."""
-    limit: float
-    """Seconds that it may take."""
-    report: Path | None = None
-    """Where it writes a JSON report."""
-    figure: Callable[[Report], str] | None = None
-    """One line out of that report; without one it is the last line of the log."""
-    needs_gpu: bool = True
 
 
 @dataclass
@@ -62,52 +47,6 @@ class Result:
     """The part's own JSON report, where it wrote one."""
 
 
-def parts(out: Path) -> dict[str, Part]:
-    """All parts, in their order: what is short and tells most comes first."""
-    shape = ("--shape", "llama-8b", "--dtype", "bfloat16", "--device", "cuda")
-    bench = ("-m", "serve.bench")
-    step, replay, attention, demo = (WORK / f"{name}.json" for name in ("step", "replay", "attention", "demo/report"))
-    step_words = ("step", *shape, "--batch", "1,4", "--baseline", "--profile", "--picture", str(out / "step.png"))
-    small_demo = ("--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
-    return {
-        "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu"), 120),
-        "step": Part((*bench, *step_words, "--json", str(step)), 120, step, _step_figure),
-        "attention": Part((*bench, "attention", *shape, "--json", str(attention)), 60, attention, _attention_figure),
-        "replay": Part((*bench, "replay", *shape, "--json", str(replay)), 60, replay, _replay_figure),
-        "demo": Part(("-m", "serve.demo", "--run", str(demo.parent), *small_demo), 200, demo, _demo_figure, False),
-    }
-
-
-def _step_figure(report: Report) -> str:
-    rows = {(row["batch"], row["nodes"]): row for row in report["rows"]}
-    plain, tree, baseline = rows[1, 1], rows[1, 64], report["baseline"][0]
-    return (
-        f"plain {plain['step_ms']:.2f} ms, {plain['roofline_share']:.0%} of {report['bandwidth_gb_per_s']:.0f} GB/s,"
-        f" {baseline['plain_over_transformers']:.2f}x over transformers; N = 64: {tree['step_overhead']:.2f}x"
-    )
-
-
-def _attention_figure(report: Report) -> str:
-    best: dict[str, float] = {}
-    for row in report["rows"]:
-        best[row["backend"]] = max(row["share_of_bound"], best.get(row["backend"], 0.0))
-    return "best share of the bound: " + ", ".join(f"{name} {share:.0%}" for name, share in best.items())
-
-
-def _replay_figure(report: Report) -> str:
-    row = report["rows"][0]
-    tokens = f"{row['replay_tokens_per_step']:.2f} tokens per step"
-    return f"REPLAY, N = {row['nodes']}: {row['replay_speedup']:.2f}x over plain at {tokens}"
-
-
-def _demo_figure(report: Report) -> str:
-    same = report["identical_outputs"]
-    return (
-        f"{report['tokens_per_step']:.2f} tokens per step, {report['speedup']:.2f}x over plain,"
-        f" {same['count']} of {same['total']} outputs identical"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -115,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 if a part passed and none failed, 1 otherwise, 2 wrong use, 130 Ctrl-C.
     """
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else the part that runs would outlive this process
     out = Path(options.out).resolve()
-    chosen = {name: part for name, part in parts(out).items() if name in (options.only or parts(out))}
+    chosen = {name: part for name, part in parts(out, WORK).items() if not options.only or name in options.only}
     try:
         if options.pack:
             print(f"{WHEELS}: {pack(WHEELS, ROOT / 'constraints.txt') / 2**20:.1f} MiB of wheels")
@@ -138,31 +78,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(chosen: dict[str, Part], out: Path, limit: float) -> int:
-    began = time.monotonic()
+    deadline = time.monotonic() + limit
     WORK.mkdir(parents=True, exist_ok=True)
     carried = install_missing(WHEELS, SITE)
+    paths = (str(ROOT), str(SITE), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "MEDUSA_PYTHON": sys.executable,  # what a part starts through launch.sh takes this interpreter as it is
     }
-    machine = probe(environment) | {"carried": carried}
-    print(json.dumps(machine), flush=True)
+    report: Report = {"machine": probe(environment) | {"carried": carried}, "parts": {}}
+    print(json.dumps(report["machine"]), flush=True)
     results = {}
     for name, part in chosen.items():
-        left = limit - (time.monotonic() - began)
-        if part.needs_gpu and not machine["gpu"]:
-            results[name] = Result("skipped: no GPU", command=_command(part))
+        left = deadline - time.monotonic()
+        if part.needs_gpu and not report["machine"]["gpu"]:
+            results[name] = Result(NO_GPU, command=_command(part))
         elif left <= 0:
             results[name] = Result(f"skipped: the {limit:.0f} s are over", command=_command(part))
         else:
             print(f"{name}: {_command(part)}", flush=True)
             results[name] = run_part(part, out / f"{name}.log", min(part.limit, left), environment)
-    report = {"machine": machine, "seconds": round(time.monotonic() - began, 1)}
-    report["parts"] = {name: asdict(result) for name, result in results.items()}
-    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        report["parts"][name] = asdict(results[name])  # after every part: what was found survives an end from outside
+        (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"\nlogs and report.json: {out}\n\n{table(results)}")
-    outcomes = [result.result for result in results.values()]
-    return 0 if "passed" in outcomes and all(o == "passed" or o.startswith("skipped: no GPU") for o in outcomes) else 1
+    outcomes = {result.result for result in results.values()}
+    return 0 if "passed" in outcomes <= {"passed", NO_GPU} else 1
 
 
 def probe(environment: dict[str, str]) -> Report:
@@ -247,7 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", default="runs/gpu-check", metavar="DIR", help="where logs and report.json go")
     parser.add_argument("--limit", type=float, default=480.0, metavar="SECONDS", help="for all parts together")
-    parser.add_argument("--only", nargs="+", choices=list(parts(Path())), metavar="PART", help="these parts alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(parts(Path(), WORK)), metavar="PART", help="these parts alone"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would run")
     parser.add_argument(
         "--pack", action="store_true", help="where a network is: fill .wheels with what the other machine lacks"

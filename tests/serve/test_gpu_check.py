@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from serve import demo, gpu_check, wheels
+from serve import demo, gpu_check, gpu_parts, wheels
 from serve.bench import timing
 from serve.bench.__main__ import main as bench
 from serve.bench.arguments import build_parser
-from serve.gpu_check import Part
+from serve.gpu_parts import Part
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = {"python": "3", "torch": "2", "transformers": "5"}
@@ -27,12 +28,14 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "probe", lambda environment: dict(found))
     for name in ("WORK", "SITE", "WHEELS"):
         monkeypatch.setattr(gpu_check, name, tmp_path / name)
-    return found
+    handler = signal.getsignal(signal.SIGTERM)
+    yield found
+    signal.signal(signal.SIGTERM, handler)
 
 
 def check(monkeypatch, tmp_path, parts, *words):
     """Run the command with other parts; returns exit status and report."""
-    monkeypatch.setattr(gpu_check, "parts", lambda out: parts)
+    monkeypatch.setattr(gpu_check, "parts", lambda *_: parts)
     status = gpu_check.main(["--out", str(tmp_path / "out"), *words])
     return status, json.loads((tmp_path / "out" / "report.json").read_text())
 
@@ -95,7 +98,19 @@ def test_the_limit_holds_for_all_parts_together(machine, monkeypatch, tmp_path):
     status, report = check(monkeypatch, tmp_path, parts, "--limit", "1")
     assert status == 1
     assert report["parts"]["b"]["result"] == "skipped: the 1 s are over"
-    assert report["seconds"] < 20
+    assert report["parts"]["a"]["seconds"] < 20
+
+
+def test_a_check_that_is_told_to_end_takes_its_part_with_it(machine, monkeypatch, tmp_path):
+    pid = tmp_path / "pid"
+    kill = (
+        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); time.sleep(60)"
+    )
+    with pytest.raises(SystemExit) as ended:
+        check(monkeypatch, tmp_path, {"before": code("pass"), "killer": code(kill)})
+    assert ended.value.code == 143
+    assert not runs(int(pid.read_text()))
+    assert list(json.loads((tmp_path / "out" / "report.json").read_text())["parts"]) == ["before"]
 
 
 def test_without_a_gpu_only_the_other_parts_run(machine, monkeypatch, tmp_path):
@@ -121,14 +136,15 @@ def test_an_old_report_is_not_taken_for_a_new_one(machine, monkeypatch, tmp_path
 
 
 def test_parts_run_with_the_same_python_and_what_was_carried(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
     script = "import os, sys; print(os.environ['MEDUSA_PYTHON'] == sys.executable, os.environ['PYTHONPATH'])"
     _, report = check(monkeypatch, tmp_path, {"a": code(script)})
-    assert report["parts"]["a"]["figure"] == f"True {ROOT}{os.pathsep}{tmp_path / 'SITE'}"
+    assert report["parts"]["a"]["figure"] == f"True {ROOT}{os.pathsep}{tmp_path / 'SITE'}{os.pathsep}/mine"
 
 
 def test_every_command_is_one_that_exists(tmp_path, capsys):
     parsers = {"serve.bench": build_parser(), "serve.demo": demo._parser()}
-    parts = gpu_check.parts(tmp_path)
+    parts = gpu_parts.parts(tmp_path, tmp_path)
     for part in parts.values():
         dash_m, module, *words = part.words
         assert dash_m == "-m"
@@ -142,11 +158,11 @@ def test_key_figures_come_from_what_the_benchmarks_write(base_directory, tmp_pat
     monkeypatch.setitem(timing.BUFFER_BYTES, "cpu", 1 << 16)
     small = ["--base", str(base_directory), "--context", "8", "--rounds", "1", "--json", str(tmp_path / "x.json")]
     assert bench(["step", *small, "--nodes", "64", "--baseline"]) == 0
-    figure = gpu_check._step_figure(json.loads((tmp_path / "x.json").read_text()))
+    figure = gpu_parts._step_figure(json.loads((tmp_path / "x.json").read_text()))
     assert figure.startswith("plain ")
     assert "N = 64" in figure
     assert bench(["replay", *small, "--nodes", "4", "--steps", "3"]) == 0
-    assert gpu_check._replay_figure(json.loads((tmp_path / "x.json").read_text())).startswith("REPLAY, N = 4: ")
+    assert gpu_parts._replay_figure(json.loads((tmp_path / "x.json").read_text())).startswith("REPLAY, N = 4: ")
 
 
 @pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "x"]])
