@@ -64,7 +64,7 @@ def _baseline(options: argparse.Namespace, base: "BaseModel", heads: "DraftHeads
     from serve.bench.rig import Rig
     from serve.bench.shapes import unpacked_copy
 
-    model = unpacked_copy(base, options.seed)
+    model = unpacked_copy(base, options.shape, options.seed)
     rigs = (Rig(base, heads, batch, options.context, TOKENS + 1, options.seed) for batch in options.batch)
     return [measure_baseline(rig, model, options.rounds) for rig in rigs]
 

@@ -1,6 +1,7 @@
 """What a step is made of: where its time goes, and whether its memory grows."""
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,9 @@ def profile_steps(step: Callable[[], object], device: torch.device) -> dict[str,
         synchronize(device)
         wall = time.perf_counter() - begin
     attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
-    seconds = {event.key: getattr(event, attribute) / 1e6 for event in profiler.key_averages()}
+    # On a GPU the kernels alone: the operators that launched them show the same time once more.
+    events = [event for event in profiler.key_averages() if (event.device_type.name != "CPU") == cuda]
+    seconds = {event.key: getattr(event, attribute) / 1e6 for event in events}
     top = sorted(seconds, key=lambda name: -seconds[name])[:TOP]
     named = sum(seconds.values())
     rest = {"other operators": named - sum(seconds[name] for name in top), "no operator": max(0.0, wall - named)}
@@ -91,4 +94,4 @@ def resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
         return 0
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")

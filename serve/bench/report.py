@@ -86,7 +86,7 @@ def _step_tables(report: dict[str, Any]) -> Tables:
         tables.append(("the other baseline", names, list(base)))
     if "profile" in report:
         profile = report["profile"]
-        shares = [(name, f"{share:.1%}") for name, share in profile["shares"].items()]
+        shares = [(name[:60], f"{share:.1%}") for name, share in profile["shares"].items()]
         tables.append(
             (
                 f"a plain step of {profile['profiled_step_ms']:.2f} ms under the profiler",

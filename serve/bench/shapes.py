@@ -111,15 +111,16 @@ def random_base(
     return BaseModel(model, no_words, name, attention)
 
 
-def unpacked_copy(base: BaseModel, seed: int = 0) -> PreTrainedModel:
+def unpacked_copy(base: BaseModel, shape: str | None, seed: int = 0) -> PreTrainedModel:
     """The weights of ``base`` once more, in transformers' own layers and with its own attention.
 
     Args:
-        base: Made by ``random_base`` with the same seed, or loaded by name.
+        base: Made by ``random_base`` of that shape and seed, or loaded by name.
+        shape: None for a base that was loaded.
         seed: Of random weights.
     """
-    if base.name in SHAPES:
-        return random_model(shape_config(base.name), base.dtype, base.device, seed)
+    if shape:
+        return random_model(shape_config(shape), base.dtype, base.device, seed)
     return AutoModelForCausalLM.from_pretrained(base.name, dtype=base.dtype).to(base.device).eval()
 
 

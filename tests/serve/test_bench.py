@@ -19,7 +19,15 @@ from serve.bench.__main__ import main
 from serve.bench.baseline import TokenClock
 from serve.bench.replay import ForcedRule, schedule
 from serve.bench.rig import Rig, likely_tree
-from serve.bench.shapes import SHAPES, random_heads, random_model, shape_config, weight_bytes
+from serve.bench.shapes import (
+    SHAPES,
+    random_base,
+    random_heads,
+    random_model,
+    shape_config,
+    unpacked_copy,
+    weight_bytes,
+)
 from serve.bench.step import Roofline
 from serve.bench.timing import alternate, ratio
 from serve.bench.trace import EMBEDDED_TRACE, Trace, emitted_per_step, load_trace, record, save_trace
@@ -76,6 +84,15 @@ def test_random_weights_are_repeatable_tied_and_sane():
     assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
     assert first.lm_head.weight.float().std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(first.model.rotary_emb.inv_freq, LlamaForCausalLM(TINY).model.rotary_emb.inv_freq)
+
+
+def test_both_sides_of_the_baseline_have_the_same_weights(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", TINY.to_dict())
+    base = random_base("tiny", torch.float32, CPU, seed=3)
+    theirs = unpacked_copy(base, "tiny", seed=3)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(base.logits(base.hidden_states(ids)), theirs(ids).logits)
+    assert theirs.config._attn_implementation == "sdpa"
 
 
 def test_weight_bytes_leave_out_an_embedding_that_is_only_looked_up(tiny, base):
