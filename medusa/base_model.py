@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from medusa import packed
 from medusa.attention import IMPLEMENTATION, TreePlan, register
 from medusa.cache import SlotCache
+from medusa.compiled import CompiledPass
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class BaseModel:
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.explicit_mask = False
         self._no_mask: Tensor | None = None
+        self._compiled: CompiledPass | None = None
 
     @classmethod
     def load(
@@ -175,15 +177,25 @@ class BaseModel:
         if self._no_mask is None:
             # transformers builds no mask of its own when it is handed a 4-D one; the plan holds the real masks.
             self._no_mask = torch.empty(1, 1, 1, 1, device=self.device)
+        positions_BN = positions_BN.clamp(max=self.context_length - 1)
+        if self._compiled is not None:
+            return self._compiled(tokens_BN, positions_BN, self._no_mask, cache, plan)
         hidden: Tensor = self._decoder(
             input_ids=tokens_BN,
-            position_ids=positions_BN.clamp(max=self.context_length - 1),
+            position_ids=positions_BN,
             attention_mask=plan.bias(1, None, self.dtype) if self.explicit_mask else self._no_mask,
             past_key_values=cache,
             use_cache=True,
             tree_plan=plan,
         ).last_hidden_state
         return hidden
+
+    def compile(self, on: bool = True) -> None:
+        """Compile the pass over tree rows, or go back; see ``compile_base``, which also checks the outcome.
+
+        The first pass of each kind of shape (one sequence or several, one row or several) takes seconds.
+        """
+        self._compiled = CompiledPass(self._decoder) if on else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""

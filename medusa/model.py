@@ -18,7 +18,7 @@ from medusa.formats.native import load_config
 from medusa.generate import decode, new_answers
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
-from medusa.self_test import check_tree_decoding
+from medusa.self_test import check_tree_decoding, compile_base
 from medusa.tree import Tree
 
 Prompt = str | list[int] | Tensor
@@ -89,6 +89,7 @@ class MedusaModel:
         base: str | Path | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
+        compiled: bool = False,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -97,6 +98,9 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
+            compiled: Compile the base's pass (``torch.compile``; needs a C++ compiler): up to half a minute at the
+                first load, seconds later, and a small model decodes about 1.5 times faster on a CPU. Same weights, but
+                sums are rounded in other places: in bfloat16 a near tie may go the other way.
 
         Raises:
             FileNotFoundError: A directory is missing.
@@ -112,6 +116,8 @@ class MedusaModel:
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
         base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True)
         check_tree_decoding(base_model)
+        if compiled:
+            compile_base(base_model)
         if heads is None:
             return cls(base_model)
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)

@@ -3,11 +3,16 @@
 Decoding reads every weight for a handful of rows; a plain ``F.linear`` reorders (or strides badly over) the weight on
 every call. The packed layer computes the same sums on the same weights. The operators are private to torch, so they are
 probed once and the plain layer stays where they are missing.
+
+A compiler cannot look into a packed weight: there the layer is the operator ``medusa::packed_linear``, which finds it
+by number.
 """
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +27,75 @@ LinearFunction = Callable[[Tensor], Tensor]
 
 
 class PackedLinear(nn.Module):
-    """A frozen ``nn.Linear`` with its weight in oneDNN's own layout, and only there unless ``keep_weight``."""
+    """A frozen ``nn.Linear`` with its weight in oneDNN's own layout, and only there unless ``keep_weight``.
+
+    Attributes:
+        out_features: Columns of the output.
+        weights: Numbers in the weight.
+        handle: The layer's number for ``medusa::packed_linear``.
+    """
 
     def __init__(self, linear: nn.Linear, keep_weight: bool = False) -> None:
         super().__init__()
-        self.bias = linear.bias
+        self.bias: Tensor | None = linear.bias
         if keep_weight:
             self.weight = linear.weight
+        self.out_features, self.weights = linear.weight.shape[0], linear.weight.numel()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
+        self.handle = next(_numbers)
+        _layers[self.handle] = self
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for x [..., in]."""
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.medusa.packed_linear(x, self.handle, self.out_features)
+            return out
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The same, outside of any compiler."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+    def dense_weight(self) -> Tensor:
+        """A copy of the weight [out, in] in the usual layout."""
+        weight: Tensor = self._packed.to_dense()
+        return weight
+
+
+_numbers = itertools.count()
+_layers: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
+_library = torch.library.Library("medusa", "FRAGMENT")
+_library.define("packed_linear(Tensor x, int handle, int out_features) -> Tensor")
+_library.impl("packed_linear", lambda x, handle, out_features: _layers[handle].compute(x), "CPU")
+_library.impl("packed_linear", lambda x, handle, out_features: x.new_empty(*x.shape[:-1], out_features), "Meta")
+
+
+def layer(handle: int) -> PackedLinear:
+    """The packed layer of that number."""
+    return _layers[handle]
+
+
+def stack(layers: Sequence[PackedLinear]) -> PackedLinear:
+    """One layer whose output is that of all the layers side by side."""
+    weight = torch.cat([part.dense_weight() for part in layers])
+    biases: list[Tensor] = [weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in layers]
+    return PackedLinear(_linear(weight, torch.cat(biases) if any(part.bias is not None for part in layers) else None))
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
     """``x -> x @ weight.T + bias`` for frozen weights [out, in], packed where that is worth it."""
+    linear = _linear(weight, bias)
+    module = PackedLinear(linear) if weight.device.type == "cpu" and _worth_packing(linear) else linear
+    return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    module = PackedLinear(linear) if weight.device.type == "cpu" and _worth_packing(linear) else linear
-    return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
+    return linear
 
 
 @cache

@@ -43,6 +43,26 @@ def check_tree_decoding(base: BaseModel) -> None:
         )
 
 
+@torch.inference_mode()
+def compile_base(base: BaseModel) -> bool:
+    """Compile the base's pass and hold it to the same comparison; where it fails, the plain pass stays, with a warning.
+
+    Returns:
+        Whether the compiled pass is used from now on.
+    """
+    reason: str | None = "the whole mask travels with each call"
+    if not base.explicit_mask:
+        base.compile()
+        reason = _objection(base)
+    if reason is not None:
+        base.compile(False)
+        logger.warning("base (%s) runs without compilation: %s", base.name, reason)
+        return False
+    cache = base.new_cache(1, 2)
+    verify(base, cache, Draft.chain(prefill(base, cache, [[0]]).roots[:, None]))  # one row is a shape of its own
+    return True
+
+
 def _has_windows(base: BaseModel) -> bool:
     kinds = getattr(base.config, "layer_types", None) or ()
     return bool(getattr(base.config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)

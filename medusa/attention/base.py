@@ -4,7 +4,7 @@ The base stays an unmodified transformers model: the function is registered once
 of a step travels as a keyword argument of the forward call.
 """
 
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from medusa.attention.reference import attend
 from medusa.tree import Draft
 
 IMPLEMENTATION = "medusa_tree"
+AMBIENT: Final = "ambient"
+"""In place of a plan: a compiler is looking; the operator that it sees finds cache and plan when it runs."""
 
 
 class TreePlan:
@@ -64,13 +66,13 @@ class TreePlan:
 
 
 def tree_attention(
-    module: nn.Module,
+    module: nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree_plan: TreePlan | None = None,
+    tree_plan: TreePlan | Literal["ambient"] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -82,12 +84,12 @@ def tree_attention(
     Without a plan (training, a plain forward pass) this is plain attention under transformers' own mask.
 
     Args:
-        module: The attention layer.
+        module: The attention layer; its number is read where the plan is ambient.
         query: [B, H, N, D].
         key: [B, Hkv, S, D], cached rows and tree rows.
         value: [B, Hkv, S, Dv].
         attention_mask: Used without a plan only.
-        tree_plan: The step's plan.
+        tree_plan: The step's plan, or ``AMBIENT``: the key and value rows are then not in the cache yet.
         scaling: Factor on the scores; None = 1 / sqrt(D).
         sliding_window: In tokens, where the layer has one.
         softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
@@ -96,6 +98,10 @@ def tree_attention(
     Returns:
         Output [B, N, H, Dv] and None for the weights.
     """
+    if tree_plan == AMBIENT:
+        assert module is not None, "transformers hands its layer over"
+        layer = module.layer_idx
+        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scaling, sliding_window, softcap), None
     groups = query.shape[1] // key.shape[1]
     if tree_plan is not None:
         bias = tree_plan.bias(groups, sliding_window, query.dtype)
