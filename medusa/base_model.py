@@ -12,6 +12,7 @@ from medusa import packed
 from medusa.attention import IMPLEMENTATION, TreePlan, register
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass
+from medusa.int8 import round_linears
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class BaseModel:
         model: The transformers model, in evaluation mode, without gradients.
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
+        int8: Its weights are rounded: this is another model than the one of that name.
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
             instead. ``check_tree_decoding`` finds out.
     """
@@ -73,7 +75,7 @@ class BaseModel:
         self._logit_scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         self._logit_scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.explicit_mask = False
+        self.int8 = self.explicit_mask = False
         self._no_mask: Tensor | None = None
         self._compiled: CompiledPass | None = None
 
@@ -84,6 +86,7 @@ class BaseModel:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         pack: bool = False,
+        int8: bool = False,
     ) -> "BaseModel":
         """Load a base and its tokenizer through transformers.
 
@@ -92,9 +95,10 @@ class BaseModel:
             dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU).
+            int8: LOSSY, for CPUs: round the weights of all linear layers but the output layer to 8 bits.
 
         Raises:
-            ValueError: There is no usable model or tokenizer.
+            ValueError: There is no usable model or tokenizer, or no way to compute with 8 bits.
         """
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -109,9 +113,15 @@ class BaseModel:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
+        if int8 and device.type != "cpu":
+            raise ValueError(f"int8 weights are for CPUs and device is {device}; leave int8 out, or pass device=cpu")
+        if int8:
+            round_linears(model, keep=model.get_output_embeddings())
         if pack and device.type == "cpu":
             packed.pack_linears(model, keep=model.get_output_embeddings())
-        return cls(model, tokenizer, str(name))
+        base = cls(model, tokenizer, str(name))
+        base.int8 = int8
+        return base
 
     @property
     def device(self) -> torch.device:

@@ -100,11 +100,12 @@ def stack_siblings(graph: GraphModule) -> list[packed.PackedLinear]:
             groups.setdefault(node.args[0], []).append(node)
     stacks = []
     for source, nodes in groups.items():
-        layers = [packed.layer(cast(int, node.args[1])) for node in nodes]
-        if len(nodes) < 2 or any(layer.weights >= STACK_BELOW for layer in layers):
+        layers = [packed.find(cast(int, node.args[1])) for node in nodes]
+        small = [layer for layer in layers if isinstance(layer, packed.PackedLinear) and layer.weights < STACK_BELOW]
+        if len(nodes) < 2 or len(small) < len(nodes):
             continue
-        stacks.append(packed.stack(layers))
-        widths = [layer.out_features for layer in layers]
+        stacks.append(packed.stack(small))
+        widths = [layer.out_features for layer in small]
         with graph.graph.inserting_before(nodes[0]):
             joined = graph.graph.call_function(torch.ops.medusa.packed_linear, (source, stacks[-1].handle, sum(widths)))
             parts = graph.graph.call_function(torch.split, (joined, widths, -1))

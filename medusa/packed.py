@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -42,15 +43,11 @@ class PackedLinear(nn.Module):
             self.weight = linear.weight
         self.out_features, self.weights = linear.weight.shape[0], linear.weight.numel()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
-        self.handle = next(_numbers)
-        _layers[self.handle] = self
+        self.handle = register(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for x [..., in]."""
-        if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.medusa.packed_linear(x, self.handle, self.out_features)
-            return out
-        return self.compute(x)
+        return call(self, x)
 
     def compute(self, x: Tensor) -> Tensor:
         """The same, outside of any compiler."""
@@ -63,16 +60,41 @@ class PackedLinear(nn.Module):
         return weight
 
 
+class Opaque(Protocol):
+    """A linear layer that a compiler cannot look into."""
+
+    handle: int
+    out_features: int
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Output [..., out] for x [..., in]."""
+
+
 _numbers = itertools.count()
-_layers: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
 _library = torch.library.Library("medusa", "FRAGMENT")
 _library.define("packed_linear(Tensor x, int handle, int out_features) -> Tensor")
 _library.impl("packed_linear", lambda x, handle, out_features: _layers[handle].compute(x), "CPU")
 _library.impl("packed_linear", lambda x, handle, out_features: x.new_empty(*x.shape[:-1], out_features), "Meta")
 
 
-def layer(handle: int) -> PackedLinear:
-    """The packed layer of that number."""
+def register(layer: Opaque) -> int:
+    """A number for the layer, by which ``medusa::packed_linear`` finds it as long as it lives."""
+    handle = next(_numbers)
+    _layers[handle] = layer
+    return handle
+
+
+def call(layer: Opaque, x: Tensor) -> Tensor:
+    """The layer's output: computed at once, or left to an operator where a compiler is looking."""
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.medusa.packed_linear(x, layer.handle, layer.out_features)
+        return out
+    return layer.compute(x)
+
+
+def find(handle: int) -> Opaque:
+    """The layer of that number."""
     return _layers[handle]
 
 
@@ -119,12 +141,17 @@ def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
         module: Any model.
         keep: A layer below it whose plain weight is still read by others (the output layer); it has both.
     """
+    return replace_linears(module, lambda linear: PackedLinear(linear, keep_weight=linear is keep))
+
+
+def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> int:
+    """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and _worth_packing(child):
-                setattr(parent, name, PackedLinear(child, keep_weight=child is keep))
-                count += 1
+                setattr(parent, name, replacement(child))
+                count += getattr(parent, name) is not child
     return count
 
 

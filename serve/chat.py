@@ -52,6 +52,18 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)"
     )
+    model.add_argument(
+        "--int8",
+        action="store_true",
+        help="LOSSY, for CPUs: round the base's weights to 8 bits; answers are no longer those of the base"
+        " (default: off)",
+    )
+    model.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the base's pass: seconds at start-up (half a minute the first time), then faster for small"
+        " models on a CPU (default: off)",
+    )
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
     answers.add_argument(
@@ -137,6 +149,8 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         base=resolve_base_name(args.base) if args.base else None,
         dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
         device=None if args.device == "auto" else args.device,
+        compiled=args.compile,
+        int8=args.int8,
     )
 
 
@@ -147,6 +161,8 @@ def describe(model: "MedusaModel", directory: str) -> str:
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
     lines.append(f"on     {base.device}, {str(base.dtype).removeprefix('torch.')}")
+    if base.int8:
+        lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")
     return "\n".join(lines)
 
 
