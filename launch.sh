@@ -28,6 +28,7 @@ usage: ./launch.sh [command] [arguments]
   chat           talk to a model with heads in the terminal
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
+  bench          what a decode step costs on this machine, beside what it could cost at best
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
   help           this text
@@ -121,5 +122,6 @@ case $command in
     data) run -m data "$@" ;;
     train) train "$@" ;;
     chat) run -m serve.chat "$@" ;;
+    bench) run -m serve.bench "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

@@ -1,0 +1,158 @@
+"""``medusa-bench``: what a decode step costs on this machine, beside what it could cost at best."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data import resolve_base_name
+from serve.bench.arguments import build_parser
+
+if TYPE_CHECKING:
+    from medusa import BaseModel, DraftHeads
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    options = build_parser().parse_args(words, argparse.Namespace(words=words))
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        for name in ("json", "picture", "out"):
+            if path := getattr(options, name, None):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
+        COMMANDS[options.command](options)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _step(options: argparse.Namespace) -> None:
+    from serve.bench.inside import profile_steps, watch_memory
+    from serve.bench.rig import Rig
+    from serve.bench.step import measure_steps
+
+    base, heads = _subject(options)
+    figures = measure_steps(base, heads, options.nodes, options.batch, options.context, options.rounds, options.seed)
+    if options.profile or options.memory_steps:
+        nodes = max(options.nodes)
+        rig = Rig(base, heads, options.batch[0], options.context, 2 * nodes, options.seed)
+        plain, drafter = rig.drafter(1), rig.drafter(nodes)
+        if options.profile:
+            figures["profile"] = profile_steps(lambda: rig.run(plain), base.device)
+        if options.memory_steps:
+            figures["memory"] = watch_memory(lambda: rig.run(drafter), options.memory_steps, base.device)
+    if options.baseline:
+        figures["baseline"] = _baseline(options, base, heads)
+    _publish("step", options, base, figures)
+
+
+def _baseline(options: argparse.Namespace, base: "BaseModel", heads: "DraftHeads") -> list[dict[str, Any]]:
+    from serve.bench.baseline import TOKENS, measure_baseline
+    from serve.bench.rig import Rig
+    from serve.bench.shapes import unpacked_copy
+
+    model = unpacked_copy(base, options.seed)
+    rigs = (Rig(base, heads, batch, options.context, TOKENS + 1, options.seed) for batch in options.batch)
+    return [measure_baseline(rig, model, options.rounds) for rig in rigs]
+
+
+def _replay(options: argparse.Namespace) -> None:
+    from medusa.model import CPU_NODES, GPU_NODES
+    from serve.bench.replay import measure_replay
+    from serve.bench.trace import EMBEDDED_TRACE, load_trace
+
+    trace = load_trace(options.trace or EMBEDDED_TRACE)
+    base, heads = _subject(options)
+    nodes = options.nodes or (CPU_NODES if base.device.type == "cpu" else GPU_NODES)
+    rows = [
+        measure_replay(base, heads, trace, nodes, batch, options.context, options.steps, options.rounds, options.seed)
+        for batch in options.batch
+    ]
+    figures = {
+        "label": "replay",
+        "context": options.context,
+        "trace": trace.provenance | {"tokens_per_step": round(trace.tokens_per_step, 4), "steps": len(trace.emitted)},
+        "rows": rows,
+    }
+    _publish("replay", options, base, figures)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from data.regenerate import embedded_prompts, file_prompts
+    from medusa import MedusaModel
+    from serve.bench.trace import record, save_trace
+
+    disable_progress_bar()
+    model = MedusaModel.from_pretrained(
+        options.heads,
+        base=resolve_base_name(options.base) if options.base else None,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        device=None if options.device == "auto" else options.device,
+    )
+    if options.prompts == "heldout":
+        prompts = embedded_prompts(model, "heldout", options.count)
+    else:
+        prompts = file_prompts(model, options.prompts)[: options.count]
+    trace = record(model, prompts, options.max_new_tokens, options.nodes, options.drafter)
+    save_trace(trace, options.out)
+    print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
+
+
+def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
+    """The base that the flags name and random heads for it, prepared for decoding."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from medusa import BaseModel, MedusaModel
+    from serve.bench.shapes import choose_device, random_base, random_heads
+
+    disable_progress_bar()
+    device = choose_device(options.device)
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    if options.shape:
+        base = random_base(options.shape, dtype, device, options.seed)
+    else:
+        base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, pack=True)
+    model = MedusaModel(base, random_heads(base, options.architecture, options.num_heads, options.seed))
+    assert model.heads is not None, "given above"
+    return base, model.heads
+
+
+def _publish(kind: str, options: argparse.Namespace, base: "BaseModel", figures: dict[str, Any]) -> None:
+    from serve.bench.report import environment, show, write_json
+
+    report = {
+        "kind": kind,
+        "base": options.shape or options.base,
+        "weights": "random" if options.shape else "real",
+        "heads": f"{options.num_heads} {options.architecture}, random",
+        "dtype": str(base.dtype).removeprefix("torch."),
+        **environment(base.device, options.words),
+        **figures,
+    }
+    if options.json:
+        write_json(report, options.json)
+    if options.picture:
+        from serve.bench.picture import draw
+
+        draw(report, options.picture)
+    show(report)
+
+
+COMMANDS = {"step": _step, "replay": _replay, "trace": _trace}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The command line of ``medusa-bench``; flags that other commands have too mean the same there."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from data import EMBEDDED
+from serve.conversation import DRAFTERS
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ARCHITECTURES = ("recurrent", "medusa")
+EPILOG = """\
+OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
+
+  medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
+  medusa-bench replay --shape llama-1b --nodes 16
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands."""
+    parser = argparse.ArgumentParser(
+        prog="medusa-bench",
+        description="What a decode step costs on this machine, beside what it could cost at best.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace}")
+    _add_step(_command(commands, "step", "cost of a step against tree size and batch, beside the memory's bound"))
+    _add_replay(_command(commands, "replay", "a recorded acceptance trace, forced through the real step of any shape"))
+    _add_trace(_command(commands, "trace", "record the acceptance of trained heads, for replay"))
+    return parser
+
+
+def _add_step(step: argparse.ArgumentParser) -> None:
+    _add_subject(step)
+    step.add_argument(
+        "--nodes",
+        type=_numbers,
+        default=[1, 2, 4, 8, 16, 32, 64, 128],
+        metavar="N,...",
+        help="tree sizes with the root; 1 is always among them (default: powers of two up to 128)",
+    )
+    step.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also time transformers generate on an unpacked copy of the weights (twice the memory)",
+    )
+    step.add_argument("--profile", action="store_true", help="also say where the time of a plain step goes")
+    step.add_argument(
+        "--memory-steps",
+        type=at_least(10),
+        default=0,
+        metavar="N",
+        help="also watch the memory over N more steps of the largest tree (default: off)",
+    )
+    _add_measuring(step, rounds=10)
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    _add_subject(replay)
+    replay.add_argument(
+        "--trace", metavar="FILE", help="made by medusa-bench trace (default: one of the embedded base's heads)"
+    )
+    replay.add_argument(
+        "--nodes", type=at_least(2), metavar="N", help="tree size with the root (default: 16 on a CPU, 64 on a GPU)"
+    )
+    replay.add_argument(
+        "--steps", type=at_least(1), default=64, metavar="N", help="steps per measurement (default: %(default)s)"
+    )
+    _add_measuring(replay, rounds=3)
+
+
+def _add_trace(trace: argparse.ArgumentParser) -> None:
+    trace.add_argument("--heads", required=True, metavar="DIR", help="directory of trained heads")
+    trace.add_argument("--out", required=True, metavar="FILE", help="where the trace goes")
+    trace.add_argument("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    trace.add_argument(
+        "--prompts",
+        default="heldout",
+        metavar="FILE",
+        help="JSON lines of prompts or conversations, or heldout: the standard library (default: %(default)s)",
+    )
+    trace.add_argument(
+        "--count", type=at_least(1), default=8, metavar="N", help="prompts that are answered (default: %(default)s)"
+    )
+    trace.add_argument(
+        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
+    )
+    trace.add_argument("--nodes", type=at_least(2), metavar="N", help="tree budget (default: 16 on a CPU, 64 on a GPU)")
+    trace.add_argument(
+        "--drafter", choices=DRAFTERS, default="heads", help="what guesses (default: %(default)s, as replay drafts)"
+    )
+    _add_place(trace)
+
+
+def _add_subject(command: argparse.ArgumentParser) -> None:
+    """Which base is measured; its heads have random weights, since only their shape takes time."""
+    base = command.add_mutually_exclusive_group()
+    base.add_argument(
+        "--base", default=EMBEDDED, metavar="NAME", help="embedded, a directory or a Hub id (default: %(default)s)"
+    )
+    base.add_argument(
+        "--shape", metavar="NAME", help="random weights of a known shape instead, as qwen3-0.6b, llama-1b, llama-8b"
+    )
+    command.add_argument(
+        "--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)"
+    )
+    command.add_argument(
+        "--num-heads", type=at_least(1), default=5, metavar="K", help="heads, the depth of trees (default: %(default)s)"
+    )
+    _add_place(command)
+
+
+def _add_place(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: %(default)s)")
+    command.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)"
+    )
+
+
+def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
+    command.add_argument(
+        "--batch", type=_numbers, default=[1], metavar="B,...", help="sequences decoded together (default: 1)"
+    )
+    command.add_argument(
+        "--context",
+        type=at_least(1),
+        default=512,
+        metavar="L",
+        help="cached tokens of each sequence (default: %(default)s)",
+    )
+    command.add_argument(
+        "--rounds",
+        type=at_least(1),
+        default=rounds,
+        metavar="N",
+        help="measured repetitions; medians count (default: %(default)s)",
+    )
+    command.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)"
+    )
+    command.add_argument("--json", metavar="FILE", help="also write the report there")
+    command.add_argument("--picture", metavar="FILE", help="also draw it, as PNG")
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    return command
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A parser of whole numbers from ``low`` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
+def _numbers(text: str) -> list[int]:
+    return [at_least(1)(part.strip()) for part in text.split(",")]
