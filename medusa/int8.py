@@ -45,6 +45,9 @@ class Int8Linear(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         """The same, outside of any compiler."""
+        return packed.with_enough_rows(self._product, x, self._packed.numel())
+
+    def _product(self, x: Tensor) -> Tensor:
         rows = x.float()
         scale = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
         whole = ((rows / scale).round_() + ZERO).to(torch.uint8)

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 ROWS_HINT = 16
 MIN_WEIGHTS = 1 << 14
+FAST_ROWS = 4
+"""oneDNN's kernels read a large weight fastest for 3 to 6 rows."""
+LARGE_WEIGHT = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16)
 
 LinearFunction = Callable[[Tensor], Tensor]
@@ -51,6 +54,9 @@ class PackedLinear(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         """The same, outside of any compiler."""
+        return with_enough_rows(self._product, x, self.weights)
+
+    def _product(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
@@ -58,6 +64,15 @@ class PackedLinear(nn.Module):
         """A copy of the weight [out, in] in the usual layout."""
         weight: Tensor = self._packed.to_dense()
         return weight
+
+
+def with_enough_rows(product: LinearFunction, x: Tensor, weights: int) -> Tensor:
+    """``product(x)``, for few rows of x [..., in] and a large weight among rows of zeros: that is a quarter faster."""
+    rows = x.shape[:-1].numel()
+    if rows >= FAST_ROWS or weights < LARGE_WEIGHT:
+        return product(x)
+    padded = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, FAST_ROWS - rows))
+    return product(padded)[:rows].view(*x.shape[:-1], -1)
 
 
 class Opaque(Protocol):
