@@ -55,7 +55,7 @@ def adjusted(rule: Rule, repetition_penalty: float, logit_bias: Mapping[int, flo
     def adjusting(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         logits_BNV = widened(logits_BNV)
         if len(ids_M) > 0:
-            logits_BNV = logits_BNV.index_add(2, ids_M, bias_M.expand(*logits_BNV.shape[:2], -1))
+            logits_BNV = logits_BNV.index_add(2, ids_M, bias_M.to(logits_BNV.dtype).expand(*logits_BNV.shape[:2], -1))
         if repetition_penalty != 1:
             rarer_BNV = torch.where(logits_BNV < 0, logits_BNV * repetition_penalty, logits_BNV / repetition_penalty)
             seen_BNV = seen_tokens(draft, state, logits_BNV.shape[-1])
