@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from medusa.acceptance import Verdict, build_rule, greedy, select_path
-from medusa.noise import gumbel_noise
+from medusa.acceptance.rejection import rejection_chances
+from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.tree import Draft, Tree
 from tests.medusa.states import state_at
 
@@ -46,6 +47,23 @@ def test_a_node_without_its_parent_is_never_accepted():
     accepted = select_path(draft, Verdict(torch.tensor([[True, True, False]]), torch.tensor([[7, 8, 9]])))
     assert accepted.counts.tolist() == [1]
     assert accepted.tokens[0, 0].item() == 7
+
+
+def test_a_node_without_its_parent_is_never_tried():
+    """It was not drawn where it seems to hang: the law there must not change."""
+    draft = Draft(
+        tokens=torch.tensor([[9, 1, 2]]),
+        parents=torch.tensor([[0, 0, 0]]),
+        depths=torch.tensor([[0, 2, 1]]),
+        ancestors=torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]]),
+        depth=2,
+    )
+    target, probs = torch.rand(2, 1, 3, 10, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    chances, left = rejection_chances(draft, probs, target)
+    expected = (target[0, 0] - probs[0, 2]).clamp(min=0)
+    assert chances[0].tolist() == [0, 0, min(1, target[0, 0, 2] / probs[0, 2, 2])]
+    torch.testing.assert_close(left[0, 0], expected / expected.sum())
+    torch.testing.assert_close(left[0, 1:], target[0, 1:])
 
 
 def test_among_equally_deep_paths_the_likelier_wins():
@@ -125,6 +143,16 @@ def test_noise_differs_between_seeds_and_positions_and_repeats_exactly():
     assert abs(torch.corrcoef(torch.stack([first[0, 0], other[0, 0]]))[0, 1]) < 0.25
 
 
+def test_streams_of_noise_are_independent():
+    seeds, positions = torch.tensor([3]), torch.arange(8)[None]
+    tokens = torch.arange(4096).expand(8, -1).T
+    noise = [torch.exp(-torch.exp(-gumbel_noise(seeds, positions, 4096, stream)))[0] for stream in (TEXT, DRAFT)]
+    chance = uniform_noise(seeds.expand(4096), positions.expand(4096, -1), tokens, CHANCE).T
+    assert abs(chance.mean() - 0.5) < 0.01
+    streams = torch.stack([*noise, chance]).flatten(1)
+    assert (torch.corrcoef(streams) - torch.eye(3)).abs().max() < 0.02
+
+
 def test_draws_follow_the_processed_distribution():
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = 20_000
@@ -163,6 +191,11 @@ def test_filters_leave_out_what_transformers_leaves_out(options):
         (None, {"temperature": 1.0, "top_p": 1.5}, "top_p"),
         (None, {"temperature": 1.0, "top_p": 0.0}, "leaves no token"),
         ("typical", {"temperature": 1.0, "epsilon": 2.0}, "epsilon"),
+        ("speculative", {"temperature": 0.0}, "greedy needs 0"),
+        (None, {"repetition_penalty": 0.0}, "repetition_penalty .0.0. must be above 0"),
+        (None, {"repetition_penalty": math.nan}, "repetition_penalty"),
+        (None, {"logit_bias": {5: 1.0, 6: 101.0}}, "logit_bias of token 6 .101.0. must be between"),
+        (None, {"logit_bias": {5: math.nan}}, "logit_bias of token 5"),
     ],
 )
 def test_wrong_settings_are_named(name, options, message):

@@ -103,7 +103,6 @@ def drafters(base, heads):
 )
 def test_pairs_follow_the_law_of_the_base(base, heads, law, name, drafter):
     counts = two_grams(base, drafters(base, heads)[drafter], build_rule(name, SEEDS, **SETTINGS))
-    print(chi_square(counts, law), counts.max())
     assert chi_square(counts, law) < LIMIT
 
 
@@ -121,7 +120,6 @@ def forgetful(draft, draft_probs, target):
 def test_a_bias_of_the_speculative_rule_is_seen(base, heads, law, monkeypatch, biased, drafter):
     monkeypatch.setattr(rules, "rejection_chances", biased)
     counts = two_grams(base, drafters(base, heads)[drafter], build_rule("speculative", SEEDS, **SETTINGS))
-    print(chi_square(counts, law), counts.max())
     assert chi_square(counts, law) > LIMIT
 
 
@@ -130,5 +128,4 @@ def test_a_bias_of_the_sampling_rule_is_seen(base, heads, law, monkeypatch):
     noise = rules.gumbel_noise
     monkeypatch.setattr(rules, "gumbel_noise", lambda *arguments: 0.8 * noise(*arguments))
     counts = two_grams(base, drafters(base, heads)["best"], build_rule("sampling", SEEDS, **SETTINGS))
-    print(chi_square(counts, law), counts.max())
     assert chi_square(counts, law) > LIMIT
