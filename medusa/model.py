@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -12,7 +12,14 @@ from torch import Tensor
 
 from medusa.acceptance import DELTA, EPSILON, build_rule
 from medusa.base_model import BaseModel, resolve_base
-from medusa.drafters import Drafter, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
+from medusa.drafters import (
+    Drafter,
+    HeadsDrafter,
+    HybridDrafter,
+    PlainDrafter,
+    PromptLookupDrafter,
+    SampledHeadsDrafter,
+)
 from medusa.formats import load_heads, save_heads
 from medusa.formats.native import load_config
 from medusa.generate import decode, new_answers
@@ -25,7 +32,7 @@ Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
 CPU_NODES = 16
 GPU_NODES = 64
-DRAFTERS = ("hybrid", "heads", "prompt-lookup")
+DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
 LOOKUP_GUESSES = 10
 """Most tokens that a hybrid draft takes from the text before; half of its budget where that is less."""
 SURE_MATCH = 4
@@ -41,6 +48,8 @@ class Options(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | None
     seed: int | Sequence[int]
     acceptance: str | None
     epsilon: float
@@ -182,6 +191,8 @@ class MedusaModel:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int | Sequence[int] = 0,
         acceptance: str | None = None,
         epsilon: float = EPSILON,
@@ -202,16 +213,21 @@ class MedusaModel:
             top_k: Keep the k most likely tokens, 0 = all.
             top_p: Keep the smallest set of tokens with at least this probability, 1 = all.
             min_p: Keep tokens with at least this fraction of the best one's probability, 0 = all.
+            repetition_penalty: Above 1, tokens of prompt and answer become less likely, below 1 more; 1 = off. It
+                holds at temperature 0 too.
+            logit_bias: Token id to a number from -100 to 100 that is added to its logit, at temperature 0 too.
             seed: Fixes sampled output, whatever drafts, tree or batch; one number, or one per prompt. Equal prompts
                 with equal seeds get equal texts.
-            acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "typical" is lossy.
+            acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in
+                distribution, but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy.
             epsilon: Threshold of typical acceptance.
             delta: Entropy factor of typical acceptance.
             nodes: Tree budget N with the root; 1 = plain decoding, None = a default for the device.
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
-                no heads; "hybrid", both in one tree; or an object of your own. None = hybrid where there are heads.
-                The text does not depend on it, except under typical acceptance.
+                no heads; "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature,
+                for speculative acceptance; or an object of your own. None = hybrid where there are heads. The text
+                does not depend on it, except under speculative and typical acceptance.
             stop: Strings that end an answer; not part of its text.
             incremental: Yield text after every step instead of once at the end.
 
@@ -225,10 +241,13 @@ class MedusaModel:
         if len(seeds) != len(prompts) or not all(0 <= value < 2**63 for value in seeds):
             raise ValueError(f"seed ({seed}) must be a number from 0 to 2**63 - 1, or one per prompt; correct it")
         seeds_B = torch.tensor(seeds, device=self.base.device)
-        warping = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "epsilon": epsilon, "delta": delta}
-        rule = build_rule(acceptance, seeds_B, top_k=top_k, **warping)
+        self._check_tokens("logit_bias", logit_bias or ())
+        rule = build_rule(
+            acceptance, seeds_B, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, logit_bias=logit_bias, epsilon=epsilon, delta=delta,
+        )  # fmt: skip
         if drafter is None or isinstance(drafter, str):
-            drafter = self._drafter(drafter, nodes, tree)
+            drafter = self._drafter(drafter, nodes, tree, seeds_B, temperature)
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
@@ -250,8 +269,11 @@ class MedusaModel:
             raise ValueError(f"chat template of the base ({self.base.name}) refuses this: {error}") from error
         return ids
 
-    def _drafter(self, name: str | None, nodes: int | None, tree: Tree | None) -> Drafter:
-        if tree is not None and (self.heads is None or nodes is not None or name not in (None, "heads")):
+    def _drafter(
+        self, name: str | None, nodes: int | None, tree: Tree | None, seeds_B: Tensor, temperature: float
+    ) -> Drafter:
+        wants_tree = name in (None, "heads", "heads-sampled")
+        if tree is not None and (self.heads is None or nodes is not None or not wants_tree):
             raise ValueError(
                 "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
             )
@@ -259,10 +281,12 @@ class MedusaModel:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         if name is not None and name not in DRAFTERS:
             raise ValueError(f"drafter ({name!r}) is not known; choose one of: {', '.join(DRAFTERS)}")
-        if self.heads is None and name in ("heads", "hybrid"):
+        if self.heads is None and name not in (None, "prompt-lookup"):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if nodes == 1 or (name is None and self.heads is None):
             return PlainDrafter()
+        if name == "heads-sampled" and self.heads is not None:
+            return SampledHeadsDrafter(self.heads, self.base, nodes or self.default_nodes, seeds_B, temperature, tree)
         key = ("heads" if tree else name or "hybrid", nodes or self.default_nodes, tree)
         if key not in self._drafters:
             self._drafters[key] = self._new_drafter(*key)
@@ -288,14 +312,18 @@ class MedusaModel:
         batch = [values] if single else list(values)
         if not batch:
             raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
-        tokenizer, vocab_size = self.base.tokenizer, self.base.vocab_size
+        tokenizer = self.base.tokenizer
         encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
-        for token in (token for ids in encoded for token in ids):
+        self._check_tokens("prompt", (token for ids in encoded for token in ids))
+        return encoded, single
+
+    def _check_tokens(self, where: str, tokens: Iterable[object]) -> None:
+        vocab_size = self.base.vocab_size
+        for token in tokens:
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise ValueError(
-                    f"token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the prompt again"
+                    f"{where}: token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the text again"
                 )
-        return encoded, single
 
 
 def _check_fit(base: BaseModel, heads: DraftHeads) -> None:

@@ -47,8 +47,7 @@ def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule,
 
     hidden_BND = verify(base, cache, draft)
 
-    next_positions_BN = cache.lengths[:, None] + draft.depths + 1
-    verdict = rule(draft, base.logits(hidden_BND), next_positions_BN)
+    verdict = rule(draft, base.logits(hidden_BND), state)
     accepted = select_path(draft, verdict)
 
     counts_B = torch.where(state.active, accepted.counts, 0)

@@ -95,6 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample from this many likeliest tokens (default: %(default)s, off)",
     )
     answers.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=settings.repetition_penalty,
+        metavar="X",
+        help="above 1, what occurred before becomes less likely (default: %(default)s, off)",
+    )
+    answers.add_argument(
         "--seed", type=int, default=settings.seed, metavar="N", help="of the sampling noise (default: %(default)s)"
     )
     decoding = parser.add_argument_group("decoding")
@@ -103,7 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
         choices=ACCEPTANCE_RULES,
         default=settings.acceptance,
         help="how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."
-        " typical is LOSSY: faster, but answers can differ (default: greedy at temperature 0, else sampling)",
+        " speculative is lossless in distribution: answers are as likely as those of the base alone, but for a seed"
+        " not the same. typical is LOSSY: faster, but answers can differ"
+        " (default: greedy at temperature 0, else sampling)",
     )
     decoding.add_argument(
         "--nodes",
@@ -116,8 +125,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--drafter",
         choices=DRAFTERS,
         default=settings.drafter,
-        help="what guesses: the heads, what followed the last words earlier in the text, or both; a lossless"
-        " answer does not depend on it (default: hybrid)",
+        help="what guesses: the heads, what followed the last words earlier in the text, or both; heads-sampled draws"
+        " from the heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
+        " (default: hybrid)",
     )
     parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
