@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa import packed
-from medusa.attention import IMPLEMENTATION, TreePlan, register
+from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass
 from medusa.int8 import round_linears
+from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +59,20 @@ class BaseModel:
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
         int8: Its weights are rounded: this is another model than the one of that name.
+        attention: The backend that computes attention over tree rows.
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
             instead. ``check_tree_decoding`` finds out.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "", attention: str = "auto"
+    ) -> None:
         register()
         model.set_attn_implementation(IMPLEMENTATION)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.attention, _ = choose(attention, model.device, model.dtype)
         self.config = model.config.get_text_config()
         self._decoder = model.get_decoder()
         # Looked up once: a decode step asks for them several times, and transformers' lookups are slow.
@@ -87,6 +92,7 @@ class BaseModel:
         device: str | torch.device | None = None,
         pack: bool = False,
         int8: bool = False,
+        attention: str = "auto",
     ) -> "BaseModel":
         """Load a base and its tokenizer through transformers.
 
@@ -96,9 +102,11 @@ class BaseModel:
             device: None = the GPU where there is one.
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU).
             int8: LOSSY, for CPUs: round the weights of all linear layers but the output layer to 8 bits.
+            attention: A backend of ``medusa.attention``; "auto" = the fastest that runs on the device.
 
         Raises:
-            ValueError: There is no usable model or tokenizer, or no way to compute with 8 bits.
+            ValueError: There is no usable model or tokenizer, the attention backend does not run here, or there is no
+                way to compute with 8 bits.
         """
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -119,7 +127,7 @@ class BaseModel:
             round_linears(model, keep=model.get_output_embeddings())
         if pack and device.type == "cpu":
             packed.pack_linears(model, keep=model.get_output_embeddings())
-        base = cls(model, tokenizer, str(name))
+        base = cls(model, tokenizer, str(name), attention)
         base.int8 = int8
         return base
 
@@ -166,6 +174,10 @@ class BaseModel:
     def new_cache(self, slots: int, capacity: int) -> SlotCache:
         """An empty cache for ``slots`` sequences of at most ``capacity`` rows."""
         return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device)
+
+    def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
+        """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
+        return TreePlan(draft, cache.lengths, cache.kv_length, self.attention)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         """Last hidden states [B, T, D], after the last norm, of a plain causal pass without cache.

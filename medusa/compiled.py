@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from medusa import packed
 from medusa.attention import AMBIENT, TreePlan
-from medusa.attention.base import tree_attention
+from medusa.attention.hook import tree_attention
 from medusa.cache import SlotCache
 
 logger = logging.getLogger(__name__)

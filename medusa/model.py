@@ -98,6 +98,7 @@ class MedusaModel:
         base: str | Path | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
+        attention: str = "auto",
         compiled: bool = False,
         int8: bool = False,
     ) -> "MedusaModel":
@@ -108,6 +109,7 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
+            attention: "reference", "flash" or "triton"; "auto" = the fastest that runs on the device.
             compiled: Compile the base's pass (``torch.compile``; needs a C++ compiler): up to half a minute at the
                 first load, seconds later, and a small model decodes about 1.5 times faster on a CPU. Same weights, but
                 sums are rounded in other places: in bfloat16 a near tie may go the other way.
@@ -116,7 +118,8 @@ class MedusaModel:
 
         Raises:
             FileNotFoundError: A directory is missing.
-            ValueError: Damaged files, heads for another base, no base named, or a base that cannot verify trees.
+            ValueError: Damaged files, heads for another base, no base named, a base that cannot verify trees, or
+                an attention backend that does not run here.
 
         Example:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
@@ -126,7 +129,7 @@ class MedusaModel:
         if base is None and (config is None or not config.base):
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
-        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True, int8=int8)
+        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True, attention=attention, int8=int8)
         check_tree_decoding(base_model)
         if compiled:
             compile_base(base_model)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance import Accepted, Rule, select_path
-from medusa.attention import TreePlan
 from medusa.base_model import BaseModel
 from medusa.cache import SlotCache
 from medusa.drafters import DecodeState, Drafter
@@ -35,7 +34,7 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
         Last hidden states [B, N, D].
     """
     cache.begin(draft.tokens.shape[1])
-    plan = TreePlan(draft, cache.lengths, cache.kv_length)
+    plan = base.new_plan(draft, cache)
     positions_BN = cache.lengths[:, None] + draft.depths
     return base.tree_hidden_states(draft.tokens, positions_BN, cache, plan)
 

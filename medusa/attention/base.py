@@ -1,126 +1,173 @@
-"""The attention function that transformers calls, and the plan that tells it what a step's rows may see.
+"""The contract of tree attention, and the choice of who computes it.
 
-The base stays an unmodified transformers model: the function is registered once under ``IMPLEMENTATION``, and the plan
-of a step travels as a keyword argument of the forward call.
+A step makes one ``TreePlan``; every layer then asks the plan's backend for the attention of its N tree rows over
+L cached rows and the rows' own ancestors. Backends are imported when they are chosen.
 """
 
-from typing import Any, Final, Literal
+import importlib
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
 
-from medusa.attention.reference import attend
-from medusa.tree import Draft
+if TYPE_CHECKING:
+    from medusa.attention.plan import TreePlan
 
-IMPLEMENTATION = "medusa_tree"
-AMBIENT: Final = "ambient"
-"""In place of a plan: a compiler is looking; the operator that it sees finds cache and plan when it runs."""
+logger = logging.getLogger(__name__)
+
+BACKENDS = {
+    "reference": "medusa.attention.reference:ReferenceAttention",
+    "flash": "medusa.attention.flash:FlashAttention",
+    "triton": "medusa.attention.triton:TritonAttention",
+}
+GPU_PREFERENCE = ("triton", "flash")
+"""Best first: one pass over keys and values, then prefix and tree apart. The reference copies and masks all of it."""
 
 
-class TreePlan:
-    """What the N tree rows of each sequence may attend to: L cached rows and their own ancestors.
-
-    Made once per step; masks are built on demand and shared by all layers of the same kind.
+class Scoring(NamedTuple):
+    """How a layer turns products of queries and keys into weights.
 
     Attributes:
-        kv_length: Rows of the cache that attention reads, S.
+        scaling: Factor on the products.
+        window: Sliding window in tokens, by position and not by row; None = full attention.
+        softcap: Scores become ``softcap * tanh(score / softcap)`` where given.
+        sinks: [H] score of a key that every row sees and that has no value, where given.
     """
 
-    def __init__(self, draft: Draft, lengths_B: Tensor, kv_length: int) -> None:
-        self.draft = draft
-        self.lengths = lengths_B
-        self.kv_length = kv_length
-        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
-    def bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, groups * N, S]: 0 where a row may look, -inf elsewhere.
+
+class TreeAttention(Protocol):
+    """Computes the attention of one layer over tree rows.
+
+    On a GPU nothing in it waits for the device, and its shapes follow from tensors' shapes and ``plan.kv_length``
+    alone: the call can be captured in a CUDA graph. True lengths are read from ``plan.lengths`` on the device.
+    """
+
+    name: str
+    dtypes: frozenset[torch.dtype]
+    """Of queries, keys and values."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare for a device.
+
+        Raises:
+            BackendUnavailableError: It does not run there.
+        """
+
+    def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
+        """Why this backend cannot compute such a layer (the reference then does), None if it can."""
+
+    def attend(self, plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of tree rows; rows beyond a sequence's L + N count for nothing.
 
         Args:
-            groups: Query heads per key head; the rows repeat for each of them.
-            window: Sliding window in tokens, by position and not by row; None for full attention.
-            dtype: The dtype of the queries.
+            plan: The step's plan; what a backend derives from it is made at the first layer and kept.
+            query: [B, H, N, D].
+            key: [B, Hkv, S, D] view of [slots, capacity, Hkv, D] with S = ``plan.kv_length``; the tree rows of a
+                sequence are already written at rows L .. L+N-1.
+            value: [B, Hkv, S, Dv], likewise.
+            scoring: The layer's numbers.
+
+        Returns:
+            [B, H, N, Dv] in the dtype of the query; which strides it has is the backend's choice.
         """
-        key = (groups, window, dtype)
-        if key not in self._masks:
-            visible_BNS = self._visible(window)
-            zero = torch.zeros((), dtype=dtype, device=visible_BNS.device)
-            self._masks[key] = torch.where(visible_BNS, zero, float("-inf")).repeat(1, groups, 1)[:, None]
-        return self._masks[key]
-
-    def _visible(self, window: int | None) -> Tensor:
-        """[B, N, S] bool."""
-        draft, lengths_B11 = self.draft, self.lengths[:, None, None]
-        batch, nodes = draft.tokens.shape
-        rows_S = torch.arange(self.kv_length, device=draft.tokens.device)
-        visible_BNS = (rows_S < lengths_B11).expand(batch, nodes, -1).clone()
-        tree_rows_BN = self.lengths[:, None] + torch.arange(nodes, device=rows_S.device)
-        visible_BNS.scatter_(2, tree_rows_BN[:, None].expand(-1, nodes, -1), draft.ancestors)
-        if window is None:
-            return visible_BNS
-        positions_BN = self.lengths[:, None] + draft.depths
-        key_positions_BS = rows_S.expand(batch, -1).clone().scatter_(1, tree_rows_BN, positions_BN)
-        return visible_BNS & (positions_BN[:, :, None] - key_positions_BS[:, None] < window)
 
 
-def tree_attention(
-    module: nn.Module | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    tree_plan: TreePlan | Literal["ambient"] | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one layer in transformers' calling convention.
+class BackendUnavailableError(ValueError):
+    """A backend does not run here: its package or its device is missing."""
 
-    Without a plan (training, a plain forward pass) this is plain attention under transformers' own mask.
+
+def build(name: str, device: torch.device) -> TreeAttention:
+    """The backend of that name.
+
+    Raises:
+        ValueError: There is no such backend.
+        BackendUnavailableError: It does not run on that device.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention ({name!r}) is not known; choose one of: auto, {', '.join(BACKENDS)}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    try:
+        backend: TreeAttention = getattr(importlib.import_module(module), attribute)(device)
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"attention ({name}) cannot be imported: {error}; install its package or choose another"
+        ) from error
+    return backend
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]:
+    """The backend that is asked for, or with "auto" the best one that runs; and why it is that one (logged too).
+
+    Raises:
+        ValueError: There is no such backend.
+        BackendUnavailableError: The one that is asked for does not run on that device.
+    """
+    backend, reason = (build(name, device), "asked for") if name != "auto" else _best(device, dtype)
+    logger.info("attention %s: %s", backend.name, reason)
+    return backend, reason
+
+
+def attend(plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """``TreeAttention.attend`` of the plan's backend, or of the reference where the backend objects to the layer."""
+    backend = plan.backend
+    reason = backend.objection(query, key, value, scoring)
+    if reason is not None:
+        backend = _reference(backend.name, reason)
+    return backend.attend(plan, query, key, value, scoring)
+
+
+def least_work(
+    lengths: list[int], nodes: int, heads: int, kv_heads: int, dim: int, dim_v: int, itemsize: int
+) -> tuple[int, int]:
+    """The bytes and floating-point operations that no implementation of one layer's tree attention can avoid.
+
+    Every key, value, query and output crosses memory once; masks are left out. A time below bytes / bandwidth means
+    that something stayed in a cache.
 
     Args:
-        module: The attention layer; its number is read where the plan is ambient.
-        query: [B, H, N, D].
-        key: [B, Hkv, S, D], cached rows and tree rows.
-        value: [B, Hkv, S, Dv].
-        attention_mask: Used without a plan only.
-        tree_plan: The step's plan, or ``AMBIENT``: the key and value rows are then not in the cache yet.
-        scaling: Factor on the scores; None = 1 / sqrt(D).
-        sliding_window: In tokens, where the layer has one.
-        softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
-        s_aux: [H] attention sinks, where the layer has them.
+        lengths: L of every sequence.
+        nodes: N.
+        heads: H.
+        kv_heads: Hkv.
+        dim: D.
+        dim_v: Dv.
+        itemsize: Bytes of an element.
 
     Returns:
-        Output [B, N, H, Dv] and None for the weights.
+        (bytes, floating-point operations): the products with keys and values, two operations each; of a tree's own rows
+        all N x N, although a mask leaves out most.
     """
-    if tree_plan == AMBIENT:
-        assert module is not None, "transformers hands its layer over"
-        layer = module.layer_idx
-        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scaling, sliding_window, softcap), None
-    groups = query.shape[1] // key.shape[1]
-    if tree_plan is not None:
-        bias = tree_plan.bias(groups, sliding_window, query.dtype)
-    elif softcap is not None or s_aux is not None:
-        bias = _additive(attention_mask, query, key).repeat(1, 1, groups, 1)
-    else:
-        out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
-        return out, None
-    return attend(query, key, value, bias, scaling, softcap, s_aux).transpose(1, 2), None
+    rows, key_rows = nodes * len(lengths), sum(lengths) + nodes * len(lengths)
+    traffic = (key_rows * kv_heads + rows * heads) * (dim + dim_v) * itemsize
+    products = sum((length + nodes) * nodes for length in lengths) * heads * (dim + dim_v)
+    return traffic, 2 * products
 
 
-def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """transformers' boolean mask [B, 1, N, S], or the causal one where it left that out, as 0 and -inf."""
-    if mask is None:
-        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), float("-inf"))
+def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]:
+    if device.type != "cuda":
+        return build("reference", device), f"the one for {device.type}"
+    reasons = []
+    for name in GPU_PREFERENCE:
+        try:
+            backend = build(name, device)
+        except BackendUnavailableError as error:
+            reasons.append(str(error))
+            continue
+        if dtype in backend.dtypes:
+            return backend, "; ".join([*reasons, f"the fastest that runs on {device} in {dtype}"])
+        reasons.append(f"{name} does not compute in {dtype}")
+    return build("reference", device), "; ".join(reasons)
 
 
-def register() -> None:
-    """Make ``IMPLEMENTATION`` known to transformers; calling it again changes nothing."""
-    AttentionInterface.register(IMPLEMENTATION, tree_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+@cache
+def _reference(instead_of: str, reason: str) -> TreeAttention:
+    """The reference, for layers that a backend objects to; each reason is logged once."""
+    logger.info("attention reference instead of %s for some layers: %s", instead_of, reason)
+    return build("reference", torch.device("cpu"))

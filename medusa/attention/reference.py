@@ -1,38 +1,50 @@
-"""The reference backend: torch's own attention with an additive mask. Runs anywhere; the oracle of other backends."""
+"""The reference backend: torch's own attention with an additive mask. Runs anywhere; the measure of other backends."""
 
 import torch
 from torch import Tensor
 
+from medusa.attention.base import Scoring
+from medusa.attention.plan import TreePlan
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    scaling: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Masked attention with grouped heads: the g query heads of one key head become g * N rows of it.
+
+class ReferenceAttention:
+    """Masks all S rows. Rows that nobody may see must still hold finite numbers, as those of ``SlotCache`` do."""
+
+    name = "reference"
+    dtypes = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
+        """None: it computes every layer."""
+        return None
+
+    def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """See ``TreeAttention.attend``."""
+        bias = plan.bias(query.shape[1] // key.shape[1], scoring.window, query.dtype)
+        return masked_attention(query, key, value, bias, scoring)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:
+    """Attention under a mask, with grouped heads: the g query heads of one key head become g * N rows of it.
 
     Args:
         query: [B, H, N, D].
         key: [B, Hkv, S, D].
         value: [B, Hkv, S, Dv].
-        bias: [B, 1, g * N, S], 0 or -inf.
-        scaling: Factor on the scores; None = 1 / sqrt(D).
-        softcap: Bound on the scores, where given.
-        sinks: [H] score of a key that every row sees and that has no value, where given.
+        bias: [B, 1, g * N, S], 0 or -inf; windows are part of it.
+        scoring: The layer's numbers.
 
     Returns:
         [B, H, N, Dv].
     """
     batch, heads, nodes, dim = query.shape
-    rows = query.reshape(batch, key.shape[1], -1, dim)
+    rows, sinks, softcap = query.reshape(batch, key.shape[1], -1, dim), scoring.sinks, scoring.softcap
     if softcap is None and sinks is None:
-        out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scoring.scaling)
     else:
-        scores = torch.matmul(rows, key.transpose(2, 3)) * (dim**-0.5 if scaling is None else scaling)
+        scores = torch.matmul(rows, key.transpose(2, 3)) * scoring.scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = (scores + bias).float()

@@ -1,0 +1,85 @@
+"""The attention function that transformers calls.
+
+The base stays an unmodified transformers model: the function is registered once under ``IMPLEMENTATION``, and the plan
+of a step travels as a keyword argument of the forward call.
+"""
+
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from medusa.attention.base import Scoring, attend
+from medusa.attention.plan import TreePlan
+from medusa.attention.reference import masked_attention
+
+IMPLEMENTATION = "medusa_tree"
+AMBIENT: Final = "ambient"
+"""In place of a plan: a compiler is looking; the operator that it sees finds cache and plan when it runs."""
+
+
+def tree_attention(
+    module: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree_plan: TreePlan | Literal["ambient"] | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer in transformers' calling convention.
+
+    Without a plan (training, a plain forward pass) this is plain attention under transformers' own mask.
+
+    Args:
+        module: The attention layer; its number is read where the plan is ambient.
+        query: [B, H, N, D].
+        key: [B, Hkv, S, D], cached rows and tree rows.
+        value: [B, Hkv, S, Dv].
+        attention_mask: Used without a plan only.
+        tree_plan: The step's plan, or ``AMBIENT``: the key and value rows are then not in the cache yet.
+        scaling: Factor on the scores; None = 1 / sqrt(D).
+        sliding_window: In tokens, where the layer has one.
+        softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
+        s_aux: [H] attention sinks, where the layer has them.
+
+    Returns:
+        Output [B, N, H, Dv] and None for the weights.
+    """
+    if tree_plan == AMBIENT:
+        assert module is not None, "transformers hands its layer over"
+        layer = module.layer_idx
+        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scaling, sliding_window, softcap), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tree_plan is not None:
+        # A window that spans all rows hides none, and kernels without windows can compute the layer.
+        window = sliding_window if sliding_window is not None and sliding_window < tree_plan.kv_length else None
+        out = attend(tree_plan, query, key, value, Scoring(scale, window, softcap, s_aux))
+        return out.transpose(1, 2), None
+    if softcap is None and s_aux is None:
+        plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+        return plain, None
+    bias = _additive(attention_mask, query, key).repeat(1, 1, query.shape[1] // key.shape[1], 1)
+    scoring = Scoring(scale, softcap=softcap, sinks=s_aux)
+    return masked_attention(query, key, value, bias, scoring).transpose(1, 2), None
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """transformers' boolean mask [B, 1, N, S], or the causal one where it left that out, as 0 and -inf."""
+    if mask is None:
+        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), float("-inf"))
+
+
+def register() -> None:
+    """Make ``IMPLEMENTATION`` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, tree_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

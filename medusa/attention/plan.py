@@ -1,0 +1,91 @@
+"""The plan of one step: what its tree rows may see, in the forms that backends read."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from medusa.attention.base import TreeAttention
+from medusa.tree import Draft
+
+WORD = 32
+"""Bits of a mask word."""
+
+
+class TreePlan:
+    """What the N tree rows of each sequence may attend to: L cached rows and their own ancestors.
+
+    Made once per step, on the device and without waiting for it; every form of the mask is built when a layer first
+    asks for it and shared by the layers after it.
+
+    Attributes:
+        draft: The trees.
+        lengths: [B] int64, L of every sequence.
+        kv_length: S, rows of the cache that attention reads: at least every L + N. A host number; with a fixed bucket
+            here all shapes are fixed.
+        backend: Who computes.
+    """
+
+    def __init__(self, draft: Draft, lengths_B: Tensor, kv_length: int, backend: TreeAttention) -> None:
+        self.draft = draft
+        self.lengths = lengths_B
+        self.kv_length = kv_length
+        self.backend = backend
+        self._biases: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+
+    def bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, groups * N, S]: 0 where a row may look, -inf elsewhere.
+
+        Args:
+            groups: Query heads per key head; the rows repeat for each of them.
+            window: Sliding window in tokens, by position and not by row; None for full attention.
+            dtype: The dtype of the queries.
+        """
+        key = (groups, window, dtype)
+        if key not in self._biases:
+            visible_BNS = self._visible(window)
+            zero = torch.zeros((), dtype=dtype, device=visible_BNS.device)
+            self._biases[key] = torch.where(visible_BNS, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+        return self._biases[key]
+
+    @cached_property
+    def words(self) -> Tensor:
+        """[B, N, ceil(N / 32)] int32: bit j % 32 of word j // 32 of row i says whether j is i or an ancestor of i."""
+        return pack_bits(self.draft.ancestors)
+
+    @cached_property
+    def lengths_int32(self) -> Tensor:
+        """[B] int32, L of every sequence."""
+        return self.lengths.to(torch.int32)
+
+    @cached_property
+    def depths_int32(self) -> Tensor:
+        """[B, N] int32, contiguous: a node's position is L + its depth."""
+        return self.draft.depths.to(torch.int32).contiguous()
+
+    @cached_property
+    def tree_rows(self) -> Tensor:
+        """[B, N] int64: the cache row of every node."""
+        nodes = self.draft.tokens.shape[1]
+        return self.lengths[:, None] + torch.arange(nodes, device=self.lengths.device)
+
+    def _visible(self, window: int | None) -> Tensor:
+        """[B, N, S] bool."""
+        draft, lengths_B11 = self.draft, self.lengths[:, None, None]
+        batch, nodes = draft.tokens.shape
+        rows_S = torch.arange(self.kv_length, device=draft.tokens.device)
+        visible_BNS = (rows_S < lengths_B11).expand(batch, nodes, -1).clone()
+        visible_BNS.scatter_(2, self.tree_rows[:, None].expand(-1, nodes, -1), draft.ancestors)
+        if window is None:
+            return visible_BNS
+        positions_BN = self.lengths[:, None] + draft.depths
+        key_positions_BS = rows_S.expand(batch, -1).clone().scatter_(1, self.tree_rows, positions_BN)
+        return visible_BNS & (positions_BN[:, :, None] - key_positions_BS[:, None] < window)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Bool [..., N] as int32 words [..., ceil(N / 32)]; bits beyond N are 0."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
+    # Summed in 64 bits: in 32, bit 31 is the sign.
+    words = (padded.long() << torch.arange(WORD, device=mask.device)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
