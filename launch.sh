@@ -3,7 +3,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
-PY=$ROOT/.venv/bin/python
+PY=${MEDUSA_PYTHON:-$ROOT/.venv/bin/python}
 STAMP=$ROOT/.venv/.setup
 CACHE=$ROOT/.cache
 EXTRAS=train,serve,demo,dev
@@ -29,6 +29,7 @@ usage: ./launch.sh [command] [arguments]
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   bench          what a decode step costs on this machine, beside what it could cost at best
+  gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
   help           this text
@@ -36,6 +37,7 @@ usage: ./launch.sh [command] [arguments]
 Arguments go to the command, --help too. Relative paths are read from the clone.
 
 environment
+  MEDUSA_PYTHON    run with this interpreter and its packages as they are; nothing is set up
   PYTHON           interpreter that .venv is made with, 3.11 or newer (default: the first one found)
   TORCH_INDEX_URL  extra package index for torch, e.g. https://download.pytorch.org/whl/cpu
   HF_HOME          Hugging Face cache (default: .cache/huggingface in the clone)
@@ -69,7 +71,7 @@ install() {
 }
 
 setup() (
-    if ready; then return; fi
+    if [ -n "${MEDUSA_PYTHON:-}" ] || ready; then return; fi
     mkdir -p "$CACHE"
     if command -v flock >/dev/null; then
         exec 9>"$CACHE/setup.lock"
@@ -111,6 +113,13 @@ train() {
         --log_dir "$CACHE/torchrun" -m train "$@"
 }
 
+# Without a network there may be no .venv: then the machine's own Python runs it, with its own torch.
+gpu_check() {
+    case " $* " in *" --pack "*) run -m serve.gpu_check "$@" ;; esac
+    if [ -z "${MEDUSA_PYTHON:-}" ] && ! ready; then PY=$(find_python); fi
+    exec "$PY" -m serve.gpu_check "$@"
+}
+
 cd "$ROOT"
 command=${1:-demo}
 shift $(($# > 0))
@@ -123,5 +132,6 @@ case $command in
     train) train "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
+    gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

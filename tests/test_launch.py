@@ -191,3 +191,22 @@ def test_train_on_several_machines(clone):
     clone.launch("train", NPROC="8", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
     (call,) = clone.calls("train.launch")
     assert "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 --log_dir" in call
+
+
+def test_gpu_check_without_a_venv_uses_the_machines_python(clone):
+    assert clone.launch("gpu-check", "--limit", "9").returncode == 0
+    assert clone.calls("-m serve.gpu_check") == ["-m serve.gpu_check --limit 9"]
+    assert not clone.calls(" pip --disable")
+    assert not (clone.root / ".venv").exists()
+
+
+def test_packing_for_the_gpu_check_needs_the_venv(clone):
+    assert clone.launch("gpu-check", "--pack").returncode == 0
+    assert len(clone.calls(" pip --disable")) == 2
+
+
+def test_a_given_interpreter_is_taken_as_it_is(clone):
+    assert clone.launch("train", "--recipe", "x.yaml", MEDUSA_PYTHON=str(clone.python)).returncode == 0
+    assert clone.calls("-m train.launch")
+    assert not clone.calls(" pip --disable")
+    assert not (clone.root / ".venv").exists()

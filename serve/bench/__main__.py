@@ -11,6 +11,8 @@ from data import resolve_base_name
 from serve.bench.arguments import build_parser
 
 if TYPE_CHECKING:
+    import torch
+
     from medusa import BaseModel, DraftHeads
 
 
@@ -43,6 +45,7 @@ def _step(options: argparse.Namespace) -> None:
 
     base, heads = _subject(options)
     figures = measure_steps(base, heads, options.nodes, options.batch, options.context, options.rounds, options.seed)
+    figures |= {"heads": _heads_name(options), "attention": base.attention.name}
     if options.profile or options.memory_steps:
         nodes = max(options.nodes)
         rig = Rig(base, heads, options.batch[0], options.context, 2 * nodes, options.seed)
@@ -53,7 +56,7 @@ def _step(options: argparse.Namespace) -> None:
             figures["memory"] = watch_memory(lambda: rig.run(drafter), options.memory_steps, base.device)
     if options.baseline:
         figures["baseline"] = _baseline(options, base, heads)
-    _publish("step", options, base, figures)
+    _publish("step", options, base.device, base.dtype, figures)
 
 
 def _baseline(options: argparse.Namespace, base: "BaseModel", heads: "DraftHeads") -> list[dict[str, Any]]:
@@ -80,11 +83,13 @@ def _replay(options: argparse.Namespace) -> None:
     ]
     figures = {
         "label": "replay",
+        "heads": _heads_name(options),
+        "attention": base.attention.name,
         "context": options.context,
         "trace": trace.provenance | {"tokens_per_step": round(trace.tokens_per_step, 4), "steps": len(trace.emitted)},
         "rows": rows,
     }
-    _publish("replay", options, base, figures)
+    _publish("replay", options, base.device, base.dtype, figures)
 
 
 def _trace(options: argparse.Namespace) -> None:
@@ -111,6 +116,30 @@ def _trace(options: argparse.Namespace) -> None:
     print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
 
 
+def _attention(options: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    from medusa.base_model import choose_dtype
+    from serve.bench.attention import measure_attention
+    from serve.bench.shapes import choose_device, shape_config
+
+    device = choose_device(options.device)
+    config = shape_config(options.shape) if options.shape else AutoConfig.from_pretrained(_base_name(options))
+    dtype = choose_dtype(torch.bfloat16, device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    text = config.get_text_config()
+    sizes = (options.nodes, options.batch, options.context, options.rounds, options.seed)
+    _publish("attention", options, device, dtype, measure_attention(text, dtype, device, *sizes))
+
+
+def _heads_name(options: argparse.Namespace) -> str:
+    return f"{options.num_heads} {options.architecture}, random"
+
+
+def _base_name(options: argparse.Namespace) -> str:
+    return resolve_base_name(options.base)
+
+
 def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
     """The base that the flags name and random heads for it, prepared for decoding."""
     import torch
@@ -123,24 +152,25 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
     device = choose_device(options.device)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.shape:
-        base = random_base(options.shape, dtype, device, options.seed)
+        base = random_base(options.shape, dtype, device, options.seed, options.attention)
     else:
-        base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, pack=True)
+        base = BaseModel.load(_base_name(options), dtype=dtype, device=device, pack=True, attention=options.attention)
     model = MedusaModel(base, random_heads(base, options.architecture, options.num_heads, options.seed))
     assert model.heads is not None, "given above"
     return base, model.heads
 
 
-def _publish(kind: str, options: argparse.Namespace, base: "BaseModel", figures: dict[str, Any]) -> None:
+def _publish(
+    kind: str, options: argparse.Namespace, device: "torch.device", dtype: "torch.dtype", figures: dict[str, Any]
+) -> None:
     from serve.bench.report import environment, show, write_json
 
     report = {
         "kind": kind,
         "base": options.shape or options.base,
         "weights": "random" if options.shape else "real",
-        "heads": f"{options.num_heads} {options.architecture}, random",
-        "dtype": str(base.dtype).removeprefix("torch."),
-        **environment(base.device, options.words),
+        "dtype": str(dtype).removeprefix("torch."),
+        **environment(device, options.words),
         **figures,
     }
     if options.json:
@@ -152,7 +182,7 @@ def _publish(kind: str, options: argparse.Namespace, base: "BaseModel", figures:
     show(report)
 
 
-COMMANDS = {"step": _step, "replay": _replay, "trace": _trace}
+COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "attention": _attention}
 
 if __name__ == "__main__":
     sys.exit(main())

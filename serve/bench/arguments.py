@@ -8,6 +8,7 @@ from data import EMBEDDED
 from serve.conversation import DRAFTERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION = ("auto", "reference", "flash", "triton")
 ARCHITECTURES = ("recurrent", "medusa")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
@@ -25,22 +26,18 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace,attention}")
     _add_step(_command(commands, "step", "cost of a step against tree size and batch, beside the memory's bound"))
     _add_replay(_command(commands, "replay", "a recorded acceptance trace, forced through the real step of any shape"))
     _add_trace(_command(commands, "trace", "record the acceptance of trained heads, for replay"))
+    _add_attention(_command(commands, "attention", "attention of one layer per backend, beside the memory's bound"))
     return parser
 
 
 def _add_step(step: argparse.ArgumentParser) -> None:
     _add_subject(step)
-    step.add_argument(
-        "--nodes",
-        type=_numbers,
-        default=[1, 2, 4, 8, 16, 32, 64, 128],
-        metavar="N,...",
-        help="tree sizes with the root; 1 is always among them (default: powers of two up to 128)",
-    )
+    _add_heads(step)
+    _add_sizes(step, "; 1 is always among them")
     step.add_argument(
         "--baseline",
         action="store_true",
@@ -59,6 +56,7 @@ def _add_step(step: argparse.ArgumentParser) -> None:
 
 def _add_replay(replay: argparse.ArgumentParser) -> None:
     _add_subject(replay)
+    _add_heads(replay)
     replay.add_argument(
         "--trace", metavar="FILE", help="made by medusa-bench trace (default: one of the embedded base's heads)"
     )
@@ -94,8 +92,24 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     _add_place(trace)
 
 
+def _add_attention(attention: argparse.ArgumentParser) -> None:
+    _add_subject(attention)
+    _add_sizes(attention)
+    _add_measuring(attention, rounds=10)
+
+
+def _add_sizes(command: argparse.ArgumentParser, note: str = "") -> None:
+    command.add_argument(
+        "--nodes",
+        type=_numbers,
+        default=[1, 2, 4, 8, 16, 32, 64, 128],
+        metavar="N,...",
+        help=f"tree sizes with the root{note} (default: powers of two up to 128)",
+    )
+
+
 def _add_subject(command: argparse.ArgumentParser) -> None:
-    """Which base is measured; its heads have random weights, since only their shape takes time."""
+    """Which base is measured."""
     base = command.add_mutually_exclusive_group()
     base.add_argument(
         "--base", default=EMBEDDED, metavar="NAME", help="embedded, a directory or a Hub id (default: %(default)s)"
@@ -103,13 +117,20 @@ def _add_subject(command: argparse.ArgumentParser) -> None:
     base.add_argument(
         "--shape", metavar="NAME", help="random weights of a known shape instead, as qwen3-0.6b, llama-1b, llama-8b"
     )
+    _add_place(command)
+
+
+def _add_heads(command: argparse.ArgumentParser) -> None:
+    """What a whole step needs; heads have random weights, since only their shape takes time."""
+    command.add_argument(
+        "--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)"
+    )
     command.add_argument(
         "--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)"
     )
     command.add_argument(
         "--num-heads", type=at_least(1), default=5, metavar="K", help="heads, the depth of trees (default: %(default)s)"
     )
-    _add_place(command)
 
 
 def _add_place(command: argparse.ArgumentParser) -> None:

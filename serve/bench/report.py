@@ -128,7 +128,26 @@ def _replay_tables(report: dict[str, Any]) -> Tables:
     return [(f"REPLAY of an acceptance trace, not an acceptance of this shape: {title(report)}", headings, rows)]
 
 
-TABLES = {"step": _step_tables, "replay": _replay_tables}
+def _attention_tables(report: dict[str, Any]) -> Tables:
+    headings = ("backend", "B", "N", "", "ms per layer", "bound ms", "of bandwidth")
+    rows: list[Sequence[object]] = [
+        (
+            row["backend"],
+            row["batch"],
+            row["nodes"],
+            row["mode"],
+            f"{row['ms']:.4f}",
+            f"{row['bound_ms']:.4f}",
+            f"{row['share_of_bound']:.0%}",
+        )
+        for row in report["rows"]
+    ]
+    missing = "".join(f"; without {name}: {reason}" for name, reason in report["missing"].items())
+    bound = f"memory: {report['bandwidth_gb_per_s']:.1f} GB/s ({report['bandwidth_method']})"
+    return [(f"attention: {title(report)}; {bound}{missing}", headings, rows)]
+
+
+TABLES = {"step": _step_tables, "replay": _replay_tables, "attention": _attention_tables}
 
 
 def _version(package: str) -> str | None:

@@ -92,7 +92,9 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     return model.eval().requires_grad_(False)
 
 
-def random_base(name: str, dtype: torch.dtype | None, device: torch.device, seed: int = 0) -> BaseModel:
+def random_base(
+    name: str, dtype: torch.dtype | None, device: torch.device, seed: int = 0, attention: str = "auto"
+) -> BaseModel:
     """A base of a named shape, prepared for decoding as ``BaseModel.load`` prepares a real one.
 
     Args:
@@ -100,12 +102,13 @@ def random_base(name: str, dtype: torch.dtype | None, device: torch.device, seed
         dtype: None = bfloat16, or what the device has instead.
         device: Where it is made.
         seed: Of the weights.
+        attention: A backend of ``medusa.attention``.
     """
     model = random_model(shape_config(name), dtype or choose_dtype(torch.bfloat16, device), device, seed)
     if device.type == "cpu":
         packed.pack_linears(model, keep=model.get_output_embeddings())
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    return BaseModel(model, no_words, name)
+    return BaseModel(model, no_words, name, attention)
 
 
 def unpacked_copy(base: BaseModel, seed: int = 0) -> PreTrainedModel:

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel
 from medusa.acceptance import greedy
+from medusa.attention import BACKENDS
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter
 from medusa.heads import ARCHITECTURES
 from medusa.step import decode_step
-from serve.bench import arguments, inside, timing
+from serve.bench import arguments, attention, inside, timing
 from serve.bench.__main__ import main
 from serve.bench.baseline import TokenClock
 from serve.bench.replay import ForcedRule, schedule
@@ -266,6 +267,27 @@ def test_damaged_traces_are_refused(tmp_path, content):
         load_trace(tmp_path / "x.json")
 
 
+# Attention
+
+
+def test_attention_reports_every_backend_that_runs_beside_its_bound(base_directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(attention.LAYERS_BYTES, "cpu", 1 << 14)
+    words = ["--base", str(base_directory), "--nodes", "1,4", "--batch", "2", "--context", "8", "--rounds", "1"]
+    files = ["--json", str(tmp_path / "x.json"), "--picture", str(tmp_path / "x.png")]
+    assert main(["attention", "--dtype", "float32", *words, *files]) == 0
+    report = json.loads((tmp_path / "x.json").read_text())
+    sizes = [(row["backend"], row["nodes"]) for row in report["rows"] if row["backend"] == "reference"]
+    assert sizes == [("reference", 1), ("reference", 4)]
+    assert {row["backend"] for row in report["rows"]} | set(report["missing"]) == set(BACKENDS)
+    for row in report["rows"]:
+        # keys and values of 2 heads, queries and outputs of 4, all of 8 numbers of 4 bytes
+        least = 2 * 8 * 4 * (2 * 2 * (8 + row["nodes"]) + 4 * 2 * row["nodes"])
+        assert row["bound_ms"] == pytest.approx(least / report["bandwidth_gb_per_s"] / 1e6, rel=0.02, abs=1e-5)
+        assert row["ms"] > 0
+    assert "reference" in capsys.readouterr().out
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
 # Memory
 
 
@@ -332,8 +354,9 @@ def test_failures_are_one_sentence_and_status_1(words, message, capsys, tmp_path
     assert message in capsys.readouterr().err
 
 
-def test_the_parser_knows_all_architectures():
+def test_the_parser_knows_all_names():
     assert set(arguments.ARCHITECTURES) == set(ARCHITECTURES)
+    assert ("auto", *BACKENDS) == arguments.ATTENTION
 
 
 def test_ctrl_c(monkeypatch):
