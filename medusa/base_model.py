@@ -151,9 +151,9 @@ class BaseModel:
         weight: Tensor = self._lm_head.weight
         return weight
 
-    def new_cache(self, slots: int, capacity: int) -> SlotCache:
-        """An empty cache for ``slots`` sequences of at most ``capacity`` rows."""
-        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device)
+    def new_cache(self, slots: int, capacity: int, limit: int | None = None) -> SlotCache:
+        """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
+        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device, limit)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         """Last hidden states [B, T, D], after the last norm, of a plain causal pass without cache.

@@ -17,6 +17,9 @@ from medusa.drafters import Drafter
 from medusa.output import Answer, Piece
 from medusa.step import decode_step, prefill
 
+HEADROOM = 256
+"""Rows that a new cache has for an answer; a longer one makes it grow."""
+
 
 def new_answers(
     base: BaseModel,
@@ -66,7 +69,8 @@ def decode(
         For every prompt the pieces of text that the step made final.
     """
     longest = max(len(prompt) + answer.max_new_tokens for prompt, answer in zip(prompts, answers, strict=True))
-    cache = base.new_cache(len(prompts), capacity=longest + 2 * drafter.nodes)
+    limit = longest + 2 * drafter.nodes
+    cache = base.new_cache(len(prompts), min(limit, max(map(len, prompts)) + HEADROOM), limit)
     state = prefill(base, cache, prompts)
     if base.device.type == "cuda":
         torch.cuda.synchronize(base.device)
