@@ -151,7 +151,7 @@ class BaseModel:
         weight: Tensor = self._lm_head.weight
         return weight
 
-    def new_cache(self, slots: int, capacity: int, limit: int | None = None) -> SlotCache:
+    def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
         """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
         return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device, limit)
 

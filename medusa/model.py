@@ -10,7 +10,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from medusa.acceptance import DELTA, EPSILON, build_rule
+from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
 from medusa.base_model import BaseModel, resolve_base
 from medusa.drafters import Drafter, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
 from medusa.formats import load_heads, save_heads
@@ -18,6 +18,7 @@ from medusa.formats.native import load_config
 from medusa.generate import decode, new_answers
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
+from medusa.prefix import Prefix
 from medusa.self_test import check_tree_decoding
 from medusa.tree import Tree
 
@@ -49,6 +50,7 @@ class Options(TypedDict, total=False):
     tree: Tree | None
     drafter: str | Drafter | None
     stop: str | Sequence[str]
+    prefix: Prefix | None
 
 
 class Stream:
@@ -181,6 +183,7 @@ class MedusaModel:
         tree: Tree | None = None,
         drafter: str | Drafter | None = None,
         stop: str | Sequence[str] = (),
+        prefix: Prefix | None = None,
         incremental: bool = False,
     ) -> tuple[list[Answer], Generator[list[list[Piece]]]]:
         """Check everything and hand out the answers with the loop that grows them.
@@ -204,6 +207,8 @@ class MedusaModel:
                 no heads; "hybrid", both in one tree; or an object of your own. None = hybrid where there are heads.
                 The text does not depend on it, except under typical acceptance.
             stop: Strings that end an answer; not part of its text.
+            prefix: For one prompt: keeps what is computed, so that the next prompt with the same beginning is not
+                computed from its first token on. The text does not depend on it.
             incremental: Yield text after every step instead of once at the end.
 
         Raises:
@@ -223,7 +228,17 @@ class MedusaModel:
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
-        return answers, decode(self.base, drafter, rule, prompts, answers, max_steps)
+        if prefix is None:
+            return answers, decode(self.base, drafter, rule, prompts, answers, max_steps)
+        if len(prompts) != 1:
+            raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
+        return answers, self._continue(prefix, drafter, rule, prompts[0], answers[0], max_steps)
+
+    def _continue(
+        self, prefix: Prefix, drafter: Drafter, rule: Rule, prompt: Sequence[int], answer: Answer, max_steps: int | None
+    ) -> Generator[list[list[Piece]]]:
+        with prefix.lend(self.base, prompt, answer) as cache:
+            yield from decode(self.base, drafter, rule, [prompt], [answer], max_steps, cache)
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
