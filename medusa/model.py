@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -19,8 +20,10 @@ from medusa.generate import decode, new_answers
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
 from medusa.prefix import Prefix
-from medusa.self_test import check_tree_decoding
+from medusa.self_test import choose_decoding
 from medusa.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
@@ -102,7 +105,7 @@ class MedusaModel:
 
         Raises:
             FileNotFoundError: A directory is missing.
-            ValueError: Damaged files, heads for another base, no base named, or a base that cannot verify trees.
+            ValueError: Damaged files, heads for another base, no base named, or a base that cannot be decoded.
 
         Example:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
@@ -113,7 +116,7 @@ class MedusaModel:
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
         base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True)
-        check_tree_decoding(base_model)
+        choose_decoding(base_model)
         if heads is None:
             return cls(base_model)
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
@@ -269,20 +272,32 @@ class MedusaModel:
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if nodes == 1 or (name is None and self.heads is None):
             return PlainDrafter()
+        if self.base.decoding == "chain" and tree is not None and tree.depth + 1 < tree.nodes:
+            raise ValueError(
+                f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({self.base.name}) verifies"
+                f" chains only; give Tree.chain({tree.depth})"
+            )
         key = ("heads" if tree else name or "hybrid", nodes or self.default_nodes, tree)
         if key not in self._drafters:
             self._drafters[key] = self._new_drafter(*key)
         return self._drafters[key]
 
     def _new_drafter(self, name: str, nodes: int, tree: Tree | None) -> Drafter:
+        if self.base.decoding == "plain":
+            logger.warning("drafter (%s, %d nodes) is left out: base (%s) decodes plainly", name, nodes, self.base.name)
+            return PlainDrafter()
         if name == "prompt-lookup":
             return PromptLookupDrafter(nodes)
         assert self.heads is not None, "checked by the caller"
         guesses = min(nodes // 2, LOOKUP_GUESSES)
+        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH)
+        if self.base.decoding == "chain":
+            chain = tree or Tree.chain(min(nodes - 1, self.heads.config.num_heads))
+            heads = HeadsDrafter(self.heads, self.base, nodes, chain)
+            return heads if name == "heads" else HybridDrafter(heads, PlainDrafter(), shortcut=sure)
         if name == "heads" or nodes == 2:
             return HeadsDrafter(self.heads, self.base, nodes, tree)
         heads = HeadsDrafter(self.heads, self.base, nodes - guesses)
-        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH)
         return HybridDrafter(heads, PromptLookupDrafter(guesses + 1), shortcut=sure)
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:

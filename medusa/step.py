@@ -45,7 +45,7 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
 def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> StepResult:
     """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
     state = _make_room(cache, state, drafter.nodes)
-    draft = drafter.propose(state)
+    draft = _fit(base, cache, drafter.propose(state))
 
     hidden_BND = verify(base, cache, draft)
 
@@ -73,7 +73,7 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
         cache: A cache of B slots: empty, or with the rows of the first tokens of each prompt; at least its last two
             tokens must be missing, since the pass over the last but one gives the state's hidden state.
         prompts: Token ids of B prompts, at least one each.
-        chunk: Rows per forward pass; bounds the memory of long prompts.
+        chunk: Rows per forward pass; bounds the memory of long prompts. A base that decodes plainly gets one at a time.
 
     Returns:
         The state of the first step; the hidden state of a prompt of one token is zero.
@@ -84,7 +84,7 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
     hidden_BD = torch.zeros(batch, base.hidden_size, dtype=base.dtype, device=base.device)
     missing = [len(prompt) - 1 - length for prompt, length in zip(prompts, cache.host_lengths, strict=True)]
     while any(missing):
-        counts = [min(rows, chunk) for rows in missing]
+        counts = [min(rows, 1 if base.decoding == "plain" else chunk) for rows in missing]
         counts_B, index_C = torch.tensor(counts, device=base.device), torch.arange(max(counts), device=base.device)
         tokens_BC = history_BT.gather(1, (cache.lengths[:, None] + index_C).clamp(max=width - 1))
         hidden_BCD = verify(base, cache, Draft.chain(tokens_BC))
@@ -95,6 +95,15 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
         missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
     roots_B = history_BT.gather(1, cache.lengths[:, None])[:, 0]
     return DecodeState(roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool), history_BT, cache.lengths)
+
+
+def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
+    """What the base can verify of a draft, whoever drew it: any tree, or its tokens as a chain, or the root alone."""
+    if base.decoding == "tree":
+        return draft
+    # Where rows stand for positions, they end with the context.
+    room = base.context_length - 1 - cache.longest if base.decoding == "chain" else 1
+    return Draft.chain(draft.tokens[:, : max(1, room)])
 
 
 def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:

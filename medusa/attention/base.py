@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from medusa.attention.layers import rescale_queries, visible_span
 from medusa.attention.reference import attend
 from medusa.tree import Draft
 
@@ -31,24 +32,33 @@ class TreePlan:
         self.draft = draft
         self.lengths = lengths_B
         self.kv_length = kv_length
-        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[object, ...], Tensor] = {}
 
-    def bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    @property
+    def positions(self) -> Tensor:
+        """[B, N] positions of the tree rows."""
+        return self.lengths[:, None] + self.draft.depths
+
+    def bias(
+        self, groups: int, window: int | None, dtype: torch.dtype, device: torch.device, chunk: int | None = None
+    ) -> Tensor:
         """Additive mask [B, 1, groups * N, S]: 0 where a row may look, -inf elsewhere.
 
         Args:
             groups: Query heads per key head; the rows repeat for each of them.
             window: Sliding window in tokens, by position and not by row; None for full attention.
             dtype: The dtype of the queries.
+            device: Their device: the layers of a base may be spread over several.
+            chunk: Rows see their own chunk of this many positions only; None for other layers.
         """
-        key = (groups, window, dtype)
+        key = (groups, window, chunk, dtype, device)
         if key not in self._masks:
-            visible_BNS = self._visible(window)
-            zero = torch.zeros((), dtype=dtype, device=visible_BNS.device)
+            visible_BNS = self._visible(window, chunk).to(device)
+            zero = torch.zeros((), dtype=dtype, device=device)
             self._masks[key] = torch.where(visible_BNS, zero, float("-inf")).repeat(1, groups, 1)[:, None]
         return self._masks[key]
 
-    def _visible(self, window: int | None) -> Tensor:
+    def _visible(self, window: int | None, chunk: int | None) -> Tensor:
         """[B, N, S] bool."""
         draft, lengths_B11 = self.draft, self.lengths[:, None, None]
         batch, nodes = draft.tokens.shape
@@ -56,11 +66,12 @@ class TreePlan:
         visible_BNS = (rows_S < lengths_B11).expand(batch, nodes, -1).clone()
         tree_rows_BN = self.lengths[:, None] + torch.arange(nodes, device=rows_S.device)
         visible_BNS.scatter_(2, tree_rows_BN[:, None].expand(-1, nodes, -1), draft.ancestors)
-        if window is None:
+        if window is None and chunk is None:
             return visible_BNS
-        positions_BN = self.lengths[:, None] + draft.depths
+        positions_BN = self.positions
         key_positions_BS = rows_S.expand(batch, -1).clone().scatter_(1, tree_rows_BN, positions_BN)
-        return visible_BNS & (positions_BN[:, :, None] - key_positions_BS[:, None] < window)
+        first_BN = positions_BN - window + 1 if chunk is None else positions_BN // chunk * chunk  # type: ignore[operator]
+        return visible_BNS & (key_positions_BS[:, None] >= first_BN[:, :, None])
 
 
 def tree_attention(
@@ -98,7 +109,10 @@ def tree_attention(
     """
     groups = query.shape[1] // key.shape[1]
     if tree_plan is not None:
-        bias = tree_plan.bias(groups, sliding_window, query.dtype)
+        nodes = query.shape[2]
+        query = rescale_queries(module, query, tree_plan.positions, first_row=tree_plan.kv_length - nodes)
+        window, chunk = visible_span(module, sliding_window)
+        bias = tree_plan.bias(groups, window, query.dtype, query.device, chunk)
     elif softcap is not None or s_aux is not None:
         bias = _additive(attention_mask, query, key).repeat(1, 1, groups, 1)
     else:
