@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from medusa import packed
-from medusa.attention import AMBIENT, TreePlan
-from medusa.attention.hook import tree_attention
+from medusa.attention import AMBIENT, Scoring, TreePlan
+from medusa.attention.hook import attend_rows
 from medusa.cache import SlotCache
 
 logger = logging.getLogger(__name__)
@@ -136,16 +136,14 @@ def _attend(
     value: Tensor,
     sinks: Tensor | None,
     layer: int,
-    scaling: float | None,
+    scaling: float,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
 ) -> Tensor:
-    keys, values = _now.cache.update(key, value, layer)
-    out, _ = tree_attention(
-        None, query, keys, values, None,
-        tree_plan=_now.plan, scaling=scaling, sliding_window=window, softcap=softcap, s_aux=sinks,
-    )  # fmt: skip
-    return out.contiguous()
+    keys, values = _now.cache.layers[layer].update(key, value)
+    scoring = Scoring(scaling, window, softcap, sinks, chunk)
+    return attend_rows(_now.plan, query, keys, values, scoring).contiguous()
 
 
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
@@ -154,8 +152,8 @@ def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tens
 
 _library = torch.library.Library("medusa", "FRAGMENT")
 _library.define(
-    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float? scaling, int? window,"
-    " float? softcap) -> Tensor"
+    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scaling, int? window,"
+    " int? chunk, float? softcap) -> Tensor"
 )
 _library.impl("tree_attention", _attend, "CompositeExplicitAutograd")
 _library.impl("tree_attention", _attend_shape, "Meta")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -10,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from medusa.acceptance import DELTA, EPSILON, build_rule
+from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
 from medusa.base_model import BaseModel, resolve_base
 from medusa.drafters import (
     Drafter,
@@ -25,8 +26,11 @@ from medusa.formats.native import load_config
 from medusa.generate import decode, new_answers
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
-from medusa.self_test import check_tree_decoding, compile_base
+from medusa.prefix import Prefix
+from medusa.self_test import choose_decoding, compile_base
 from medusa.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
@@ -58,6 +62,7 @@ class Options(TypedDict, total=False):
     tree: Tree | None
     drafter: str | Drafter | None
     stop: str | Sequence[str]
+    prefix: Prefix | None
 
 
 class Stream:
@@ -118,7 +123,7 @@ class MedusaModel:
 
         Raises:
             FileNotFoundError: A directory is missing.
-            ValueError: Damaged files, heads for another base, no base named, a base that cannot verify trees, or
+            ValueError: Damaged files, heads for another base, no base named, a base that cannot be decoded, or
                 an attention backend that does not run here.
 
         Example:
@@ -130,7 +135,7 @@ class MedusaModel:
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
         base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True, attention=attention, int8=int8)
-        check_tree_decoding(base_model)
+        choose_decoding(base_model)
         if compiled:
             compile_base(base_model)
         if heads is None:
@@ -204,6 +209,7 @@ class MedusaModel:
         tree: Tree | None = None,
         drafter: str | Drafter | None = None,
         stop: str | Sequence[str] = (),
+        prefix: Prefix | None = None,
         incremental: bool = False,
     ) -> tuple[list[Answer], Generator[list[list[Piece]]]]:
         """Check everything and hand out the answers with the loop that grows them.
@@ -232,6 +238,8 @@ class MedusaModel:
                 for speculative acceptance; or an object of your own. None = hybrid where there are heads. The text
                 does not depend on it, except under speculative and typical acceptance.
             stop: Strings that end an answer; not part of its text.
+            prefix: For one prompt: keeps what is computed, so that the next prompt with the same beginning is not
+                computed from its first token on. The text does not depend on it.
             incremental: Yield text after every step instead of once at the end.
 
         Raises:
@@ -254,7 +262,17 @@ class MedusaModel:
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
-        return answers, decode(self.base, drafter, rule, prompts, answers, max_steps)
+        if prefix is None:
+            return answers, decode(self.base, drafter, rule, prompts, answers, max_steps)
+        if len(prompts) != 1:
+            raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
+        return answers, self._continue(prefix, drafter, rule, prompts[0], answers[0], max_steps)
+
+    def _continue(
+        self, prefix: Prefix, drafter: Drafter, rule: Rule, prompt: Sequence[int], answer: Answer, max_steps: int | None
+    ) -> Generator[list[list[Piece]]]:
+        with prefix.lend(self.base, prompt, answer) as cache:
+            yield from decode(self.base, drafter, rule, [prompt], [answer], max_steps, cache)
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
@@ -290,20 +308,32 @@ class MedusaModel:
             return PlainDrafter()
         if name == "heads-sampled" and self.heads is not None:
             return SampledHeadsDrafter(self.heads, self.base, nodes or self.default_nodes, seeds_B, temperature, tree)
+        if self.base.decoding == "chain" and tree is not None and tree.depth + 1 < tree.nodes:
+            raise ValueError(
+                f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({self.base.name}) verifies"
+                f" chains only; give Tree.chain({tree.depth})"
+            )
         key = ("heads" if tree else name or "hybrid", nodes or self.default_nodes, tree)
         if key not in self._drafters:
             self._drafters[key] = self._new_drafter(*key)
         return self._drafters[key]
 
     def _new_drafter(self, name: str, nodes: int, tree: Tree | None) -> Drafter:
+        if self.base.decoding == "plain":
+            logger.warning("drafter (%s, %d nodes) is left out: base (%s) decodes plainly", name, nodes, self.base.name)
+            return PlainDrafter()
         if name == "prompt-lookup":
             return PromptLookupDrafter(nodes)
         assert self.heads is not None, "checked by the caller"
         guesses = min(nodes // 2, LOOKUP_GUESSES)
+        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH)
+        if self.base.decoding == "chain":
+            chain = tree or Tree.chain(min(nodes - 1, self.heads.config.num_heads))
+            heads = HeadsDrafter(self.heads, self.base, nodes, chain)
+            return heads if name == "heads" else HybridDrafter(heads, PlainDrafter(), shortcut=sure)
         if name == "heads" or nodes == 2:
             return HeadsDrafter(self.heads, self.base, nodes, tree)
         heads = HeadsDrafter(self.heads, self.base, nodes - guesses)
-        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH)
         return HybridDrafter(heads, PromptLookupDrafter(guesses + 1), shortcut=sure)
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:

@@ -194,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
     try:
         model = load_model(args)
-        Repl(model, terminal, Conversation(args.system), settings, title=describe(model, args.heads)).run()
+        from medusa import Prefix
+
+        title = describe(model, args.heads)
+        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix()).run()
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -91,6 +91,9 @@ def _stats(repl: "Repl", _: str) -> None:
         f" {speed:.1f} tokens/s, {per_step:.2f} tokens/step"
     )
     repl.terminal.note(
+        f"  {totals.cached_tokens:,} of {count(totals.prompt_tokens, 'prompt token')} were known from the answer before"
+    )
+    repl.terminal.note(
         f"  conversation: {count(len(repl.conversation.turns), 'turn')}, {count(repl.conversation_tokens(), 'token')};"
         f" the context holds {repl.model.base.context_length:,}"
     )

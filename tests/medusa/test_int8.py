@@ -6,7 +6,7 @@ from torch import nn
 
 from medusa import BaseModel, MedusaModel
 from medusa.int8 import Int8Linear, available, round_linears
-from medusa.self_test import check_tree_decoding
+from medusa.self_test import choose_decoding
 
 pytestmark = pytest.mark.skipif(not available(), reason="no int8 kernels on this machine")
 
@@ -46,7 +46,7 @@ def test_all_layers_but_the_output_layer_are_rounded(rounded):
 
 
 def test_trees_are_lossless_towards_the_rounded_model(rounded, base_directory, make_heads):
-    check_tree_decoding(rounded)
+    choose_decoding(rounded)
     model, prompts = MedusaModel(rounded, make_heads()), [[7, 8, 9], [65, 66, 67, 68, 69, 70, 71], [5]]
     plain = [output.tokens for output in model.generate(prompts, nodes=1, max_new_tokens=40)]
     assert [output.tokens for output in model.generate(prompts, nodes=9, max_new_tokens=40)] == plain
