@@ -293,8 +293,8 @@ class MedusaModel:
     def _drafter(
         self, name: str | None, nodes: int | None, tree: Tree | None, seeds_B: Tensor, temperature: float
     ) -> Drafter:
-        wants_tree = name in (None, "heads", "heads-sampled")
-        if tree is not None and (self.heads is None or nodes is not None or not wants_tree):
+        takes_tree = name in (None, "heads", "heads-sampled")
+        if tree is not None and (self.heads is None or nodes is not None or not takes_tree):
             raise ValueError(
                 "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
             )

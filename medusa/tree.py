@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,12 @@ class Draft:
         drawn = self.probs if self.probs is not None else other.probs
         if drawn is None:
             return None
-        both = [
-            draft.probs if draft.probs is not None else one_hot(draft.tokens, drawn.shape[-1]).to(drawn.dtype)
+        vocabulary_V = torch.arange(drawn.shape[-1], device=drawn.device)
+        ours, theirs = (
+            draft.probs if draft.probs is not None else (draft.tokens[..., None] == vocabulary_V).to(drawn.dtype)
             for draft in (self, other)
-        ]
-        return torch.cat([both[0], both[1][:, 1:]], dim=1)
+        )
+        return torch.cat([ours, theirs[:, 1:]], dim=1)
 
     @classmethod
     def chain(cls, tokens_BT: Tensor) -> "Draft":

@@ -67,13 +67,14 @@ def build_rule(
         raise ValueError("top_p (0) leaves no token; give a value above 0, or 1 to switch it off")
     if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty ({repetition_penalty}) must be above 0; give 1 to switch it off")
+    process = warper(temperature, top_k, top_p, min_p)
     rule: Rule = greedy
-    if name != "greedy":
-        process = warper(temperature, top_k, top_p, min_p)
-        if name == "typical":
-            rule = typical(seeds_B, process, epsilon, delta)
-        else:
-            rule = (sampling if name == "sampling" else speculative)(seeds_B, process)
+    if name == "sampling":
+        rule = sampling(seeds_B, process)
+    elif name == "speculative":
+        rule = speculative(seeds_B, process)
+    elif name == "typical":
+        rule = typical(seeds_B, process, epsilon, delta)
     if repetition_penalty == 1 and not logit_bias:
         return rule
     return adjusted(rule, repetition_penalty, logit_bias or {}, seeds_B.device)

@@ -5,6 +5,7 @@ import torch
 
 from medusa.acceptance import Verdict, build_rule, greedy, select_path
 from medusa.acceptance.rejection import rejection_chances
+from medusa.drafters import DecodeState
 from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.tree import Draft, Tree
 from tests.medusa.states import state_at
@@ -201,3 +202,18 @@ def test_filters_leave_out_what_transformers_leaves_out(options):
 def test_wrong_settings_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         build_rule(name, SEED, **options)
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampling", "speculative", "typical"])
+def test_rules_never_wait_for_the_device(name):
+    """On the meta device there are shapes and no values: a copy to the host fails."""
+    with torch.device("meta"):
+        tokens, history = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int64)
+        draft = Draft.of(tokens, tokens, 2, torch.zeros(2, 5, 7))
+        state = DecodeState(tokens[:, 0], torch.zeros(2, 3), tokens[:, 0] == 0, history, tokens[:, 0])
+        logits = torch.zeros(2, 5, 7)
+    settings = {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.1} if name != "greedy" else {}
+    rule = build_rule(name, tokens[:, 0], repetition_penalty=1.2, logit_bias={3: 1.0}, **settings)
+    accepted = select_path(draft, rule(draft, logits, state))
+    assert accepted.tokens.shape == (2, 3)
+    assert accepted.tokens.device.type == "meta"

@@ -151,6 +151,21 @@ def test_draws_follow_their_law_and_repeat_for_a_seed(base, make_heads):
         assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
+def test_draws_never_wait_for_the_device(base, make_heads):
+    class Vocabulary:
+        def embed(self, tokens):
+            return torch.zeros(*tokens.shape, base.hidden_size, device="meta")
+
+        def logits(self, hidden):
+            return torch.zeros(*hidden.shape[:-1], base.vocab_size, device="meta")
+
+    state, heads = decode_state([[3], [1, 4]], base), make_heads(3).float().to("meta")
+    fields = (getattr(state, field.name) for field in dataclasses.fields(state))
+    state = DecodeState(*(field.to("meta", torch.float32 if field.is_floating_point() else None) for field in fields))
+    drafter = SampledHeadsDrafter(heads, Vocabulary(), 12, torch.zeros(2, dtype=torch.int64, device="meta"), 1.0)
+    assert drafter.propose(state).probs.shape == (2, 12, base.vocab_size)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_draws_of_heads_that_overflow_still_have_a_law(base, make_heads, value):
     heads = make_heads(3)

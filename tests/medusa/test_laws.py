@@ -13,6 +13,7 @@ import torch
 from medusa.acceptance import build_rule, rules, select_path
 from medusa.acceptance.rejection import rejection_chances
 from medusa.tree import Draft
+from tests.medusa.biased import forgetful, generous
 from tests.medusa.states import state_at
 
 V = 5
@@ -107,15 +108,6 @@ def test_speculative_has_the_law_of_the_base(base, monkeypatch, parents, kind):
     mixed = itertools.cycle(["drawn", "fixed", "again", "drawn"])
     kinds = [kind if kind != "mixed" else next(mixed) for _ in parents[1:]]
     assert speculative_error(base, monkeypatch, *drawn_drafts(parents, kinds)) < 1e-12
-
-
-def generous(*arguments):
-    chances, left = rejection_chances(*arguments)
-    return chances**0.8, left
-
-
-def forgetful(draft, draft_probs, target):
-    return rejection_chances(draft, draft_probs, target)[0], target
 
 
 @pytest.mark.parametrize("biased", [generous, forgetful])

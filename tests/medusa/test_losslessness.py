@@ -14,9 +14,13 @@ from tests.medusa.trees import LOPSIDED
 ATTENTION = ("reference",)
 PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
 NEW = 18
-EVERYTHING = {
-    "temperature": 1.3, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.3,
-    "logit_bias": {7: 4.0, 9: -100.0, 100: 2.5}, "seed": [3, 4, 5],
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "free": {"temperature": 1.0, "seed": 2},
+    "everything": {
+        "temperature": 1.3, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.3,
+        "logit_bias": {7: 4.0, 9: -100.0, 100: 2.5}, "seed": [3, 4, 5],
+    },
 }  # fmt: skip
 
 DRAFTERS = {
@@ -58,12 +62,9 @@ def texts_of(outputs):
 
 @pytest.fixture(scope="module")
 def written(exact):
-    """What plain decoding writes: greedily, and with every setting on."""
-    settings = {"greedy": {}, "everything": EVERYTHING, "free": {"temperature": 1.0, "seed": 2}}
-    return {
-        name: exact.generate(PROMPTS, max_new_tokens=NEW, drafter=PlainDrafter(), **options)
-        for name, options in settings.items()
-    }
+    """What plain decoding writes."""
+    plain = {"max_new_tokens": NEW, "drafter": PlainDrafter()}
+    return {name: exact.generate(PROMPTS, **plain, **options) for name, options in SETTINGS.items()}
 
 
 @pytest.mark.parametrize("rule", ALL_GREEDY)
@@ -77,12 +78,12 @@ def test_greedy_identity(exact, written, drafter, rule):
     check_steps(drafter, outputs)
 
 
-@pytest.mark.parametrize("settings", ["everything", "free"])
+@pytest.mark.parametrize("settings", ["free", "everything"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sampled_text_is_that_of_plain_sampling(exact, written, drafter, settings):
-    expected, options = written[settings], EVERYTHING if settings == "everything" else {"temperature": 1.0, "seed": 2}
+    expected = written[settings]
     chosen = DRAFTERS[drafter](exact, texts_of(expected))
-    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **options)
+    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **SETTINGS[settings])
     assert [o.tokens for o in outputs] == [o.tokens for o in expected]
     check_steps(drafter, outputs)
 
@@ -98,7 +99,7 @@ def check_steps(drafter, outputs):
 
 
 def test_speculative_without_drawn_drafts_is_sampling(exact, written):
-    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, acceptance="speculative", temperature=1.0, seed=2)
+    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, acceptance="speculative", **SETTINGS["free"])
     assert [o.tokens for o in outputs] == [o.tokens for o in written["free"]]
 
 

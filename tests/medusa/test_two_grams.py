@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, Tree, build_heads
 from medusa.acceptance import build_rule, rules
-from medusa.acceptance.rejection import rejection_chances
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.step import decode_step, prefill
+from tests.medusa.biased import forgetful, generous
 
 V, SAMPLES = 8, 4000
 PROMPT = [1, 5, 3, 1, 5]
@@ -104,15 +104,6 @@ def drafters(base, heads):
 def test_pairs_follow_the_law_of_the_base(base, heads, law, name, drafter):
     counts = two_grams(base, drafters(base, heads)[drafter], build_rule(name, SEEDS, **SETTINGS))
     assert chi_square(counts, law) < LIMIT
-
-
-def generous(*arguments):
-    chances, left = rejection_chances(*arguments)
-    return chances**0.8, left
-
-
-def forgetful(draft, draft_probs, target):
-    return rejection_chances(draft, draft_probs, target)[0], target
 
 
 @pytest.mark.parametrize("biased", [generous, forgetful])
