@@ -4,6 +4,7 @@ from medusa.base_model import BaseModel
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel, Stream
 from medusa.output import Output, Piece
+from medusa.prefix import Prefix
 from medusa.tree import Draft, Tree
 
 __version__ = "0.1.0"
@@ -16,6 +17,7 @@ __all__ = [
     "MedusaModel",
     "Output",
     "Piece",
+    "Prefix",
     "Stream",
     "Tree",
     "build_heads",

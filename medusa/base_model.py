@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -11,9 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from medusa import packed
 from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
 from medusa.cache import SlotCache
+from medusa.compiled import CompiledPass
+from medusa.int8 import round_linears
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
+
+Decoding = Literal["tree", "chain", "plain"]
 
 
 def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
@@ -56,9 +61,11 @@ class BaseModel:
         model: The transformers model, in evaluation mode, without gradients.
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
+        int8: Its weights are rounded: this is another model than the one of that name.
         attention: The backend that computes attention over tree rows.
+        decoding: What it verifies exactly: any tree, chains only, or single rows only ("plain").
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
-            instead. ``check_tree_decoding`` finds out.
+            instead. ``choose_decoding`` finds out both.
     """
 
     def __init__(
@@ -71,14 +78,17 @@ class BaseModel:
         self.name = name
         self.attention, _ = choose(attention, model.device, model.dtype)
         self.config = model.config.get_text_config()
-        self._decoder = model.get_decoder()
+        decoder = model.get_decoder()
+        self._decoder = model.model if decoder is model else decoder  # Llama 4's text model does not name its decoder
         # Looked up once: a decode step asks for them several times, and transformers' lookups are slow.
         self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self._logit_scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         self._logit_scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.explicit_mask = False
+        self.decoding: Decoding = "tree"
+        self.int8 = self.explicit_mask = False
         self._no_mask: Tensor | None = None
+        self._compiled: CompiledPass | None = None
 
     @classmethod
     def load(
@@ -87,6 +97,7 @@ class BaseModel:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         pack: bool = False,
+        int8: bool = False,
         attention: str = "auto",
     ) -> "BaseModel":
         """Load a base and its tokenizer through transformers.
@@ -96,10 +107,12 @@ class BaseModel:
             dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU).
+            int8: LOSSY, for CPUs: round the weights of all linear layers but the output layer to 8 bits.
             attention: A backend of ``medusa.attention``; "auto" = the fastest that runs on the device.
 
         Raises:
-            ValueError: There is no usable model or tokenizer, or the attention backend does not run here.
+            ValueError: There is no usable model or tokenizer, the attention backend does not run here, or there is no
+                way to compute with 8 bits.
         """
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -114,9 +127,15 @@ class BaseModel:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
+        if int8 and device.type != "cpu":
+            raise ValueError(f"int8 weights are for CPUs and device is {device}; leave int8 out, or pass device=cpu")
+        if int8:
+            round_linears(model, keep=model.get_output_embeddings())
         if pack and device.type == "cpu":
             packed.pack_linears(model, keep=model.get_output_embeddings())
-        return cls(model, tokenizer, str(name), attention)
+        base = cls(model, tokenizer, str(name), attention)
+        base.int8 = int8
+        return base
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +162,8 @@ class BaseModel:
     @property
     def context_length(self) -> int:
         """Tokens of prompt and answer together that the base was made for."""
-        return int(getattr(self.config, "max_position_embeddings", 2**31 - 1))
+        names = ("max_position_embeddings", "max_seq_len")
+        return int(next((value for name in names if (value := getattr(self.config, name, None))), 2**31 - 1))
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -158,9 +178,9 @@ class BaseModel:
         weight: Tensor = self._lm_head.weight
         return weight
 
-    def new_cache(self, slots: int, capacity: int) -> SlotCache:
-        """An empty cache for ``slots`` sequences of at most ``capacity`` rows."""
-        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device)
+    def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
+        """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
+        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device, limit)
 
     def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
         """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
@@ -184,17 +204,28 @@ class BaseModel:
         Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.
         """
         if self._no_mask is None:
-            # transformers builds no mask of its own when it is handed a 4-D one; the plan holds the real masks.
-            self._no_mask = torch.empty(1, 1, 1, 1, device=self.device)
+            # transformers builds no mask of its own when it is handed a 4-D one; the plan holds the real masks, and
+            # a family that reads this one instead fails the self-test.
+            self._no_mask = torch.full((1, 1, 1, 1), torch.nan, device=self.device)
+        positions_BN = positions_BN.clamp(max=self.context_length - 1)
+        if self._compiled is not None:
+            return self._compiled(tokens_BN, positions_BN, self._no_mask, cache, plan)
         hidden: Tensor = self._decoder(
             input_ids=tokens_BN,
-            position_ids=positions_BN.clamp(max=self.context_length - 1),
-            attention_mask=plan.bias(1, None, self.dtype) if self.explicit_mask else self._no_mask,
+            position_ids=positions_BN,
+            attention_mask=plan.bias(1, self.dtype, self.device) if self.explicit_mask else self._no_mask,
             past_key_values=cache,
             use_cache=True,
             tree_plan=plan,
         ).last_hidden_state
         return hidden
+
+    def compile(self, on: bool = True) -> None:
+        """Compile the pass over tree rows, or go back; see ``compile_base``, which also checks the outcome.
+
+        The first pass of each kind of shape (one sequence or several, one row or several) takes seconds.
+        """
+        self._compiled = CompiledPass(self._decoder) if on else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""

@@ -1,5 +1,6 @@
-"""The KV cache: preallocated rows per sequence slot; a step writes its tree rows and keeps the accepted ones."""
+"""The KV cache: rows per sequence slot; a step writes its tree rows behind them and keeps the accepted ones."""
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -7,10 +8,24 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+class PerDevice:
+    """A small tensor, copied once to each device that asks for it: the layers of a base may be spread over several."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copies = {tensor.device: tensor}
+        self._tensor = tensor
+
+    def on(self, device: torch.device) -> Tensor:
+        """The tensor on ``device``."""
+        if device not in self._copies:
+            self._copies[device] = self._tensor.to(device)
+        return self._copies[device]
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, [slots, capacity, Hkv, D] (the layout that flash-attn reads).
 
-    Allocated at the first write, when the layer's head sizes are known.
+    Allocated at the first write, when the layer's head sizes and its device are known.
     """
 
     def __init__(self, cache: "SlotCache") -> None:
@@ -28,12 +43,23 @@ class SlotLayer(CacheLayerMixin):
         """Write the rows of this step, [B, Hkv, N, D], and return views [B, Hkv, kv_length, D] of all rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        views = []
+        write_rows, views = self.cache.write_rows.on(key_states.device), []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             rows = states.transpose(1, 2).flatten(0, 1)
-            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, self.cache.write_rows, rows)
+            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, write_rows, rows)
             views.append(buffer[: len(states), : self.cache.kv_length].transpose(1, 2))
         return views[0], views[1]
+
+    def resize(self, capacity: int, kept: int) -> None:
+        """Move the first ``kept`` rows of each slot to buffers of ``capacity`` rows, where they are smaller."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if old.shape[1] < capacity:
+                new = old.new_zeros(len(old), capacity, *old.shape[2:])
+                new[:, :kept] = old[:, :kept]
+                setattr(self, name, new)
 
     def get_seq_length(self) -> int:
         """Longest committed length in tokens."""
@@ -55,39 +81,65 @@ class SlotCache(Cache):
     (which moves the accepted rows together) or ``extend`` (they stand together already), and ``grow`` with the same
     counts on the host. Rows beyond a sequence's length are never read.
 
+    Buffers stay where they are until they are full; then ``reserve`` doubles them. It alone copies committed rows.
+
+    Args:
+        slots: Sequences.
+        capacity: Rows per slot at the start.
+        num_layers: Layers of the base.
+        device: Where lengths and indices live; each layer's rows live where the layer computes.
+        limit: Rows per slot that it may grow to; None = as far as memory goes.
+
     Attributes:
+        capacity: Rows per slot now.
         lengths: [slots] int64 on the device, committed rows per slot.
         host_lengths: The same numbers on the host: shapes follow from them without waiting for the device.
+        kv_length: Rows per slot that this step's attention reads, committed and new.
+        write_rows: [slots * N] rows of the flattened buffers that this step writes.
     """
 
-    def __init__(self, slots: int, capacity: int, num_layers: int, device: torch.device | str) -> None:
+    def __init__(
+        self, slots: int, capacity: int, num_layers: int, device: torch.device | str, limit: int | None = None
+    ) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity, self.limit = slots, capacity, sys.maxsize if limit is None else limit
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         self.first_rows = torch.arange(slots, device=device) * capacity
         self.host_lengths = [0] * slots
         self.kv_length = 0
-        self.write_rows = self.lengths
+        self.write_rows = PerDevice(self.lengths)
 
     @property
     def longest(self) -> int:
         """Largest committed length."""
         return max(self.host_lengths)
 
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` rows per slot; where there is none, the capacity at least doubles.
+
+        Raises:
+            ValueError: They are more than the limit.
+        """
+        if rows <= self.capacity:
+            return
+        if rows > self.limit:
+            raise ValueError(f"cache rows per slot ({rows}) exceed the limit ({self.limit}); ask for a larger limit")
+        capacity = max(rows, min(2 * self.capacity, self.limit))
+        for layer in self.layers:
+            layer.resize(capacity, kept=self.longest)
+        self.capacity = capacity
+        self.first_rows = torch.arange(self.slots, device=self.lengths.device) * capacity
+
     def begin(self, nodes: int) -> None:
         """Prepare to write ``nodes`` rows behind the committed rows of every slot.
 
         Raises:
-            ValueError: They do not fit.
+            ValueError: They do not fit within the limit.
         """
         self.kv_length = self.longest + nodes
-        if self.kv_length > self.capacity:
-            raise ValueError(
-                f"cache capacity ({self.capacity} rows) is smaller than {self.longest} committed rows and {nodes} new"
-                " ones; ask for a larger capacity"
-            )
+        self.reserve(self.kv_length)
         offsets = torch.arange(nodes, device=self.lengths.device)
-        self.write_rows = (self.first_rows[:, None] + self.lengths[:, None] + offsets).flatten()
+        self.write_rows = PerDevice((self.first_rows[:, None] + self.lengths[:, None] + offsets).flatten())
 
     def commit(self, path_BA: Tensor, counts_B: Tensor) -> None:
         """Keep the rows of the accepted paths and forget the others.
@@ -98,10 +150,10 @@ class SlotCache(Cache):
             counts_B: [slots] accepted rows, 0 leaves a slot as it was.
         """
         base_B1 = (self.first_rows + self.lengths)[:, None]
-        source = (base_B1 + path_BA).flatten()
-        target = (base_B1 + torch.arange(path_BA.shape[1], device=path_BA.device)).flatten()
+        source_BA, target_BA = base_B1 + path_BA, base_B1 + torch.arange(path_BA.shape[1], device=path_BA.device)
+        moves = PerDevice(torch.stack([source_BA.flatten(), target_BA.flatten()]))
         for buffer in self._buffers():
-            rows = buffer.view(-1, *buffer.shape[2:])
+            rows, (source, target) = buffer.view(-1, *buffer.shape[2:]), moves.on(buffer.device)
             rows.index_copy_(0, target, rows.index_select(0, source))
         self.extend(counts_B)
 
@@ -112,6 +164,11 @@ class SlotCache(Cache):
     def grow(self, counts: Sequence[int]) -> None:
         """The same for the host's numbers."""
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Forget the rows of each slot behind its first ``lengths``, on the device and on the host."""
+        self.host_lengths = list(lengths)
+        self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:

@@ -13,9 +13,13 @@ import torch
 
 from medusa.acceptance import Rule
 from medusa.base_model import BaseModel
+from medusa.cache import SlotCache
 from medusa.drafters import Drafter
 from medusa.output import Answer, Piece
 from medusa.step import decode_step, prefill
+
+HEADROOM = 256
+"""Rows that a new cache has for an answer; a longer one makes it grow."""
 
 
 def new_answers(
@@ -51,6 +55,7 @@ def decode(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Answer],
     max_steps: int | None = None,
+    cache: SlotCache | None = None,
 ) -> Generator[list[list[Piece]]]:
     """Grow the answers to a batch of prompts of any lengths until all have ended; yields after every step.
 
@@ -61,12 +66,15 @@ def decode(
         prompts: Token ids.
         answers: One empty answer per prompt.
         max_steps: Limit on verify passes.
+        cache: Where rows of the prompts may stand already, see ``prefill``; None = a new one.
 
     Yields:
         For every prompt the pieces of text that the step made final.
     """
-    longest = max(len(prompt) + answer.max_new_tokens for prompt, answer in zip(prompts, answers, strict=True))
-    cache = base.new_cache(len(prompts), capacity=longest + 2 * drafter.nodes)
+    if cache is None:
+        longest = max(len(prompt) + answer.max_new_tokens for prompt, answer in zip(prompts, answers, strict=True))
+        limit = longest + 2 * drafter.nodes
+        cache = base.new_cache(len(prompts), min(limit, max(map(len, prompts)) + HEADROOM), limit)
     state = prefill(base, cache, prompts)
     if base.device.type == "cuda":
         torch.cuda.synchronize(base.device)

@@ -38,6 +38,7 @@ class Output:
         steps: Verify passes that the answer took.
         finish_reason: "eos", "stop" (a stop string) or "length" (a limit); None while it grows.
         seconds: Wall-clock time from the first step to the last token.
+        cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix``).
     """
 
     prompt_tokens: int
@@ -47,6 +48,7 @@ class Output:
     steps: int = 0
     finish_reason: FinishReason | None = None
     seconds: float = 0.0
+    cached_tokens: int = 0
 
     @property
     def tokens_per_step(self) -> float:

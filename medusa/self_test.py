@@ -1,8 +1,9 @@
-"""Can this base verify trees? Asked once at load, so that no family of models ever writes wrong text silently."""
+"""What can this base verify? Asked once at load, so that no family of models ever writes wrong text silently."""
 
 import logging
 
 import torch
+from torch import Tensor
 
 from medusa.base_model import BaseModel
 from medusa.step import prefill, verify
@@ -13,34 +14,75 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest allowed difference / standard deviation of the logits; coarser dtypes get ``COARSE``."""
 COARSE = 0.2
+LENGTHS = (9, 5)
+"""Tokens of the prompts: of different lengths, as in a batch."""
+TREE = Tree.full([2, 1])
+DRAFTS = {"tree": [0, 1, 2, 3, 4], "chain": [0, 1, 3], "plain": [0]}
+"""Nodes of ``TREE`` that are verified, the most demanding way to decode first."""
 
 
 class UnsupportedBaseError(ValueError):
-    """The base computes something else over tree rows than over plain rows."""
+    """The base computes something else over cached rows than over plain text."""
 
 
-def check_tree_decoding(base: BaseModel) -> None:
-    """Compare the logits of every node of a small tree with the base's own logits for the node's path as plain text.
+def choose_decoding(base: BaseModel) -> None:
+    """Set ``base.decoding`` and ``base.explicit_mask`` to the first way to decode that is exact.
 
-    A family that drops the step's plan on its way to the attention gets the whole mask with each call instead
-    (``base.explicit_mask``), unless it has sliding windows, which one mask for all layers cannot express. It fails
-    where attention does not see positions as given (ALiBi) or a layer keeps a state (recurrent layers).
+    A few small passes compare the logits of every node of a small tree, of a chain and of single rows, behind cached
+    prompts of different lengths, with the base's own logits over each path as plain text. A family that drops the
+    step's plan on its way to the attention gets the whole mask with each call instead, unless it has sliding windows,
+    which one mask for all layers cannot express. Trees fail where attention sees rows instead of positions (ALiBi); all
+    of it fails where a layer keeps a state of its own (recurrent layers).
+
+    Texts here are shorter than a real base's windows: that those are right is tested per family
+    (tests/medusa/test_conformance.py), with small ones.
 
     Raises:
-        UnsupportedBaseError: The logits differ.
+        UnsupportedBaseError: Not even single rows are exact.
     """
-    reason = _objection(base)
-    if reason is not None and not _has_windows(base):
-        base.explicit_mask = True
-        if _objection(base) is None:
-            logger.info("base (%s): masks travel with each call, its attention does not get the step's plan", base.name)
-            return
-        base.explicit_mask = False
-    if reason is not None:
+    reasons: dict[str, str] = {}
+    for decoding, nodes in DRAFTS.items():
+        for explicit_mask in (False,) if _has_windows(base) else (False, True):
+            base.decoding, base.explicit_mask = decoding, explicit_mask  # type: ignore[assignment]
+            reason = _objection(base, nodes)
+            if reason is None:
+                _report(base, reasons)
+                return
+            reasons[decoding] = reason
+    base.decoding, base.explicit_mask = "tree", False
+    raise UnsupportedBaseError(
+        f"base ({base.name}, {base.config.model_type}) cannot be decoded here: {reasons['plain']};"
+        " use a base with rotary or learned positions"
+    )
+
+
+def _report(base: BaseModel, reasons: dict[str, str]) -> None:
+    if base.explicit_mask:
+        logger.info("base (%s): masks travel with each call, its attention does not get the step's plan", base.name)
+    if base.decoding != "tree":
+        drafts = "drafts are chains" if base.decoding == "chain" else "it decodes plainly, one token per step"
         kind = base.config.model_type
-        raise UnsupportedBaseError(
-            f"base ({base.name}, {kind}) cannot verify trees: {reason}; use a base with rotary or learned positions"
-        )
+        logger.warning("base (%s, %s) cannot verify trees: %s; %s", base.name, kind, reasons["tree"], drafts)
+
+
+@torch.inference_mode()
+def compile_base(base: BaseModel) -> bool:
+    """Compile the base's pass and hold it to the same comparison; where it fails, the plain pass stays, with a warning.
+
+    Returns:
+        Whether the compiled pass is used from now on.
+    """
+    reason: str | None = "the whole mask travels with each call"
+    if not base.explicit_mask:
+        base.compile()
+        reason = _objection(base, DRAFTS[base.decoding])
+    if reason is not None:
+        base.compile(False)
+        logger.warning("base (%s) runs without compilation: %s", base.name, reason)
+        return False
+    cache = base.new_cache(1, 2)
+    verify(base, cache, Draft.chain(prefill(base, cache, [[0]]).roots[:, None]))  # one row is a shape of its own
+    return True
 
 
 def _has_windows(base: BaseModel) -> bool:
@@ -49,24 +91,31 @@ def _has_windows(base: BaseModel) -> bool:
 
 
 @torch.inference_mode()
-def _objection(base: BaseModel) -> str | None:
-    """Why the base cannot verify trees as it is set now, None if it can."""
-    tree = Tree.full([2, 1])
-    vocab = base.vocab_size
-    prompt = [(7 * i + 3) % vocab for i in range(9)]
-    tokens_BN = torch.tensor([[prompt[-1], *((11 * i + 5) % vocab for i in range(1, tree.nodes))]], device=base.device)
-    prompt_BT = torch.tensor([prompt], device=base.device)
+def _objection(base: BaseModel, nodes: list[int]) -> str | None:
+    """Why the base cannot verify these nodes as it is set now, None if it can."""
+    prompts = [[(7 * i + 3) % base.vocab_size for i in range(length)] for length in LENGTHS]
+    drafted = [(11 * i + 5) % base.vocab_size for i in range(1, TREE.nodes)]
+    tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
+    parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
     try:
-        cache = base.new_cache(1, len(prompt) + tree.nodes)
-        prefill(base, cache, [prompt])
-        ours_NV = base.logits(verify(base, cache, Draft.of(tokens_BN, tree.parents[None], tree.depth)))[0].float()
-    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        return f"its forward pass fails over tree rows: {error}"
-    worst = 0.0
-    for node in range(tree.nodes):
-        path = tokens_BN[0, tree.ancestors[node].to(base.device)][1:]
-        plain_BTD = base.hidden_states(torch.cat([prompt_BT, path[None]], dim=1))
-        theirs_V = base.logits(plain_BTD[0, -1]).float()
-        worst = max(worst, float((ours_NV[node] - theirs_V).abs().max() / theirs_V.std()))
+        cache = base.new_cache(len(prompts), max(LENGTHS) + TREE.nodes)
+        prefill(base, cache, prompts, chunk=6)
+        draft = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth)
+        ours_BNV = base.logits(verify(base, cache, draft)).float()
+        theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
+        return f"its forward pass fails over cached rows: {error}"
+    worst = ((ours_BNV - theirs_BNV).abs().amax(-1) / theirs_BNV.std(-1)).max().item()
     limit = TOLERANCE.get(base.dtype, COARSE)
-    return None if worst <= limit else f"tree logits differ from sequential ones by {worst:.2g} (limit {limit})"
+    return None if worst <= limit else f"its logits differ from those over plain text by {worst:.2g} (limit {limit})"
+
+
+def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -> Tensor:
+    """Logits [B, N, V] of every node of ``TREE``, its path as plain text."""
+    rows = []
+    for prompt in prompts:
+        left, right, below_left, below_right = drafted
+        texts = torch.tensor([[*prompt, left, below_left], [*prompt, right, below_right]], device=base.device)
+        logits_PTV = base.logits(base.hidden_states(texts)[:, -3:]).float()
+        rows.append(logits_PTV[[0, 0, 1, 0, 1], [0, 1, 1, 2, 2]])
+    return torch.stack(rows)

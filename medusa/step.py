@@ -1,5 +1,6 @@
 """One decode step: draft, verify, accept, commit."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,12 +43,12 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
 @torch.inference_mode()
 def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> StepResult:
     """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
-    draft = drafter.propose(state)
+    state = _make_room(cache, state, drafter.nodes)
+    draft = _fit(base, cache, drafter.propose(state))
 
     hidden_BND = verify(base, cache, draft)
 
-    next_positions_BN = cache.lengths[:, None] + draft.depths + 1
-    verdict = rule(draft, base.logits(hidden_BND), next_positions_BN)
+    verdict = rule(draft, base.logits(hidden_BND), state)
     accepted = select_path(draft, verdict)
 
     counts_B = torch.where(state.active, accepted.counts, 0)
@@ -67,33 +68,49 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
 
     Args:
         base: The frozen base.
-        cache: An empty cache of B slots.
+        cache: A cache of B slots: empty, or with the rows of the first tokens of each prompt; at least its last two
+            tokens must be missing, since the pass over the last but one gives the state's hidden state.
         prompts: Token ids of B prompts, at least one each.
-        chunk: Rows per forward pass; bounds the memory of long prompts.
+        chunk: Rows per forward pass; bounds the memory of long prompts. A base that decodes plainly gets one at a time.
 
     Returns:
         The state of the first step; the hidden state of a prompt of one token is zero.
     """
-    batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-    padded = [[*prompt, *([0] * (max(lengths) - len(prompt)))] for prompt in prompts]
-    prompts_BT = torch.tensor(padded, device=base.device)
-    last_B1 = torch.tensor(lengths, device=base.device)[:, None] - 1
+    batch, width = len(prompts), max(map(len, prompts))
+    padded = [[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts]
+    history_BT = torch.tensor(padded, device=base.device)
     hidden_BD = torch.zeros(batch, base.hidden_size, dtype=base.dtype, device=base.device)
-    for start in range(0, prompts_BT.shape[1] - 1, chunk):
-        rows_BC = prompts_BT[:, :-1][:, start : start + chunk]
-        hidden_BCD = verify(base, cache, Draft.chain(rows_BC))
-        index_B = last_B1[:, 0] - 1 - start
-        here_B = (index_B >= 0) & (index_B < rows_BC.shape[1])
-        picked_BD = hidden_BCD[torch.arange(batch, device=base.device), index_B.clamp(0, rows_BC.shape[1] - 1)]
-        hidden_BD = torch.where(here_B[:, None], picked_BD, hidden_BD)
-        counts_B = (last_B1[:, 0] - start).clamp(0, rows_BC.shape[1])
+    missing = [len(prompt) - 1 - length for prompt, length in zip(prompts, cache.host_lengths, strict=True)]
+    while any(missing):
+        counts = [min(rows, 1 if base.decoding == "plain" else chunk) for rows in missing]
+        counts_B, index_C = torch.tensor(counts, device=base.device), torch.arange(max(counts), device=base.device)
+        tokens_BC = history_BT.gather(1, (cache.lengths[:, None] + index_C).clamp(max=width - 1))
+        hidden_BCD = verify(base, cache, Draft.chain(tokens_BC))
+        last_BD = hidden_BCD[torch.arange(batch, device=base.device), (counts_B - 1).clamp(min=0)]
+        hidden_BD = torch.where(counts_B[:, None] > 0, last_BD, hidden_BD)
         cache.extend(counts_B)
-        cache.grow([min(max(length - 1 - start, 0), rows_BC.shape[1]) for length in lengths])
-    roots_B = prompts_BT.gather(1, last_B1)[:, 0]
-    history_BT = torch.nn.functional.pad(prompts_BT, (0, cache.capacity + 1 - prompts_BT.shape[1]))
-    return DecodeState(
-        roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool), history_BT, positions=last_B1[:, 0]
-    )
+        cache.grow(counts)
+        missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
+    roots_B = history_BT.gather(1, cache.lengths[:, None])[:, 0]
+    return DecodeState(roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool), history_BT, cache.lengths)
+
+
+def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
+    """What the base can verify of a draft, whoever drew it: any tree, or its tokens as a chain, or the root alone."""
+    if base.decoding == "tree":
+        return draft
+    # Where rows stand for positions, they end with the context.
+    room = base.context_length - 1 - cache.longest if base.decoding == "chain" else 1
+    return Draft.chain(draft.tokens[:, : max(1, room)])
+
+
+def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:
+    """Room for a step's rows in the cache and for its tokens in the history; both grow together, between steps."""
+    cache.reserve(cache.longest + nodes)
+    missing = cache.capacity + 1 - state.history.shape[1]
+    if missing <= 0:
+        return state
+    return dataclasses.replace(state, history=torch.nn.functional.pad(state.history, (0, missing)))
 
 
 def _next_state(state: DecodeState, accepted: Accepted, hidden_BND: Tensor, cache: SlotCache) -> DecodeState:

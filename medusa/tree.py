@@ -10,6 +10,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Draft:
         depths: [B, N] int64 edges from the root.
         ancestors: [B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i.
         depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
+        probs: [B, N, V] where tokens were drawn: row n is the law that node n's token was drawn from, given what was
+            drawn before it; the root's row is not read. None where all tokens were chosen (one-hot laws).
     """
 
     tokens: Tensor
@@ -106,19 +109,24 @@ class Draft:
     depths: Tensor
     ancestors: Tensor
     depth: int
+    probs: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> "Draft":
+    def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int, probs_BNV: Tensor | None = None) -> "Draft":
         """Trees given by the tokens and the parent of each node, of at most ``depth`` edges from root to leaf."""
         depth, parents_BN = min(depth, tokens_BN.shape[1] - 1), parents_BN.to(tokens_BN.device)
         ancestors_BNN = ancestor_mask(parents_BN, depth)
-        return cls(tokens_BN, parents_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, depth)
+        return cls(tokens_BN, parents_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, depth, probs_BNV)
+
+    @cached_property
+    def linked(self) -> Tensor:
+        """[B, N] bool: the node stands one level below its parent, as it should; false for the root."""
+        return self.depths.gather(1, self.parents) + 1 == self.depths
 
     def join(self, other: "Draft") -> "Draft":
         """Both trees of each sequence below their common root; the other's draft tokens stand behind all of ours."""
         ours, theirs = self.tokens.shape[1], other.tokens.shape[1] - 1
         parents_BM, ancestors_BMN = other.parents[:, 1:], other.ancestors[:, 1:]
-        pad = torch.nn.functional.pad
         ancestors_BMN = torch.cat([ancestors_BMN[..., :1], pad(ancestors_BMN[..., 1:], (ours - 1, 0))], dim=-1)
         return Draft(
             tokens=torch.cat([self.tokens, other.tokens[:, 1:]], dim=1),
@@ -126,7 +134,19 @@ class Draft:
             depths=torch.cat([self.depths, other.depths[:, 1:]], dim=1),
             ancestors=torch.cat([pad(self.ancestors, (0, theirs)), ancestors_BMN], dim=1),
             depth=max(self.depth, other.depth),
+            probs=self._join_probs(other),
         )
+
+    def _join_probs(self, other: "Draft") -> Tensor | None:
+        drawn = self.probs if self.probs is not None else other.probs
+        if drawn is None:
+            return None
+        vocabulary_V = torch.arange(drawn.shape[-1], device=drawn.device)
+        ours, theirs = (
+            draft.probs if draft.probs is not None else (draft.tokens[..., None] == vocabulary_V).to(drawn.dtype)
+            for draft in (self, other)
+        )
+        return torch.cat([ours, theirs[:, 1:]], dim=1)
 
     @classmethod
     def chain(cls, tokens_BT: Tensor) -> "Draft":

@@ -59,6 +59,18 @@ def build_parser() -> argparse.ArgumentParser:
         choices=ATTENTION,
         help="what computes attention over trees (default: %(default)s, the fastest that runs on the device)",
     )
+    model.add_argument(
+        "--int8",
+        action="store_true",
+        help="LOSSY, for CPUs: round the base's weights to 8 bits; answers are no longer those of the base"
+        " (default: off)",
+    )
+    model.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the base's pass: seconds at start-up (half a minute the first time), then faster for small"
+        " models on a CPU (default: off)",
+    )
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
     answers.add_argument(
@@ -90,6 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample from this many likeliest tokens (default: %(default)s, off)",
     )
     answers.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=settings.repetition_penalty,
+        metavar="X",
+        help="above 1, what occurred before becomes less likely (default: %(default)s, off)",
+    )
+    answers.add_argument(
         "--seed", type=int, default=settings.seed, metavar="N", help="of the sampling noise (default: %(default)s)"
     )
     decoding = parser.add_argument_group("decoding")
@@ -98,7 +117,9 @@ def build_parser() -> argparse.ArgumentParser:
         choices=ACCEPTANCE_RULES,
         default=settings.acceptance,
         help="how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."
-        " typical is LOSSY: faster, but answers can differ (default: greedy at temperature 0, else sampling)",
+        " speculative is lossless in distribution: answers are as likely as those of the base alone, but for a seed"
+        " not the same. typical is LOSSY: faster, but answers can differ"
+        " (default: greedy at temperature 0, else sampling)",
     )
     decoding.add_argument(
         "--nodes",
@@ -111,8 +132,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--drafter",
         choices=DRAFTERS,
         default=settings.drafter,
-        help="what guesses: the heads, what followed the last words earlier in the text, or both; a lossless"
-        " answer does not depend on it (default: hybrid)",
+        help="what guesses: the heads, what followed the last words earlier in the text, or both; heads-sampled draws"
+        " from the heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
+        " (default: hybrid)",
     )
     parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
@@ -145,6 +167,8 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
         device=None if args.device == "auto" else args.device,
         attention=args.attention,
+        compiled=args.compile,
+        int8=args.int8,
     )
 
 
@@ -155,6 +179,8 @@ def describe(model: "MedusaModel", directory: str) -> str:
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
     lines.append(f"on     {base.device}, {str(base.dtype).removeprefix('torch.')}, {base.attention.name} attention")
+    if base.int8:
+        lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")
     return "\n".join(lines)
 
 
@@ -176,7 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
     try:
         model = load_model(args)
-        Repl(model, terminal, Conversation(args.system), settings, title=describe(model, args.heads)).run()
+        from medusa import Prefix
+
+        title = describe(model, args.heads)
+        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix()).run()
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.conversation import Conversation, Settings, load, save, tree_budget
+from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, load, save, tree_budget
 from serve.terminal import count
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ def _stats(repl: "Repl", _: str) -> None:
         f" {speed:.1f} tokens/s, {per_step:.2f} tokens/step"
     )
     repl.terminal.note(
+        f"  {totals.cached_tokens:,} of {count(totals.prompt_tokens, 'prompt token')} were known from the answer before"
+    )
+    repl.terminal.note(
         f"  conversation: {count(len(repl.conversation.turns), 'turn')}, {count(repl.conversation_tokens(), 'token')};"
         f" the context holds {repl.model.base.context_length:,}"
     )
@@ -125,12 +128,13 @@ COMMANDS = {
     "reset": Command("", "Forget the conversation; the system prompt stays.", _reset),
     "regen": Command("", "Answer the last message once more.", _regenerate),
     "temp": Command("X", "Set the temperature; 0 is greedy.", _setting("temperature", float)),
+    "penalty": Command("X", "Set the repetition penalty; 1 is off.", _setting("repetition_penalty", float)),
     "max": Command("N", "Set the longest answer, in tokens.", _setting("max_new_tokens", int)),
-    "acceptance": Command("RULE", "greedy, sampling, typical (LOSSY) or auto.", _setting("acceptance", _rule)),
+    "acceptance": Command("RULE", f"{', '.join(ACCEPTANCE_RULES)} (LOSSY) or auto.", _setting("acceptance", _rule)),
     "nodes": Command(
         "N", "Set the tree budget per step, in tokens, or auto; 1 is plain.", _setting("nodes", tree_budget)
     ),
-    "drafter": Command("NAME", "hybrid, heads, prompt-lookup or auto (hybrid).", _setting("drafter", _rule)),
+    "drafter": Command("NAME", f"{', '.join(DRAFTERS)} or auto (hybrid).", _setting("drafter", _rule)),
     "system": Command("TEXT", "Set the system prompt; off removes it.", _system),
     "colour": Command("on|off", "Colour the text that was guessed.", _colour),
     "stats": Command("", "Show speed, tokens per step, context and settings.", _stats),

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""
 
-ACCEPTANCE_RULES = ("greedy", "sampling", "typical")
-DRAFTERS = ("hybrid", "heads", "prompt-lookup")
+ACCEPTANCE_RULES = ("greedy", "sampling", "speculative", "typical")
+DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
 
 
 def _is_int(value: object, least: int) -> bool:
@@ -29,6 +29,10 @@ _SETTING_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda value: _is_number(value) and 0 <= value < math.inf, "a number, 0 (greedy) or more"),
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a probability above 0 and at most 1 (1 = off)"),
     "top_k": (lambda value: _is_int(value, 0), "a whole number of tokens (0 = off)"),
+    "repetition_penalty": (
+        lambda value: _is_number(value) and 0 < value < math.inf,
+        "a number above 0 (above 1 repeats less, 1 = off)",
+    ),
     "seed": (lambda value: _is_int(value, 0) and value < 2**62, "a whole number from 0 to 2**62 - 1"),
     "acceptance": (lambda value: value in (None, *ACCEPTANCE_RULES), f"auto, or one of {', '.join(ACCEPTANCE_RULES)}"),
     "nodes": (lambda value: value is None or _is_int(value, 1), "auto, or a whole number, at least 1 (1 = plain)"),
@@ -45,17 +49,19 @@ class Settings:
         temperature: 0 is greedy; above it, tokens are sampled.
         top_p: Sample from the smallest set of tokens with this much probability; 1 is off.
         top_k: Sample from this many most likely tokens; 0 is off.
+        repetition_penalty: Above 1, tokens that occurred before become less likely; 1 is off.
         seed: Of the sampling noise.
         acceptance: Rule that accepts draft tokens; None is greedy at temperature 0, else sampling.
         nodes: Tree budget with the root, in tokens per verify pass; 1 is plain decoding, None is the model's choice.
         drafter: What guesses: the heads, prompt lookup (what followed the last words earlier in the text), or both;
-            None is both. The text does not depend on it, except under typical acceptance.
+            None is both. The text does not depend on it, except under speculative and typical acceptance.
     """
 
     max_new_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    repetition_penalty: float = 1.0
     seed: int = 0
     acceptance: str | None = None
     nodes: int | None = None
@@ -70,6 +76,11 @@ class Settings:
             raise ValueError(
                 f"acceptance ({self.acceptance}) does not go with temperature {self.temperature}: greedy needs 0, the"
                 " others more; change one of them, or set acceptance to auto"
+            )
+        if self.drafter == "heads-sampled" and self.temperature == 0:
+            raise ValueError(
+                f"drafter ({self.drafter}) does not go with temperature {self.temperature}: it draws, which needs more;"
+                " change one of them, or set drafter to auto"
             )
 
     @property

@@ -8,7 +8,7 @@ from serve.conversation import Conversation, Message, Settings, Turn
 from serve.terminal import Terminal, count
 
 if TYPE_CHECKING:
-    from medusa import MedusaModel, Output
+    from medusa import MedusaModel, Output, Prefix
 
 BLOCK = '"""'
 """Opens and closes a message of several lines."""
@@ -22,6 +22,8 @@ class Totals:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     def add(self, output: "Output") -> None:
         """Count one more answer."""
@@ -29,6 +31,8 @@ class Totals:
         self.tokens += len(output.tokens)
         self.steps += output.steps
         self.seconds += output.seconds
+        self.prompt_tokens += output.prompt_tokens
+        self.cached_tokens += output.cached_tokens
 
 
 class Repl:
@@ -40,6 +44,7 @@ class Repl:
         conversation: Where to start; usually a system prompt at most.
         settings: How answers are generated.
         title: Lines of the banner about the model.
+        prefix: Keeps what is computed of the conversation from one answer to the next; None computes it each time.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class Repl:
         conversation: Conversation,
         settings: Settings,
         title: str = "",
+        prefix: "Prefix | None" = None,
     ) -> None:
         self.model = model
         self.terminal = terminal
         self.conversation = conversation
         self.settings = settings
         self.title = title
+        self.prefix = prefix
         self.totals = Totals()
         self._attempt = 0
         self._forgotten = 0
@@ -116,6 +123,8 @@ class Repl:
         """Go on with another conversation."""
         self.conversation = conversation
         self._forgotten = 0
+        if self.prefix is not None:
+            self.prefix.clear()
 
     def conversation_tokens(self) -> int:
         """Tokens of the whole conversation, those included that left the context."""
@@ -154,7 +163,7 @@ class Repl:
         """Stream an answer; None when it was stopped before its first piece."""
         prompt = self._prompt(message)
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)
-        stream = self.model.stream(prompt, **asdict(settings))
+        stream = self.model.stream(prompt, prefix=self.prefix, **asdict(settings))
         text, interrupted = "", False
         try:
             for piece in stream:

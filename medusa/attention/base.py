@@ -34,12 +34,14 @@ class Scoring(NamedTuple):
         window: Sliding window in tokens, by position and not by row; None = full attention.
         softcap: Scores become ``softcap * tanh(score / softcap)`` where given.
         sinks: [H] score of a key that every row sees and that has no value, where given.
+        chunk: A row sees its own chunk of this many positions only; None = no chunks.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
 
 
 class TreeAttention(Protocol):
@@ -117,7 +119,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[TreeAtt
 def attend(plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """``TreeAttention.attend`` of the plan's backend, or of the reference where the backend objects to the layer."""
     backend = plan.backend
-    reason = backend.objection(query, key, value, scoring)
+    reason = _foreign(plan, key, scoring) or backend.objection(query, key, value, scoring)
     if reason is not None:
         backend = _reference(backend.name, reason)
     return backend.attend(plan, query, key, value, scoring)
@@ -182,6 +184,15 @@ def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]
             return backend, "; ".join([*reasons, f"the fastest that runs on {device} in {dtype}"])
         reasons.append(f"{name} {failure}")
     return build("reference", device), "; ".join(reasons)
+
+
+def _foreign(plan: "TreePlan", key: Tensor, scoring: Scoring) -> str | None:
+    """What the reference alone computes."""
+    if plan.backend.name == "reference":
+        return None
+    if scoring.chunk is not None:
+        return "its kernel knows no chunks"
+    return None if key.device == plan.lengths.device else f"the layer is on {key.device}, the step's plan is not"
 
 
 @cache

@@ -4,7 +4,7 @@ The base stays an unmodified transformers model: the function is registered once
 of a step travels as a keyword argument of the forward call.
 """
 
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from medusa.attention.base import Scoring, attend
+from medusa.attention.layers import rescale_queries, visible_span
 from medusa.attention.plan import TreePlan
 from medusa.attention.reference import masked_attention
 
 IMPLEMENTATION = "medusa_tree"
+AMBIENT: Final = "ambient"
+"""In place of a plan: a compiler is looking; the operator that it sees finds cache and plan when it runs."""
 
 
 def tree_attention(
-    module: nn.Module,
+    module: nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree_plan: TreePlan | None = None,
+    tree_plan: TreePlan | Literal["ambient"] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -38,12 +41,12 @@ def tree_attention(
     Without a plan (training, a plain forward pass) this is plain attention under transformers' own mask.
 
     Args:
-        module: The attention layer.
+        module: The attention layer; its number is read where the plan is ambient.
         query: [B, H, N, D].
         key: [B, Hkv, S, D], cached rows and tree rows.
         value: [B, Hkv, S, Dv].
         attention_mask: Used without a plan only.
-        tree_plan: The step's plan.
+        tree_plan: The step's plan, or ``AMBIENT``: the key and value rows are then not in the cache yet.
         scaling: Factor on the scores; None = 1 / sqrt(D).
         sliding_window: In tokens, where the layer has one.
         softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
@@ -52,18 +55,37 @@ def tree_attention(
     Returns:
         Output [B, N, H, Dv] and None for the weights.
     """
+    if tree_plan == AMBIENT:
+        assert module is not None, "transformers hands its layer over"
+        if getattr(module, "attn_temperature_tuning", False):
+            raise RuntimeError("a layer scales its queries by their indices in a cache that a compiler does not see")
+        window, chunk = visible_span(module, sliding_window)
+        layer, scale = module.layer_idx, query.shape[-1] ** -0.5 if scaling is None else scaling
+        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scale, window, chunk, softcap), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_plan is not None:
-        # A window that spans all rows hides none, and kernels without windows can compute the layer.
-        window = sliding_window if sliding_window is not None and sliding_window < tree_plan.kv_length else None
-        out = attend(tree_plan, query, key, value, Scoring(scale, window, softcap, s_aux))
-        return out.transpose(1, 2), None
+        assert module is not None, "transformers hands its layer over"
+        query = rescale_queries(module, query, tree_plan.positions, first_row=tree_plan.kv_length - query.shape[2])
+        window, chunk = visible_span(module, sliding_window)
+        return attend_rows(tree_plan, query, key, value, Scoring(scale, window, softcap, s_aux, chunk)), None
     if softcap is None and s_aux is None:
         plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         return plain, None
     bias = _additive(attention_mask, query, key).repeat(1, 1, query.shape[1] // key.shape[1], 1)
     scoring = Scoring(scale, softcap=softcap, sinks=s_aux)
     return masked_attention(query, key, value, bias, scoring).transpose(1, 2), None
+
+
+def attend_rows(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Output [B, N, H, Dv] of tree rows.
+
+    A window or a chunk that spans all rows hides none, and kernels that know neither can compute the layer.
+    """
+    if scoring.window is not None and scoring.window >= plan.kv_length:
+        scoring = scoring._replace(window=None)
+    if scoring.chunk is not None and scoring.chunk >= plan.kv_length:
+        scoring = scoring._replace(chunk=None)
+    return attend(plan, query, key, value, scoring).transpose(1, 2)
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

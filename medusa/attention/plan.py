@@ -31,20 +31,29 @@ class TreePlan:
         self.lengths = lengths_B
         self.kv_length = kv_length
         self.backend = backend
-        self._biases: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+        self._biases: dict[tuple[object, ...], Tensor] = {}
 
-    def bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def bias(
+        self,
+        groups: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
         """Additive mask [B, 1, groups * N, S]: 0 where a row may look, -inf elsewhere.
 
         Args:
             groups: Query heads per key head; the rows repeat for each of them.
-            window: Sliding window in tokens, by position and not by row; None for full attention.
             dtype: The dtype of the queries.
+            device: Their device: the layers of a base may be spread over several.
+            window: Sliding window in tokens, by position and not by row; None for full attention.
+            chunk: Rows see their own chunk of this many positions only; None for other layers.
         """
-        key = (groups, window, dtype)
+        key = (groups, dtype, device, window, chunk)
         if key not in self._biases:
-            visible_BNS = self._visible(window)
-            zero = torch.zeros((), dtype=dtype, device=visible_BNS.device)
+            visible_BNS = self._visible(window, chunk).to(device)
+            zero = torch.zeros((), dtype=dtype, device=device)
             self._biases[key] = torch.where(visible_BNS, zero, float("-inf")).repeat(1, groups, 1)[:, None]
         return self._biases[key]
 
@@ -69,18 +78,23 @@ class TreePlan:
         nodes = self.draft.tokens.shape[1]
         return self.lengths[:, None] + torch.arange(nodes, device=self.lengths.device)
 
-    def _visible(self, window: int | None) -> Tensor:
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, N] int64: the position of every node."""
+        return self.lengths[:, None] + self.draft.depths
+
+    def _visible(self, window: int | None, chunk: int | None) -> Tensor:
         """[B, N, S] bool."""
         draft, lengths_B11 = self.draft, self.lengths[:, None, None]
         batch, nodes = draft.tokens.shape
         rows_S = torch.arange(self.kv_length, device=draft.tokens.device)
         visible_BNS = (rows_S < lengths_B11).expand(batch, nodes, -1).clone()
         visible_BNS.scatter_(2, self.tree_rows[:, None].expand(-1, nodes, -1), draft.ancestors)
-        if window is None:
+        if window is None and chunk is None:
             return visible_BNS
-        positions_BN = self.lengths[:, None] + draft.depths
-        key_positions_BS = rows_S.expand(batch, -1).clone().scatter_(1, self.tree_rows, positions_BN)
-        return visible_BNS & (positions_BN[:, :, None] - key_positions_BS[:, None] < window)
+        key_positions_BS = rows_S.expand(batch, -1).clone().scatter_(1, self.tree_rows, self.positions)
+        first_BN = self.positions // chunk * chunk if chunk is not None else self.positions - window + 1  # type: ignore[operator]
+        return visible_BNS & (key_positions_BS[:, None] >= first_BN[:, :, None])
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class ReferenceAttention:
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """See ``TreeAttention.attend``."""
-        bias = plan.bias(query.shape[1] // key.shape[1], scoring.window, query.dtype)
+        groups = query.shape[1] // key.shape[1]
+        bias = plan.bias(groups, query.dtype, query.device, scoring.window, scoring.chunk)
         return masked_attention(query, key, value, bias, scoring)
 
 

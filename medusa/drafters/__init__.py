@@ -4,5 +4,14 @@ from medusa.drafters.base import DecodeState, Drafter, PlainDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.prompt_lookup import PromptLookupDrafter
+from medusa.drafters.sampled import SampledHeadsDrafter
 
-__all__ = ["DecodeState", "Drafter", "HeadsDrafter", "HybridDrafter", "PlainDrafter", "PromptLookupDrafter"]
+__all__ = [
+    "DecodeState",
+    "Drafter",
+    "HeadsDrafter",
+    "HybridDrafter",
+    "PlainDrafter",
+    "PromptLookupDrafter",
+    "SampledHeadsDrafter",
+]

@@ -29,7 +29,10 @@ class DecodeState:
 
 
 class Drafter(Protocol):
-    """Proposes trees; what it proposes can change speed, never the text of a lossless rule."""
+    """Proposes trees; what it proposes can change speed, never the text of ``greedy`` and ``sampling`` acceptance.
+
+    The ``speculative`` rule leaves the law of the text alone as long as ``Draft.probs`` says how tokens were drawn.
+    """
 
     nodes: int
     """N, nodes of a draft with the root; on a CPU, where shapes cost nothing, a draft may have fewer."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medusa.drafters.base import DecodeState
-from medusa.heads import DraftHeads, Vocabulary
+from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.tree import Draft, Tree
 
 WIDTH = 10
@@ -44,13 +44,8 @@ class HeadsDrafter:
 
     def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, nodes: int, tree: Tree | None = None) -> None:
         num_heads, vocab_size = heads.config.num_heads, heads.config.vocab_size
-        if tree is not None and tree.depth > num_heads:
-            raise ValueError(
-                f"tree depth ({tree.depth}) exceeds the number of heads ({num_heads}); prune the tree or train more"
-                " heads"
-            )
-        if tree is not None and tree.width > vocab_size:
-            raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({vocab_size}); prune it")
+        if tree is not None:
+            check_tree(tree, heads.config)
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         self.heads, self.vocabulary = heads, vocabulary
@@ -91,6 +86,21 @@ class HeadsDrafter:
         new_index_BM = torch.zeros_like(parents_BM).scatter_(1, chosen_BN, order_BN)
         parents_BN = new_index_BM.gather(1, parents_BM.gather(1, chosen_BN))
         return Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, depth=len(scores) - 1)
+
+
+def check_tree(tree: Tree, config: HeadsConfig) -> None:
+    """Refuse a static tree that heads of this shape cannot fill.
+
+    Raises:
+        ValueError: It is too deep or too wide.
+    """
+    if tree.depth > config.num_heads:
+        raise ValueError(
+            f"tree depth ({tree.depth}) exceeds the number of heads ({config.num_heads}); prune the tree or train more"
+            " heads"
+        )
+    if tree.width > config.vocab_size:
+        raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({config.vocab_size}); prune it")
 
 
 def _best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medusa import BaseModel, Draft, DraftHeads
 from medusa.acceptance import Rule, Verdict, greedy
+from medusa.drafters import DecodeState
 from serve.bench.rig import Rig
 from serve.bench.timing import alternate, ratio, timed
 from serve.bench.trace import Trace
@@ -35,9 +36,9 @@ class ForcedRule:
         self._emitted = emitted_SB
         self._step = torch.zeros(1, dtype=torch.int64, device=emitted_SB.device)  # on the device: nothing waits for it
 
-    def __call__(self, draft: Draft, logits_BNV: Tensor, positions_BN: Tensor) -> Verdict:
+    def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         """A verdict of one accepted path per sequence."""
-        verdict = self._rule(draft, logits_BNV, positions_BN)
+        verdict = self._rule(draft, logits_BNV, state)
         wanted_B1 = self._emitted.index_select(0, self._step).T - 1
         self._step += 1
         depth_B1 = torch.minimum(wanted_B1, draft.depths.amax(1, keepdim=True))

@@ -3,8 +3,12 @@ import math
 import pytest
 import torch
 
-from medusa.acceptance import Verdict, build_rule, greedy, gumbel_noise, select_path
+from medusa.acceptance import Verdict, build_rule, greedy, select_path
+from medusa.acceptance.rejection import rejection_chances
+from medusa.drafters import DecodeState
+from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.tree import Draft, Tree
+from tests.medusa.states import state_at
 
 SEED = torch.zeros(1, dtype=torch.int64)
 
@@ -46,6 +50,23 @@ def test_a_node_without_its_parent_is_never_accepted():
     assert accepted.tokens[0, 0].item() == 7
 
 
+def test_a_node_without_its_parent_is_never_tried():
+    """It was not drawn where it seems to hang: the law there must not change."""
+    draft = Draft(
+        tokens=torch.tensor([[9, 1, 2]]),
+        parents=torch.tensor([[0, 0, 0]]),
+        depths=torch.tensor([[0, 2, 1]]),
+        ancestors=torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]]),
+        depth=2,
+    )
+    target, probs = torch.rand(2, 1, 3, 10, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    chances, left = rejection_chances(draft, probs, target)
+    expected = (target[0, 0] - probs[0, 2]).clamp(min=0)
+    assert chances[0].tolist() == [0, 0, min(1, target[0, 0, 2] / probs[0, 2, 2])]
+    torch.testing.assert_close(left[0, 0], expected / expected.sum())
+    torch.testing.assert_close(left[0, 1:], target[0, 1:])
+
+
 def test_among_equally_deep_paths_the_likelier_wins():
     draft = draft_of(Tree(((0,), (1,))), [9, 1, 2])
     likelihood = torch.tensor([[-100.0, math.log(0.2), math.log(0.3)]])
@@ -58,7 +79,7 @@ def test_greedy_follows_the_argmax_along_the_tree():
     for node, best in enumerate([2, 4, 5, 1]):
         logits[0, node, best] = 1
     draft = draft_of(Tree(((0,), (1,), (1, 0))), [3, 1, 2, 5])
-    accepted = select_path(draft, greedy(draft, logits, torch.zeros(1, 4).long()))
+    accepted = select_path(draft, greedy(draft, logits, state_at([0])))
     assert accepted.tokens[0, : accepted.counts[0]].tolist() == [2, 5, 1]
 
 
@@ -77,7 +98,7 @@ def test_typical_acceptance_on_hand_computed_entropies(probabilities, entropy, e
     threshold = min(epsilon, delta * math.exp(-entropy))
     logits = torch.tensor(probabilities).log().expand(1, 5, 4)
     draft = draft_of(Tree.full([4]), [0, 0, 1, 2, 3])
-    edges = rule(draft, logits, torch.zeros(1, 5).long()).edges[0, 1:].tolist()
+    edges = rule(draft, logits, state_at([0])).edges[0, 1:].tolist()
     assert edges == [p > threshold for p in probabilities]
 
 
@@ -86,8 +107,8 @@ def test_typical_reads_the_distribution_at_temperature():
     draft = draft_of(Tree.chain(1), [0, 2])
     flat = build_rule("typical", SEED, temperature=10.0, epsilon=0.2, delta=10.0)
     sharp = build_rule("typical", SEED, temperature=1.0, epsilon=0.2, delta=10.0)
-    assert flat(draft, logits, torch.zeros(1, 2).long()).edges[0, 1]
-    assert not sharp(draft, logits, torch.zeros(1, 2).long()).edges[0, 1]
+    assert flat(draft, logits, state_at([0])).edges[0, 1]
+    assert not sharp(draft, logits, state_at([0])).edges[0, 1]
 
 
 def test_typical_is_never_chosen_by_itself():
@@ -95,7 +116,7 @@ def test_typical_is_never_chosen_by_itself():
     draft = draft_of(Tree.full([2]), [0, 0, 1])
 
     def allowed(rule, position):
-        return rule(draft, logits, torch.full((1, 3), position)).edges[0, 1:].sum()
+        return rule(draft, logits, state_at([position])).edges[0, 1:].sum()
 
     for temperature in (0.0, 1.0):
         rule = build_rule(None, SEED, temperature=temperature)
@@ -123,13 +144,23 @@ def test_noise_differs_between_seeds_and_positions_and_repeats_exactly():
     assert abs(torch.corrcoef(torch.stack([first[0, 0], other[0, 0]]))[0, 1]) < 0.25
 
 
+def test_streams_of_noise_are_independent():
+    seeds, positions = torch.tensor([3]), torch.arange(8)[None]
+    tokens = torch.arange(4096).expand(8, -1).T
+    noise = [torch.exp(-torch.exp(-gumbel_noise(seeds, positions, 4096, stream)))[0] for stream in (TEXT, DRAFT)]
+    chance = uniform_noise(seeds.expand(4096), positions.expand(4096, -1), tokens, CHANCE).T
+    assert abs(chance.mean() - 0.5) < 0.01
+    streams = torch.stack([*noise, chance]).flatten(1)
+    assert (torch.corrcoef(streams) - torch.eye(3)).abs().max() < 0.02
+
+
 def test_draws_follow_the_processed_distribution():
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = 20_000
     rule = build_rule("sampling", torch.zeros(draws, dtype=torch.int64), temperature=2.0)
     draft = Draft.chain(torch.zeros(draws, 1, dtype=torch.int64))
     logits = (2 * probabilities.log()).expand(draws, 1, 4)
-    counts = torch.bincount(rule(draft, logits, torch.arange(draws)[:, None]).bonus[:, 0], minlength=4)
+    counts = torch.bincount(rule(draft, logits, state_at(torch.arange(draws))).bonus[:, 0], minlength=4)
     chi_square = ((counts - probabilities * draws) ** 2 / (probabilities * draws)).sum()
     assert chi_square < 16.3, "3 degrees of freedom, p < 0.001"
 
@@ -138,7 +169,7 @@ def test_one_surviving_token_is_always_drawn():
     rule = build_rule("sampling", SEED, temperature=1.0, top_k=1)
     draft = Draft.chain(torch.zeros(1, 1).long())
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(1, 1, 3)
-    assert all(rule(draft, logits, torch.tensor([[p]])).bonus.item() == 2 for p in range(50))
+    assert all(rule(draft, logits, state_at([p])).bonus.item() == 2 for p in range(50))
     assert gumbel_noise(SEED, torch.arange(2000)[None], 512).isfinite().all()
 
 
@@ -147,22 +178,42 @@ def test_filters_leave_out_what_transformers_leaves_out(options):
     rule = build_rule("sampling", SEED, temperature=1.0, **options)
     logits = torch.tensor([0.4, 0.35, 0.15, 0.1]).log().expand(1, 1, 4)
     draft = Draft.chain(torch.zeros(1, 1).long())
-    seen = {rule(draft, logits, torch.tensor([[position]])).bonus.item() for position in range(200)}
+    seen = {rule(draft, logits, state_at([position])).bonus.item() for position in range(200)}
     assert seen == {0, 1}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("magic", {}, "not known; choose one of: greedy, sampling, typical"),
+        ("magic", {}, "not known; choose one of: greedy, sampling, speculative, typical"),
         ("typical", {"temperature": 0.0}, "greedy needs 0"),
         ("greedy", {"temperature": 1.0}, "greedy needs 0"),
         (None, {"temperature": -1.0}, "temperature"),
         (None, {"temperature": 1.0, "top_p": 1.5}, "top_p"),
         (None, {"temperature": 1.0, "top_p": 0.0}, "leaves no token"),
         ("typical", {"temperature": 1.0, "epsilon": 2.0}, "epsilon"),
+        ("speculative", {"temperature": 0.0}, "greedy needs 0"),
+        (None, {"repetition_penalty": 0.0}, "repetition_penalty .0.0. must be above 0"),
+        (None, {"repetition_penalty": math.nan}, "repetition_penalty"),
+        (None, {"logit_bias": {5: 1.0, 6: 101.0}}, "logit_bias of token 6 .101.0. must be between"),
+        (None, {"logit_bias": {5: math.nan}}, "logit_bias of token 5"),
     ],
 )
 def test_wrong_settings_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         build_rule(name, SEED, **options)
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampling", "speculative", "typical"])
+def test_rules_never_wait_for_the_device(name):
+    """On the meta device there are shapes and no values: a copy to the host fails."""
+    with torch.device("meta"):
+        tokens, history = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int64)
+        draft = Draft.of(tokens, tokens, 2, torch.zeros(2, 5, 7))
+        state = DecodeState(tokens[:, 0], torch.zeros(2, 3), tokens[:, 0] == 0, history, tokens[:, 0])
+        logits = torch.zeros(2, 5, 7)
+    settings = {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.1} if name != "greedy" else {}
+    rule = build_rule(name, tokens[:, 0], repetition_penalty=1.2, logit_bias={3: 1.0}, **settings)
+    accepted = select_path(draft, rule(draft, logits, state))
+    assert accepted.tokens.shape == (2, 3)
+    assert accepted.tokens.device.type == "meta"

@@ -274,5 +274,6 @@ def test_masks_are_built_once_and_only_where_asked_for():
     draft = Draft.chain(torch.zeros(2, 3, dtype=torch.int64))
     plan = TreePlan(draft, torch.tensor([4, 0]), 9, build("reference", CPU))
     assert plan.words is plan.words
-    assert plan.bias(2, None, torch.float32) is plan.bias(2, None, torch.float32)
+    device = torch.device("cpu")
+    assert plan.bias(2, torch.float32, device) is plan.bias(2, torch.float32, device)
     assert Scoring(1.0) == Scoring(scaling=1.0, window=None, softcap=None, sinks=None)

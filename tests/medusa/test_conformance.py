@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Tree
-from medusa.self_test import check_tree_decoding
+from medusa.self_test import choose_decoding
 from medusa.step import prefill, verify
 from medusa.tree import Draft
 
@@ -22,6 +22,10 @@ SHAPE = {
 WINDOW = {"sliding_window": 7}
 """Shorter than the texts of the test."""
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CHUNKS = {
+    "attention_chunk_size": 5, "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "no_rope_layers": [1, 0, 1], "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 48,
+}  # fmt: skip
 GPT = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 128, "n_inner": 48}
 LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -46,15 +50,21 @@ FAMILIES = {
     "gptj": GPT | {"rotary_dim": 4},
     "granite": {"logits_scaling": 2.0},
     "llama": {},
+    "llama4_text": EXPERTS | CHUNKS,
     "mistral": WINDOW,
     "mixtral": EXPERTS,
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
     "nemotron": {},
     "olmo2": {},
     "olmo3": WINDOW,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "phi": {},
-    "phi3": {},
+    "phi3": WINDOW,
+    "phimoe": WINDOW | EXPERTS,
     "qwen2": {},
+    "qwen2_moe": WINDOW
+    | EXPERTS
+    | {"use_sliding_window": True, "max_window_layers": 3, "shared_expert_intermediate_size": 24},
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "seed_oss": {},
@@ -62,9 +72,12 @@ FAMILIES = {
     "stablelm": {},
     "starcoder2": WINDOW,
 }
-SINGLE = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+SINGLE = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen2_moe", "qwen3_moe")
 """Grouped products of experts know no float64."""
-EXPLICIT_MASK = ("falcon", "gptj", "nemotron", "stablelm")
+EXPLICIT_MASK = ("falcon", "gptj", "mpt", "nemotron", "stablelm")
+CHAINS = ("mpt",)
+REFUSED = ("bloom", "mamba")
+"""tests/medusa/test_self_test.py"""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 7, 9, 11, 4], [7, 2, 9], [11]]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -85,10 +98,10 @@ def tiny(family: str) -> tuple[BaseModel, torch.nn.Module]:
 @torch.inference_mode()
 def test_tree_logits_are_those_of_the_path_as_text(family):
     base, oracle = tiny(family)
-    check_tree_decoding(base)
-    assert base.explicit_mask == (family in EXPLICIT_MASK)
+    choose_decoding(base)
+    assert (base.decoding, base.explicit_mask) == ("chain" if family in CHAINS else "tree", family in EXPLICIT_MASK)
     close = {"atol": 2e-4, "rtol": 1e-4} if family in SINGLE else {"atol": 1e-5, "rtol": 1e-5}
-    tree, cache = Tree.full([2, 1, 1]), base.new_cache(3, 64)
+    tree, cache = Tree.chain(3) if family in CHAINS else Tree.full([2, 1, 1]), base.new_cache(3, 8)
     state = prefill(base, cache, PROMPTS, chunk=5)
     torch.testing.assert_close(state.hidden[0], base.hidden_states(torch.tensor(PROMPTS[:1]))[0, -2], **close)
     texts = [list(prompt) for prompt in PROMPTS]
@@ -112,10 +125,12 @@ def test_tree_logits_are_those_of_the_path_as_text(family):
             texts[row] += [*tokens[row, path[1:kept]].tolist(), 13]
 
 
+def how(family: str) -> str:
+    return "chain, " * (family in CHAINS) + ("whole mask" if family in EXPLICIT_MASK else "plan")
+
+
 def test_the_document_lists_the_families_that_are_tested():
-    rows = [
-        line.split("|")[1:4] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
-    ]
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:4] for line in lines if line.startswith("| `")]
     table = {row[0].strip(" `"): row[2].strip() for row in rows}
-    verified = {family: "whole mask" if family in EXPLICIT_MASK else "plan" for family in FAMILIES}
-    assert {family: how for family, how in table.items() if how != "refused"} == verified
+    assert table == {family: how(family) for family in FAMILIES} | dict.fromkeys(REFUSED, "refused")

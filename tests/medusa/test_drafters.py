@@ -6,10 +6,18 @@ import math
 import pytest
 import torch
 
-from medusa import Draft, MedusaModel
+from medusa import Draft, MedusaModel, Tree
 from medusa.acceptance import greedy
-from medusa.drafters import DecodeState, HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter
+from medusa.drafters import (
+    DecodeState,
+    HeadsDrafter,
+    HybridDrafter,
+    PlainDrafter,
+    PromptLookupDrafter,
+    SampledHeadsDrafter,
+)
 from medusa.drafters.prompt_lookup import MAX_MATCH
+from medusa.drafters.sampled import coin_tree
 from medusa.step import decode_step, prefill
 from tests.medusa.trees import LOPSIDED
 
@@ -108,6 +116,83 @@ def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
             assert logits.topk(6).indices[path[-1]] == token
 
 
+@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+@pytest.mark.parametrize("tree", [LOPSIDED, coin_tree(9, 3, 4)], ids=["lopsided", "coin"])
+def test_draws_come_from_the_heads_and_siblings_differ(base, make_heads, architecture, tree):
+    """Row by row: the reported law is the heads' at the temperature, without what was drawn before."""
+    heads, state = make_heads(3, architecture=architecture), decode_state([[3], [1, 4]], base)
+    draft = SampledHeadsDrafter(heads, base, 1, torch.tensor([5, 6]), temperature=0.7, tree=tree).propose(state)
+    assert draft.parents[1].tolist() == tree.parents.tolist()
+    for row, node in ((row, node) for row in (0, 1) for node in range(1, tree.nodes)):
+        above = draft.tokens[row, draft.ancestors[row, node]].tolist()[:-1]
+        features = heads(state.hidden[row, None], torch.tensor([above + [0] * (3 - len(above))]), base)
+        logits = heads.head_logits(len(above) - 1, features[len(above) - 1], base)[0] / 0.7
+        law, rank = draft.probs[row, node], tree.paths[node - 1][-1]
+        assert (law == 0).sum() == rank, "as many tokens are gone as were drawn before"
+        elders = [n for n in range(1, node) if draft.parents[row, n] == draft.parents[row, node]]
+        assert all(law[draft.tokens[row, elder]] == 0 for elder in elders)
+        assert law[draft.tokens[row, node]] > 0
+        torch.testing.assert_close(law, logits.softmax(-1).float() * (law > 0) / (logits.softmax(-1)[law > 0].sum()))
+
+
+def test_draws_follow_their_law_and_repeat_for_a_seed(base, make_heads):
+    count, heads = 4000, make_heads(2)
+    state = decode_state([[3]] * count, base)
+    drafter = SampledHeadsDrafter(heads, base, 4, torch.arange(count), temperature=0.5)
+    draft = drafter.propose(state)
+    assert torch.equal(draft.tokens, drafter.propose(state).tokens)
+    for node in (1, 2):
+        expected = draft.probs[:, node].double().sum(0)
+        counts = torch.bincount(draft.tokens[:, node], minlength=base.vocab_size)
+        likely = expected > 5
+        freedom = int(likely.sum())
+        statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+        assert freedom > 5
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_draws_never_wait_for_the_device(base, make_heads):
+    class Vocabulary:
+        def embed(self, tokens):
+            return torch.zeros(*tokens.shape, base.hidden_size, device="meta")
+
+        def logits(self, hidden):
+            return torch.zeros(*hidden.shape[:-1], base.vocab_size, device="meta")
+
+    state, heads = decode_state([[3], [1, 4]], base), make_heads(3).float().to("meta")
+    fields = (getattr(state, field.name) for field in dataclasses.fields(state))
+    state = DecodeState(*(field.to("meta", torch.float32 if field.is_floating_point() else None) for field in fields))
+    drafter = SampledHeadsDrafter(heads, Vocabulary(), 12, torch.zeros(2, dtype=torch.int64, device="meta"), 1.0)
+    assert drafter.propose(state).probs.shape == (2, 12, base.vocab_size)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_draws_of_heads_that_overflow_still_have_a_law(base, make_heads, value):
+    heads = make_heads(3)
+    heads.blocks[0].outer.weight.data *= value
+    draft = SampledHeadsDrafter(heads, base, 12, torch.tensor([1]), temperature=1.0).propose(decode_state([[3]], base))
+    torch.testing.assert_close(draft.probs[0, 1:].sum(-1), torch.ones(11))
+    assert (draft.probs[0, torch.arange(1, 12), draft.tokens[0, 1:]] > 0).all()
+
+
+def test_the_coin_tree_holds_the_likeliest_paths():
+    for nodes, depth, width in ((2, 1, 1), (16, 5, 10), (64, 4, 10), (12, 2, 3), (500, 3, 3)):
+        tree = coin_tree(nodes, depth, width)
+        every = Tree.full([width] * depth).paths
+        costs = sorted(len(path) + sum(path) for path in every)[: nodes - 1]
+        assert sorted(len(path) + sum(path) for path in tree.paths) == costs
+
+
+def test_drawn_and_chosen_drafts_join(base, make_heads):
+    state = decode_state([[3]], base)
+    drawn = SampledHeadsDrafter(make_heads(3), base, 4, torch.tensor([0]), temperature=1.0).propose(state)
+    chosen = Fixed([3, 10, 11], [0, 0, 1], 2).propose(state)
+    one_hot = torch.nn.functional.one_hot(torch.tensor([10, 11]), base.vocab_size).float()
+    assert torch.equal(drawn.join(chosen).probs[0, 1:], torch.cat([drawn.probs[0, 1:], one_hot]))
+    assert torch.equal(chosen.join(drawn).probs[0, 1:], torch.cat([one_hot, drawn.probs[0, 1:]]))
+    assert chosen.join(chosen).probs is None
+
+
 def looked_up(tokens, count, min_match):
     """Prompt lookup in plain Python."""
     best = (0, -1)
@@ -195,5 +280,11 @@ def test_wrong_drafters_are_refused(model, base):
         MedusaModel(base).generate("a", drafter="hybrid")
     with pytest.raises(ValueError, match="tree needs heads and takes the place of nodes and drafter"):
         model.generate("a", tree=LOPSIDED, drafter="prompt-lookup")
+    with pytest.raises(ValueError, match=r"temperature \(0.0\) must be above 0 to draw"):
+        model.generate("a", drafter="heads-sampled")
+    with pytest.raises(ValueError, match="needs heads and there are none"):
+        MedusaModel(base).generate("a", drafter="heads-sampled", temperature=1.0)
+    with pytest.raises(ValueError, match="exceeds the number of heads"):
+        model.generate("a", drafter="heads-sampled", temperature=1.0, tree=Tree.chain(4))
     with pytest.raises(ValueError, match="at least 2 for prompt lookup"):
         PromptLookupDrafter(1)

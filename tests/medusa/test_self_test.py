@@ -1,90 +1,148 @@
+"""What the self-test decides at load, and that the text is right whatever it decides."""
+
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MptConfig,
-    MptForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa import BaseModel, MedusaModel
-from medusa.self_test import UnsupportedBaseError, check_tree_decoding
+from medusa import Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa.self_test import UnsupportedBaseError, choose_decoding
 
-
-def test_a_llama_passes(base):
-    check_tree_decoding(base)
+PROMPTS = ["def f(x):", "a", "once upon a time"]
+SHAPES = {
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+}
 
 
-def test_learned_positions_pass(tokenizer):
+def load(kind, tokenizer, directory):
+    """A small random base of a family, saved and loaded as a user does."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
-    )
-    check_tree_decoding(BaseModel(model, tokenizer, "gpt2"))
+    config = AutoConfig.for_model(kind, vocab_size=257, initializer_range=0.3, eos_token_id=0, **SHAPES[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return MedusaModel.from_pretrained(None, base=directory, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt"])
-def test_alibi_is_refused_with_one_sentence(kind, tokenizer, tmp_path):
-    torch.manual_seed(0)
-    if kind == "bloom":
-        model = BloomForCausalLM(
-            BloomConfig(vocab_size=257, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3)
-        )
-    else:
-        model = MptForCausalLM(MptConfig(vocab_size=257, d_model=32, n_layers=2, n_heads=2, initializer_range=0.3))
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedBaseError, match=rf"{kind}\) cannot verify trees"):
-        MedusaModel.from_pretrained(None, base=tmp_path)
+@pytest.fixture
+def mpt(tokenizer, tmp_path):
+    model = load("mpt", tokenizer, tmp_path)
+    torch.manual_seed(1)
+    heads = build_heads(HeadsConfig(32, 257, num_heads=3, architecture="recurrent"))
+    for parameter in heads.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return MedusaModel(model.base, heads)
+
+
+def test_a_llama_and_learned_positions_verify_trees(base, tokenizer, tmp_path):
+    choose_decoding(base)
+    assert (base.decoding, base.explicit_mask) == ("tree", False)
+    gpt2 = load("gpt2", tokenizer, tmp_path).base
+    assert (gpt2.decoding, gpt2.explicit_mask) == ("tree", False)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "mamba"])
+def test_what_cannot_be_decoded_is_refused_with_one_sentence(kind, tokenizer, tmp_path):
+    with pytest.raises(UnsupportedBaseError, match=rf"{kind}\) cannot be decoded here: .*; use a base with"):
+        load(kind, tokenizer, tmp_path)
+
+
+def test_alibi_by_rows_verifies_chains_and_says_so(tokenizer, tmp_path, caplog):
+    base = load("mpt", tokenizer, tmp_path).base
+    assert (base.decoding, base.context_length) == ("chain", 64)
+    (warning,) = [record.message for record in caplog.records if record.name == "medusa.self_test"]
+    assert "mpt) cannot verify trees: its logits differ" in warning
+    assert warning.endswith("; drafts are chains")
+
+
+@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "hybrid", None])
+def test_chains_write_what_the_base_writes_alone(mpt, drafter):
+    """Up to the last position of the context, beyond which an ALiBi table has no rows; in a ragged batch too."""
+    options = {"max_new_tokens": 100, "drafter": drafter}
+    outputs = mpt.generate(PROMPTS, **options)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = mpt.base.tokenizer(prompt, return_tensors="pt").input_ids
+        expected = mpt.base.model.generate(ids, max_length=64, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert output.tokens == expected
+        assert mpt.generate(prompt, nodes=9, **options).tokens == expected
+    sampled = {"temperature": 1.0, "seed": 4, "max_new_tokens": 100}
+    expected = [o.tokens for o in mpt.generate(PROMPTS, nodes=1, **sampled)]
+    assert [o.tokens for o in mpt.generate(PROMPTS, drafter=drafter, **sampled)] == expected
+
+
+def test_chains_save_steps(mpt):
+    outputs = mpt.generate(PROMPTS, max_new_tokens=50)
+    assert any(sum(output.drafted) for output in outputs)
+
+
+class Trees:
+    """Somebody's own drafter, which knows nothing of the base: proposes four children of the root."""
+
+    nodes = 5
+
+    def propose(self, state):
+        children = (state.roots[:, None] + torch.arange(1, 5)) % 257
+        tokens = torch.cat([state.roots[:, None], children], dim=1)
+        return Draft.of(tokens, torch.zeros_like(tokens), depth=4)
+
+
+def test_trees_never_reach_a_base_that_verifies_chains(mpt):
+    expected = [o.tokens for o in mpt.generate(PROMPTS, max_new_tokens=40, nodes=1)]
+    assert [o.tokens for o in mpt.generate(PROMPTS, max_new_tokens=40, drafter=Trees())] == expected
+    assert [o.tokens for o in mpt.generate(PROMPTS, max_new_tokens=40, tree=Tree.chain(2))] == expected
+    with pytest.raises(ValueError, match=r"tree \(4 nodes, depth 1\) branches .* give Tree.chain\(1\)"):
+        mpt.generate("a", tree=Tree.full([3]))
+
+
+def changed(base, monkeypatch, forward):
+    """The base with another forward pass of its decoder; what the self-test sets is set back at the end."""
+    original = base._decoder.forward
+    monkeypatch.setattr(base._decoder, "forward", lambda *args, **options: forward(original, *args, **options))
+    monkeypatch.setattr(base, "explicit_mask", False)
+    monkeypatch.setattr(base, "decoding", "tree")
+
+
+def without_plan(forward, *args, tree_plan=None, **options):
+    return forward(*args, **options)
+
+
+def one_row_at_a_time(forward, *args, tree_plan=None, **options):
+    """A family that computes several cached rows wrongly."""
+    out = forward(*args, tree_plan=tree_plan, **options)
+    if tree_plan is not None and out.last_hidden_state.shape[1] > 1:
+        out.last_hidden_state = out.last_hidden_state.flip(-1)
+    return out
 
 
 def test_a_base_that_drops_the_plan_gets_whole_masks(base, make_heads, monkeypatch):
     expected = MedusaModel(base).generate("def f(x):", max_new_tokens=20).tokens
-    without_plan(base, monkeypatch)
-    check_tree_decoding(base)
-    assert base.explicit_mask
+    changed(base, monkeypatch, without_plan)
+    choose_decoding(base)
+    assert (base.decoding, base.explicit_mask) == ("tree", True)
     assert MedusaModel(base, make_heads()).generate("def f(x):", max_new_tokens=20).tokens == expected
 
 
 def test_a_base_with_windows_that_drops_the_plan_is_refused(base, monkeypatch):
-    without_plan(base, monkeypatch)
+    changed(base, monkeypatch, without_plan)
     monkeypatch.setattr(base.config, "sliding_window", 100, raising=False)
-    with pytest.raises(UnsupportedBaseError, match="tree logits differ"):
-        check_tree_decoding(base)
+    with pytest.raises(UnsupportedBaseError, match="cannot be decoded here"):
+        choose_decoding(base)
     assert not base.explicit_mask
 
 
-def without_plan(base, monkeypatch):
-    forward = base._decoder.forward
-
-    def dropping(*args, tree_plan=None, **options):
-        return forward(*args, **options)
-
-    monkeypatch.setattr(base._decoder, "forward", dropping)
-    monkeypatch.setattr(base, "explicit_mask", False)  # set back at the end: the base serves other tests too
-
-
-@pytest.mark.parametrize("kind", ["llama4_text", "mamba"])
-def test_other_families_are_refused_at_load(kind, tokenizer):
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": 60,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "num_local_experts": 2,
-    }
-    shape |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-    }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
-    with pytest.raises(UnsupportedBaseError, match="cannot verify trees"):
-        check_tree_decoding(BaseModel(model, tokenizer, kind))
+def test_where_only_single_rows_are_right_every_step_is_plain(base, make_heads, monkeypatch, caplog):
+    expected = [o.tokens for o in MedusaModel(base).generate(PROMPTS, max_new_tokens=20)]
+    changed(base, monkeypatch, one_row_at_a_time)
+    choose_decoding(base)
+    assert base.decoding == "plain"
+    model = MedusaModel(base, make_heads())
+    for _ in range(2):
+        outputs = model.generate(PROMPTS, max_new_tokens=20, nodes=16)
+    assert [o.tokens for o in outputs] == expected
+    assert all(o.tokens_per_step == 1 for o in outputs)
+    assert [o.tokens for o in model.generate(PROMPTS, max_new_tokens=20, drafter=Trees())] == expected
+    warnings = [record.message for record in caplog.records if record.name.startswith("medusa.")]
+    assert warnings[0].endswith("it decodes plainly, one token per step")
+    assert sum("is left out" in warning for warning in warnings) == 1

@@ -4,17 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from medusa.cache import SlotCache
-from medusa.packed import PackedLinear, available, pack_linears
+from medusa.packed import PackedLinear, available, pack_linears, with_enough_rows
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 """The models are float64, but their norms and softmaxes go through float32."""
-
-
-def test_rows_that_do_not_fit_are_refused():
-    cache = SlotCache(1, 4, 1, "cpu")
-    with pytest.raises(ValueError, match="ask for a larger capacity"):
-        cache.begin(5)
 
 
 def test_without_a_plan_attention_is_transformers_own(base, base_directory):
@@ -41,3 +34,16 @@ def test_packed_layers_compute_the_same(dtype):
         assert not hasattr(plain[0], "weight"), "the plain copy is not kept"
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(plain(x), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 1, 64), (3, 2, 64)])
+def test_few_rows_of_a_large_weight_travel_with_rows_of_zeros(shape, monkeypatch):
+    monkeypatch.setattr("medusa.packed.LARGE_WEIGHT", 1)
+    weight, x, seen = torch.randn(5, 64), torch.randn(shape), []
+
+    def product(rows):
+        seen.append(rows.shape[:-1].numel())
+        return rows @ weight.T
+
+    torch.testing.assert_close(with_enough_rows(product, x, weight.numel()), x @ weight.T)
+    assert seen == [max(4, x.shape[:-1].numel())]

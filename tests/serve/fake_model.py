@@ -30,6 +30,7 @@ class FakeStream:
             tokens_per_second=10.0,
             tokens_per_step=2.0,
             finish_reason=None,
+            cached_tokens=0,
         )
 
     def __iter__(self) -> Iterator[FakePiece]:
@@ -61,7 +62,7 @@ class FakeModel:
         self._rendered[text] = messages
         return list(map(ord, text))
 
-    def stream(self, prompt: list[int], **options: Any) -> FakeStream:
+    def stream(self, prompt: list[int], prefix: Any = None, **options: Any) -> FakeStream:
         messages = self._rendered["".join(map(chr, prompt))]
         self.prompts.append(messages)
         self.options.append(options)

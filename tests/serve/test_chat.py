@@ -56,7 +56,7 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(chat, "describe", lambda model, heads: "the banner")
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     flags: dict[str, Any] = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 5, "nodes": 8}
-    flags["drafter"] = "heads"
+    flags |= {"drafter": "heads", "repetition_penalty": 1.2}
     argv = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     assert chat.main([*argv, "--acceptance", "typical", "--system", "be brief"]) == 0
     assert Settings(**model.options[0]) == Settings(**flags, acceptance="typical")

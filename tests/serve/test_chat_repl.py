@@ -79,12 +79,13 @@ def test_block_is_one_message_and_no_command() -> None:
 
 
 def test_settings_reach_the_model() -> None:
-    chat = Chat("/temp 0.5\n/nodes 1\n/max 2\nhello\n/nodes auto\nhello\n", top_p=0.9, seed=3)
+    chat = Chat("/temp 0.5\n/penalty 1.5\n/nodes 1\n/max 2\nhello\n/nodes auto\nhello\n", top_p=0.9, seed=3)
     assert chat.model.options[0] == {
         "max_new_tokens": 2,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 0,
+        "repetition_penalty": 1.5,
         "seed": 3,
         "acceptance": None,
         "nodes": 1,
@@ -109,6 +110,8 @@ def test_settings_reach_the_model() -> None:
         ("/acceptance typical", "does not go with temperature 0.0"),
         ("/acceptance bold", "acceptance (bold) must be auto, or one of greedy"),
         ("/drafter eagle", "drafter (eagle) must be auto, or one of hybrid"),
+        ("/drafter heads-sampled", "does not go with temperature 0.0"),
+        ("/penalty 0", "repetition_penalty (0.0) must be"),
         ("/bogus", "unknown command (/bogus)"),
         ("/reset all", "/reset takes no argument (all)"),
         ("/regen", "there is no answer yet"),

@@ -1,0 +1,78 @@
+"""What sampling settings make of the base's logits, at every tree row as plain decoding would at that place.
+
+Legend: B batch, N tree nodes, V vocabulary, T tokens of the text so far.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from medusa.acceptance.path import Rule, Verdict
+from medusa.drafters.base import DecodeState
+from medusa.tree import Draft
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def warper(temperature: float, top_k: int, top_p: float, min_p: float) -> Callable[[Tensor], Tensor]:
+    """transformers' own warpers, in its order, on rows of any shape."""
+    warpers = LogitsProcessorList()
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        warpers.append(MinPLogitsWarper(min_p))
+    no_ids = torch.empty(0, dtype=torch.int64)
+
+    def process(logits: Tensor) -> Tensor:
+        scaled = logits / temperature
+        return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
+
+    return process
+
+
+def adjusted(rule: Rule, repetition_penalty: float, logit_bias: Mapping[int, float], device: torch.device) -> Rule:
+    """The rule over adjusted logits: first the bias is added, then tokens that occurred before are made less likely.
+
+    The order and the arithmetic are those of vLLM and transformers (``RepetitionPenaltyLogitsProcessor``: positive
+    logits are divided by the penalty, negative ones multiplied). What occurred at a node is the text and its own path.
+
+    Args:
+        rule: Any rule.
+        repetition_penalty: Above 1 discourages, below 1 encourages, 1 is off.
+        logit_bias: Token id to what is added to its logit.
+        device: Of the logits.
+    """
+    ids_M = torch.tensor(list(logit_bias), dtype=torch.int64, device=device)
+    bias_M = torch.tensor(list(logit_bias.values()), dtype=torch.float32, device=device)
+
+    def adjusting(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
+        logits_BNV = widened(logits_BNV)
+        if len(ids_M) > 0:
+            logits_BNV = logits_BNV.index_add(2, ids_M, bias_M.to(logits_BNV.dtype).expand(*logits_BNV.shape[:2], -1))
+        if repetition_penalty != 1:
+            rarer_BNV = torch.where(logits_BNV < 0, logits_BNV * repetition_penalty, logits_BNV / repetition_penalty)
+            seen_BNV = seen_tokens(draft, state, logits_BNV.shape[-1])
+            logits_BNV = torch.where(seen_BNV, rarer_BNV, logits_BNV)
+        return rule(draft, logits_BNV, state)
+
+    return adjusting
+
+
+def seen_tokens(draft: Draft, state: DecodeState, vocab_size: int) -> Tensor:
+    """[B, N, V] bool: the token occurs in the text up to the root or on the path from the root to the node."""
+    roots_B1 = draft.tokens[:, :1]
+    index_T = torch.arange(state.history.shape[1], device=roots_B1.device)
+    # The root has been seen everywhere, so it can stand in for all that has not.
+    text_BT = torch.where(index_T <= state.positions[:, None], state.history, roots_B1)
+    path_BNN = torch.where(draft.ancestors, draft.tokens[:, None], roots_B1[:, None])
+    seen_BV = torch.zeros(len(roots_B1), vocab_size, dtype=torch.bool, device=roots_B1.device).scatter_(
+        1, text_BT, True
+    )
+    return seen_BV[:, None].repeat(1, path_BNN.shape[1], 1).scatter_(2, path_BNN, True)

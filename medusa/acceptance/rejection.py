@@ -1,0 +1,49 @@
+"""The mathematics of the ``speculative`` rule; randomness comes in as an argument.
+
+Legend: B batch, N tree nodes, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from medusa.tree import Draft
+
+
+def rejection_chances(draft: Draft, draft_probs_BNV: Tensor, target_probs_BNV: Tensor) -> tuple[Tensor, Tensor]:
+    """How likely each child is to stand once its elder siblings were refused, and what is left when all are.
+
+    Child x, drawn from q, stands with probability min(1, p(x) / q(x)); a refusal turns p into norm(max(0, p - q)).
+    Both sides together give every token exactly its probability under p, whatever q is.
+
+    Source: SpecInfer (Miao et al. 2023), algorithm 2; siblings drawn without replacement: Jeon et al. 2024.
+
+    Args:
+        draft: The trees; siblings are tried in the order of their indices.
+        draft_probs_BNV: [B, N, V] q, the law that each node's token was drawn from; the root's row is not read.
+        target_probs_BNV: [B, N, V] p, the base's law of the token after each node.
+
+    Returns:
+        Probability [B, N] that each node stands, 0 for the root, and the law [B, N, V] of the token after each node
+        given that none of its children stood.
+    """
+    left_BNV = target_probs_BNV.clone()
+    chances = [torch.zeros_like(left_BNV[:, 0, 0])]
+    for node in range(1, draft.tokens.shape[1]):
+        parent_B1V = draft.parents[:, node, None, None].expand_as(left_BNV[:, :1])
+        # A node that lost its parent was not drawn there: it is never tried.
+        q_BV = torch.where(draft.linked[:, node, None], draft_probs_BNV[:, node], 0.0)
+        p_BV = left_BNV.gather(1, parent_B1V)[:, 0]
+        p_B, q_B = (law_BV.gather(1, draft.tokens[:, node, None])[:, 0] for law_BV in (p_BV, q_BV))
+        chances.append(torch.where(q_B > 0, p_B / q_B, 0.0).clamp(max=1.0))
+        rest_BV = (p_BV - q_BV).clamp(min=0.0)
+        mass_B1 = rest_BV.sum(-1, keepdim=True)
+        rest_BV = torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)  # no mass: p = q, which is never refused
+        left_BNV.scatter_(1, parent_B1V, rest_BV[:, None])
+    return torch.stack(chances, dim=1), left_BNV
+
+
+def first_accepted(draft: Draft, passed_BN: Tensor) -> Tensor:
+    """Edges [B, N] bool: of each node's children the first that passed its chance; the root must not have."""
+    siblings_BNN = draft.parents[:, :, None] == draft.parents[:, None]
+    elder_BNN = siblings_BNN.tril(diagonal=-1)
+    return passed_BN & ~(elder_BNN & passed_BN[:, None]).any(-1)

@@ -1,0 +1,111 @@
+"""The rules: which drafted tokens the base agrees with. Pure functions on the device.
+
+Legend: B batch, N tree nodes, V vocabulary, A longest path (depth of the draft + 1).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from medusa.acceptance.logits import widened
+from medusa.acceptance.path import Rule, Verdict
+from medusa.acceptance.rejection import first_accepted, rejection_chances
+from medusa.drafters.base import DecodeState
+from medusa.noise import CHANCE, gumbel_noise, uniform_noise
+from medusa.tree import Draft
+
+Process = Callable[[Tensor], Tensor]
+"""Logits [B, N, V] to processed logits: temperature, top-k, top-p, min-p."""
+
+
+def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
+    """Lossless at temperature 0: a token is allowed iff it is the base's argmax after its parent."""
+    if logits_BNV.dtype == torch.bfloat16 and logits_BNV.device.type == "cpu":
+        logits_BNV = logits_BNV.float()  # the same tokens, three times as fast
+    return _exact(draft, logits_BNV.argmax(-1))
+
+
+def sampling(seeds_B: Tensor, process: Process) -> Rule:
+    """Lossless at temperature > 0: draw the base's own next token at every node; a child is allowed iff it equals it.
+
+    The draw is Gumbel-max with noise keyed by (seed, absolute position, token id): the text is the one that plain
+    sampling with the same seed writes, whatever was drafted.
+
+    Args:
+        seeds_B: [B] int64, one seed per sequence.
+        process: What the settings make of logits.
+    """
+
+    def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
+        return _exact(draft, _draw(draft, process(widened(logits_BNV)), seeds_B, state))
+
+    return rule
+
+
+def speculative(seeds_B: Tensor, process: Process) -> Rule:
+    """Lossless in distribution: a child x that was drawn from q is allowed with probability min(1, p(x) / q(x)).
+
+    Children are tried in their order; after each refusal p becomes norm(max(0, p - q)), and the bonus token is drawn
+    from what is left of p where the path ends. The law of the text is the base's, but the text for a seed depends on
+    the draft: only ``sampling`` repeats plain sampling token by token. A draft that was not drawn has one-hot q, for
+    which the rule is ``sampling``: refusing children in turn is drawing once and looking for the token among them.
+
+    Source: Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2023, trees).
+
+    Args:
+        seeds_B: [B] int64, one seed per sequence.
+        process: What the settings make of logits.
+    """
+
+    def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
+        processed_BNV = process(widened(logits_BNV))
+        if draft.probs is None:
+            return _exact(draft, _draw(draft, processed_BNV, seeds_B, state))
+        chances_BN, left_BNV = rejection_chances(draft, draft.probs, processed_BNV.softmax(-1))
+        uniform_BN = uniform_noise(seeds_B, state.positions[:, None] + draft.depths, draft.tokens, CHANCE)
+        edges_BN = first_accepted(draft, uniform_BN < chances_BN)
+        return Verdict(edges_BN, _draw(draft, left_BNV.log(), seeds_B, state))
+
+    return rule
+
+
+def typical(seeds_B: Tensor, process: Process, epsilon: float, delta: float) -> Rule:
+    """Lossy: a token x is allowed iff p(x) > min(epsilon, delta * exp(-H(p))) (paper section 2.3.1).
+
+    H is the entropy in nats of the processed (temperature-scaled) distribution p after the parent. The output does not
+    follow the base's distribution; bonus tokens are drawn from it as ``sampling`` does.
+
+    Args:
+        seeds_B: [B] int64, one seed per sequence.
+        process: What the settings make of logits.
+        epsilon: Hard threshold on the probability.
+        delta: Factor on the entropy-dependent threshold.
+    """
+
+    def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
+        processed_BNV = process(widened(logits_BNV))
+        logprobs_BNV = torch.log_softmax(processed_BNV, -1)
+        entropy_BN = torch.special.entr(logprobs_BNV.exp()).sum(-1)
+        threshold_BN = torch.clamp(delta * torch.exp(-entropy_BN), max=epsilon)
+        node_BNV = logprobs_BNV.gather(1, draft.parents[:, :, None].expand_as(logprobs_BNV))
+        likelihood_BN = node_BNV.gather(2, draft.tokens[:, :, None])[:, :, 0]
+        edges_BN = likelihood_BN.exp() > threshold_BN.gather(1, draft.parents)
+        return Verdict(edges_BN, _draw(draft, processed_BNV, seeds_B, state), likelihood_BN)
+
+    return rule
+
+
+def _exact(draft: Draft, target_BN: Tensor) -> Verdict:
+    """At every node exactly one token is right: the one that the base chose there."""
+    return Verdict(draft.tokens == target_BN.gather(1, draft.parents), target_BN)
+
+
+def _draw(draft: Draft, logits_BNV: Tensor, seeds_B: Tensor, state: DecodeState) -> Tensor:
+    """One token [B, N] per node from softmax(logits), a pure function of (seed, position, logits)."""
+    # Nodes of one depth share a position, and with it the noise. Lossless acceptance needs that: where two drafters
+    # propose one path, draws of their own would let the deeper of two continuations win.
+    ahead_A = torch.arange(1, draft.depth + 2, device=logits_BNV.device)
+    noise_BAV = gumbel_noise(seeds_B, state.positions[:, None] + ahead_A, logits_BNV.shape[-1])
+    batch_B1 = torch.arange(len(seeds_B), device=seeds_B.device)[:, None]
+    return (logits_BNV + noise_BAV[batch_B1, draft.depths]).argmax(-1)

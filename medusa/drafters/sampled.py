@@ -1,0 +1,143 @@
+"""Drafting by drawing: tokens come from the heads' distributions, which the ``speculative`` rule then needs to know.
+
+Legend: B batch, N tree nodes, m nodes that get children, C children of a level, W draws per node, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa.drafters.base import DecodeState
+from medusa.drafters.heads import LOWEST, WIDTH, check_tree
+from medusa.heads import DraftHeads, Vocabulary
+from medusa.noise import DRAFT, gumbel_noise
+from medusa.tree import Draft, Tree
+
+
+def coin_tree(nodes: int, depth: int, width: int = WIDTH) -> Tree:
+    """The likeliest nodes if every draw stood with probability 1/2 once the draws before it were refused.
+
+    One more level then costs as much as one more sibling: the path r_1 .. r_d has probability 2^-(d + r_1 + .. + r_d).
+
+    Args:
+        nodes: N, the root included, at least 2; fewer where depth and width leave no room.
+        depth: Longest path, at least 1.
+        width: Most children of a node, at least 1.
+    """
+    paths: list[tuple[int, ...]] = [(0,)]
+    for path in paths:  # it grows on the way: breadth first
+        if len(paths) >= nodes - 1:
+            break
+        if len(path) < depth:
+            paths.append((*path, 0))
+        if path[-1] + 1 < width:
+            paths.append((*path[:-1], path[-1] + 1))
+    return Tree(tuple(paths[: nodes - 1]))
+
+
+class SampledHeadsDrafter:
+    """Fills a static tree with draws from the heads; rank r of a path is the r-th draw below its parent.
+
+    Siblings are drawn without replacement: the best tokens after Gumbel noise are exactly that, in order. The noise is
+    keyed by (seed, position), apart from all other noise. The topology must not depend on what is drawn, or the
+    distributions would not be those that are reported: it is static.
+
+    Source: Jeon et al. 2024 (Recursive Speculative Decoding), section 3.
+
+    Args:
+        heads: The trained heads.
+        vocabulary: Both ends of their base.
+        nodes: N, the root included, at least 2.
+        seeds_B: [B] int64, one seed per sequence.
+        temperature: Of the draws, above 0.
+        tree: The topology; None = ``coin_tree`` of ``nodes`` nodes.
+
+    Raises:
+        ValueError: The tree does not fit the heads, or the temperature is not positive.
+    """
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        vocabulary: Vocabulary,
+        nodes: int,
+        seeds_B: Tensor,
+        temperature: float,
+        tree: Tree | None = None,
+    ) -> None:
+        config = heads.config
+        tree = tree or coin_tree(nodes, config.num_heads, min(WIDTH, config.vocab_size))
+        check_tree(tree, config)
+        if not temperature > 0:
+            raise ValueError(f"temperature ({temperature}) must be above 0 to draw drafts; raise it, or draft the best")
+        self.heads, self.vocabulary, self.tree = heads, vocabulary, tree
+        self.seeds_B, self.temperature, self.nodes = seeds_B, temperature, tree.nodes
+        self._levels = _levels(tree, seeds_B.device)
+        self._parents_N = tree.parents.to(seeds_B.device)
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A draft below ``state.roots`` with the law of every token."""
+        batch, vocab_size = len(state.roots), self.heads.config.vocab_size
+        ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
+        noise_BKV = gumbel_noise(self.seeds_B, state.positions[:, None] + ahead_K, vocab_size, DRAFT)
+        tokens_BN = state.roots[:, None].repeat(1, self.nodes)
+        probs = [noise_BKV.new_zeros(batch, 1, vocab_size)]
+        heads_state = self.heads.begin(state.hidden, self.vocabulary)
+        for head, level in enumerate(self._levels):
+            slots_Bm = level.slots.expand(batch, -1)
+            logits, heads_state = self.heads.level(
+                head, heads_state, slots_Bm, tokens_BN[:, level.inner], self.vocabulary
+            )
+            logprobs_BmV = (logits.float() / self.temperature).log_softmax(-1).nan_to_num(nan=LOWEST).clamp(min=LOWEST)
+            logprobs_BmV = logprobs_BmV.expand(-1, len(level.inner), -1)
+            drawn_BmW = (logprobs_BmV + noise_BKV[:, head, None]).topk(self.tree.width).indices
+            tokens_BN[:, level.children] = drawn_BmW[:, level.places, level.ranks]
+            probs.append(_laws(logprobs_BmV[:, level.places], drawn_BmW[:, level.places], level.ranks))
+        parents_BN = self._parents_N.expand(batch, -1)
+        return Draft.of(tokens_BN, parents_BN, self.tree.depth, torch.cat(probs, dim=1))
+
+
+def _laws(logprobs_BCV: Tensor, drawn_BCW: Tensor, ranks_C: Tensor) -> Tensor:
+    """[B, C, V]: what the draw of each rank was drawn from, the tokens drawn before it taken out."""
+    before_CW = torch.arange(drawn_BCW.shape[-1], device=ranks_C.device) < ranks_C[:, None]
+    taken_BCV = torch.zeros_like(logprobs_BCV).scatter_add_(2, drawn_BCW, before_CW.float().expand_as(drawn_BCW))
+    return logprobs_BCV.masked_fill(taken_BCV > 0, -torch.inf).softmax(-1)
+
+
+class _Level(NamedTuple):
+    """Indices of one level of a static tree.
+
+    Attributes:
+        inner: [m] nodes above it that have children.
+        slots: [m] where the parents of these stood among the inner nodes of the level before.
+        children: [C] nodes of the level.
+        places: [C] where their parents stand in ``inner``.
+        ranks: [C] their ranks.
+    """
+
+    inner: Tensor
+    slots: Tensor
+    children: Tensor
+    places: Tensor
+    ranks: Tensor
+
+
+def _levels(tree: Tree, device: torch.device) -> list[_Level]:
+    index = {path: i for i, path in enumerate([(), *tree.paths])}
+    levels: list[_Level] = []
+    before: dict[tuple[int, ...], int] = {(): 0}
+    for depth in range(1, tree.depth + 1):
+        children = [path for path in tree.paths if len(path) == depth]
+        inner = list(dict.fromkeys(path[:-1] for path in children))
+        place = {path: i for i, path in enumerate(inner)}
+        numbers = (
+            [index[path] for path in inner],
+            [before[path[:-1]] for path in inner],
+            [index[path] for path in children],
+            [place[path[:-1]] for path in children],
+            [path[-1] for path in children],
+        )
+        levels.append(_Level(*(torch.tensor(row, device=device) for row in numbers)))
+        before = place
+    return levels

@@ -1,0 +1,93 @@
+"""The compiled pass is the base's own pass, and two bases do not share one."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from medusa import BaseModel, MedusaModel
+from medusa.compiled import compile_function, stack_siblings
+from medusa.packed import PackedLinear, available
+from medusa.self_test import compile_base
+
+needs_packing = pytest.mark.skipif(not available(torch.float32), reason="no oneDNN packing on this machine")
+
+
+@needs_packing
+def test_small_layers_that_read_the_same_tensor_become_one():
+    torch.manual_seed(0)
+    query, key = PackedLinear(nn.Linear(128, 160)), PackedLinear(nn.Linear(128, 130, bias=False))
+    elsewhere = PackedLinear(nn.Linear(130, 128))
+    graphs = []
+
+    def function(x):
+        packed = torch.ops.medusa.packed_linear
+        k = packed(x, key.handle, 130)
+        return packed(x, query.handle, 160), packed(k, elsewhere.handle, 128)
+
+    def keep(graph, _inputs):
+        graphs.append((graph, stack_siblings(graph)))
+        return graph
+
+    x = torch.randn(3, 128)
+    with torch.inference_mode():
+        ours = torch.compile(function, backend=keep, fullgraph=True)(x)
+        torch.testing.assert_close(ours, (query(x), elsewhere(key(x))))
+    (graph, stacks) = graphs[0]
+    assert [stack.out_features for stack in stacks] == [290]
+    assert sum("packed_linear" in str(node.target) for node in graph.graph.nodes) == 2
+
+
+def test_closures_of_one_function_are_compiled_apart():
+    def times(module):
+        def function(x):
+            return module(x)
+
+        return compile_function(function)
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        for layer in layers:
+            torch.testing.assert_close(times(layer)(x), layer(x))
+
+
+@pytest.fixture
+def compiled_base(base_directory):
+    base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True)
+    assert compile_base(base)
+    return base
+
+
+@pytest.mark.slow
+def test_compiled_decoding_writes_the_same_text(compiled_base, base_directory, make_heads):
+    eager = MedusaModel(BaseModel.load(base_directory, dtype=torch.float32, device="cpu"), make_heads())
+    model = MedusaModel(compiled_base, make_heads())
+    prompts = [[7, 8, 9], [65, 66, 67, 68, 69, 70, 71], [5]]
+    for nodes in (1, 9):
+        theirs = eager.generate(prompts, nodes=nodes, max_new_tokens=40)
+        assert [output.tokens for output in model.generate(prompts, nodes=nodes, max_new_tokens=40)] == [
+            output.tokens for output in theirs
+        ]
+        assert model.generate(prompts[1], nodes=nodes, max_new_tokens=40).tokens == theirs[1].tokens
+
+
+@pytest.mark.slow
+def test_a_pass_that_compiles_to_something_else_is_not_used(base_directory, monkeypatch, caplog):
+    base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
+    monkeypatch.setattr("medusa.compiled.attend_rows", lambda plan, query, *_: query.transpose(1, 2))
+    with caplog.at_level(logging.WARNING, logger="medusa"):
+        assert not compile_base(base)
+    assert "without compilation: its logits differ" in caplog.text
+    with torch.inference_mode():
+        assert MedusaModel(base).generate([5, 6, 7], max_new_tokens=3).tokens
+
+
+def test_a_base_whose_masks_travel_with_the_call_is_not_compiled(base_directory, caplog):
+    base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
+    base.explicit_mask = True
+    with caplog.at_level(logging.WARNING, logger="medusa"):
+        assert not compile_base(base)
+    assert "runs without compilation" in caplog.text

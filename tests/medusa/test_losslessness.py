@@ -1,0 +1,144 @@
+"""Token identity: every lossless rule writes what plain decoding writes, whoever drafts, in every dtype.
+
+tests/medusa/test_laws.py proves the rules by enumeration, tests/medusa/test_two_grams.py by counting what is decoded.
+"""
+
+import pytest
+import torch
+
+from medusa import BaseModel, MedusaModel
+from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
+from tests.medusa.known_text import Chain, RandomTrees
+from tests.medusa.trees import LOPSIDED
+
+ATTENTION = ("reference",)
+PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
+NEW = 18
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "free": {"temperature": 1.0, "seed": 2},
+    "everything": {
+        "temperature": 1.3, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.3,
+        "logit_bias": {7: 4.0, 9: -100.0, 100: 2.5}, "seed": [3, 4, 5],
+    },
+}  # fmt: skip
+
+DRAFTERS = {
+    "plain": lambda model, texts: PlainDrafter(),
+    "dynamic": lambda model, texts: HeadsDrafter(model.heads, model.base, 16),
+    "static": lambda model, texts: HeadsDrafter(model.heads, model.base, 1, LOPSIDED),
+    "lookup": lambda model, texts: PromptLookupDrafter(6, min_match=1),
+    "hybrid": lambda model, texts: HybridDrafter(
+        HeadsDrafter(model.heads, model.base, 8), PromptLookupDrafter(6, min_match=1)
+    ),
+    "sampled": lambda model, texts: SampledHeadsDrafter(model.heads, model.base, 12, torch.arange(3), 1.0),
+    "sampled hybrid": lambda model, texts: HybridDrafter(
+        SampledHeadsDrafter(model.heads, model.base, 8, torch.arange(3), 1.0), PromptLookupDrafter(6, min_match=1)
+    ),
+    "random": lambda model, texts: RandomTrees(texts, model.base.vocab_size),
+    "never right": lambda model, texts: Chain(texts, model.base.vocab_size, off=1),
+    "always right": lambda model, texts: Chain(texts, model.base.vocab_size),
+}
+ALL_GREEDY = {
+    "greedy": {"temperature": 0.0},
+    "sampling": {"temperature": 1.0, "acceptance": "sampling", "top_k": 1},
+    "speculative": {"temperature": 1.0, "acceptance": "speculative", "top_k": 1},
+}
+
+
+@pytest.fixture(
+    scope="module", params=[(dtype, name) for dtype in ("float32", "float64") for name in ATTENTION], ids=str
+)
+def exact(request, base_directory, make_heads):
+    """A model of one dtype and attention backend."""
+    dtype, _attention = request.param
+    base = BaseModel.load(base_directory, dtype=getattr(torch, dtype), device="cpu")
+    return MedusaModel(base, make_heads())
+
+
+def texts_of(outputs):
+    return [prompt + output.tokens for prompt, output in zip(PROMPTS, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def written(exact):
+    """What plain decoding writes."""
+    plain = {"max_new_tokens": NEW, "drafter": PlainDrafter()}
+    return {name: exact.generate(PROMPTS, **plain, **options) for name, options in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("rule", ALL_GREEDY)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_identity(exact, written, drafter, rule):
+    """With one surviving token every lossless rule is greedy decoding."""
+    expected = written["greedy"]
+    chosen = DRAFTERS[drafter](exact, texts_of(expected))
+    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **ALL_GREEDY[rule])
+    assert [o.tokens for o in outputs] == [o.tokens for o in expected]
+    check_steps(drafter, outputs)
+
+
+@pytest.mark.parametrize("settings", ["free", "everything"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_sampled_text_is_that_of_plain_sampling(exact, written, drafter, settings):
+    expected = written[settings]
+    chosen = DRAFTERS[drafter](exact, texts_of(expected))
+    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **SETTINGS[settings])
+    assert [o.tokens for o in outputs] == [o.tokens for o in expected]
+    check_steps(drafter, outputs)
+
+
+def check_steps(drafter, outputs):
+    """Drafts were as good as their name says: identity must not come from drafts that never count."""
+    if drafter in ("plain", "never right"):
+        assert all(o.steps == len(o.tokens) for o in outputs)
+    elif drafter == "always right":
+        assert all(o.steps == -(-len(o.tokens) // 5) for o in outputs), "four drafted tokens and one of the base"
+    elif drafter == "random":
+        assert sum(o.steps for o in outputs) < 0.8 * sum(len(o.tokens) for o in outputs)
+
+
+def test_speculative_without_drawn_drafts_is_sampling(exact, written):
+    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, acceptance="speculative", **SETTINGS["free"])
+    assert [o.tokens for o in outputs] == [o.tokens for o in written["free"]]
+
+
+def test_speculative_repeats_itself_for_a_seed_and_not_for_another(exact):
+    options = {"max_new_tokens": NEW, "temperature": 1.0, "acceptance": "speculative", "drafter": "heads-sampled"}
+    batch = exact.generate(PROMPTS, seed=[3, 4, 5], **options)
+    assert exact.generate(PROMPTS[1], seed=4, **options).tokens == batch[1].tokens
+    assert exact.generate(PROMPTS[1], seed=3, **options).tokens != batch[1].tokens
+    assert sum(o.steps for o in batch) < sum(len(o.tokens) for o in batch)
+
+
+@pytest.fixture(
+    scope="module", params=[(1.4, None), (0.7, None), (1.0, {7: 3.0, 12: -100.0}), (1.3, {7: 3.0})], ids=str
+)
+def penalised(request, exact):
+    """Options, and the texts that transformers writes with them."""
+    penalty, bias = request.param
+    biases = {"sequence_bias": {(token,): value for token, value in bias.items()}} if bias else {}
+    texts = [
+        exact.base.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), pad_token_id=0, do_sample=False,
+            max_new_tokens=NEW, repetition_penalty=penalty, **biases,
+        )[0].tolist()
+        for prompt in PROMPTS
+    ]  # fmt: skip
+    return {"repetition_penalty": penalty, "logit_bias": bias, "max_new_tokens": NEW}, texts
+
+
+@pytest.mark.parametrize("drafter", ["plain", "hybrid", "random", "always right"])
+def test_penalty_and_bias_are_those_of_transformers(exact, penalised, drafter):
+    options, texts = penalised
+    outputs = exact.generate(PROMPTS, drafter=DRAFTERS[drafter](exact, texts), **options)
+    assert texts_of(outputs) == texts
+    check_steps(drafter, outputs)
+
+
+def test_penalty_and_bias_change_the_text(exact, written):
+    plain = [o.tokens for o in written["greedy"]]
+    for options in ({"repetition_penalty": 1.4}, {"repetition_penalty": 0.7}, {"logit_bias": {7: 3.0}}):
+        assert all(
+            o.tokens != p for o, p in zip(exact.generate(PROMPTS, max_new_tokens=NEW, **options), plain, strict=True)
+        )
