@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -94,6 +94,7 @@ class MedusaModel:
         base: str | Path | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
+        load_options: Mapping[str, Any] | None = None,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -102,6 +103,8 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
+            load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
+                spread over several devices.
 
         Raises:
             FileNotFoundError: A directory is missing.
@@ -115,7 +118,7 @@ class MedusaModel:
         if base is None and (config is None or not config.base):
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
-        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True)
+        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True, load_options=load_options)
         choose_decoding(base_model)
         if heads is None:
             return cls(base_model)
