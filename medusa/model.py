@@ -211,7 +211,8 @@ class MedusaModel:
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
                 no heads; "hybrid", both in one tree; or an object of your own. None = hybrid where there are heads.
-                The text does not depend on it, except under typical acceptance.
+                The text does not depend on it, except under typical acceptance. Where the base verifies chains only
+                (``BaseModel.decoding``), every draft is taken as a chain.
             stop: Strings that end an answer; not part of its text.
             prefix: For one prompt: keeps what is computed, so that the next prompt with the same beginning is not
                 computed from its first token on. The text does not depend on it.
