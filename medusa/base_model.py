@@ -1,12 +1,13 @@
 """The frozen base: an unmodified transformers model, run over plain rows (training) or tree rows (decoding)."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa import packed
@@ -54,11 +55,18 @@ def _cpu_has_bfloat16() -> bool:
     return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)))
 
 
+def _device_of(layer: nn.Module) -> torch.device:
+    """Where a layer computes; weights that are offloaded until they are needed stand on no device meanwhile."""
+    device: torch.device = layer.weight.device  # type: ignore[assignment]
+    return torch.device(layer._hf_hook.execution_device) if device.type == "meta" else device  # type: ignore[union-attr, arg-type]
+
+
 class BaseModel:
     """The frozen causal language model that verifies drafts.
 
     Attributes:
         model: The transformers model, in evaluation mode, without gradients.
+        device: Where tokens, hidden states and logits are: the output layer's, where the model is spread over several.
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
         int8: Its weights are rounded: this is another model than the one of that name.
@@ -82,6 +90,7 @@ class BaseModel:
         self._decoder = model.model if decoder is model else decoder  # Llama 4's text model does not name its decoder
         # Looked up once: a decode step asks for them several times, and transformers' lookups are slow.
         self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.device = _device_of(self._lm_head)
         self._logit_scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         self._logit_scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -99,6 +108,7 @@ class BaseModel:
         pack: bool = False,
         int8: bool = False,
         attention: str = "auto",
+        load_options: Mapping[str, Any] | None = None,
     ) -> "BaseModel":
         """Load a base and its tokenizer through transformers.
 
@@ -106,9 +116,12 @@ class BaseModel:
             name: Directory or Hub id.
             dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
             device: None = the GPU where there is one.
-            pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU).
+            pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU, on quantised
+                layers, or on a base that is spread).
             int8: LOSSY, for CPUs: round the weights of all linear layers but the output layer to 8 bits.
             attention: A backend of ``medusa.attention``; "auto" = the fastest that runs on the device.
+            load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
+                devices and takes the place of ``device``, ``quantization_config`` quantises it.
 
         Raises:
             ValueError: There is no usable model or tokenizer, the attention backend does not run here, or there is no
@@ -121,27 +134,27 @@ class BaseModel:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
         try:
-            config_dtype = AutoConfig.from_pretrained(name).dtype
-            dtype = dtype or choose_dtype(config_dtype, device)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+            config, options = AutoConfig.from_pretrained(name), dict(load_options or {})
+            dtype = dtype or choose_dtype(config.dtype, device)
+            quantised = "quantization_config" in options or hasattr(config, "quantization_config")
+            if quantised and device.type == "cuda":
+                options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+            if not quantised and "device_map" not in options:
+                model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
-        if int8 and device.type != "cpu":
-            raise ValueError(f"int8 weights are for CPUs and device is {device}; leave int8 out, or pass device=cpu")
+        spread = "device_map" in options
+        if int8 and (device.type != "cpu" or spread):
+            raise ValueError(f"int8 weights are for one CPU and device is {device}; leave int8 out, or pass device=cpu")
         if int8:
             round_linears(model, keep=model.get_output_embeddings())
-        if pack and device.type == "cpu":
+        if pack and device.type == "cpu" and not spread:
             packed.pack_linears(model, keep=model.get_output_embeddings())
         base = cls(model, tokenizer, str(name), attention)
         base.int8 = int8
         return base
-
-    @property
-    def device(self) -> torch.device:
-        """Where the base's input goes."""
-        device: torch.device = self.model.device
-        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,7 +209,7 @@ class BaseModel:
         hidden: Tensor = self._decoder(
             input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False
         ).last_hidden_state
-        return hidden
+        return hidden.to(self.device)
 
     def tree_hidden_states(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
         """Last hidden states [B, N, D] of tree rows that see their cached prefix and their own ancestors.
@@ -218,7 +231,7 @@ class BaseModel:
             use_cache=True,
             tree_plan=plan,
         ).last_hidden_state
-        return hidden
+        return hidden.to(self.device)
 
     def compile(self, on: bool = True) -> None:
         """Compile the pass over tree rows, or go back; see ``compile_base``, which also checks the outcome.
@@ -230,7 +243,7 @@ class BaseModel:
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
         embeddings: Tensor = self._embeddings(tokens)
-        return embeddings
+        return embeddings.to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] as the base itself would give for last hidden states [..., D] of any dtype."""

@@ -106,6 +106,7 @@ class MedusaModel:
         attention: str = "auto",
         compiled: bool = False,
         int8: bool = False,
+        load_options: Mapping[str, Any] | None = None,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -120,6 +121,8 @@ class MedusaModel:
                 sums are rounded in other places: in bfloat16 a near tie may go the other way.
             int8: LOSSY, for CPUs: round the base's weights to 8 bits. Large models decode up to 1.7 times faster, but
                 what they say is no longer what the base says.
+            load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
+                spread over several devices.
 
         Raises:
             FileNotFoundError: A directory is missing.
@@ -134,7 +137,9 @@ class MedusaModel:
         if base is None and (config is None or not config.base):
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
-        base_model = BaseModel.load(name, dtype=dtype, device=device, pack=True, attention=attention, int8=int8)
+        base_model = BaseModel.load(
+            name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options
+        )
         choose_decoding(base_model)
         if compiled:
             compile_base(base_model)
@@ -236,7 +241,8 @@ class MedusaModel:
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
                 no heads; "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature,
                 for speculative acceptance; or an object of your own. None = hybrid where there are heads. The text
-                does not depend on it, except under speculative and typical acceptance.
+                does not depend on it, except under speculative and typical acceptance. Where the base verifies chains
+                only (``BaseModel.decoding``), every draft is taken as a chain.
             stop: Strings that end an answer; not part of its text.
             prefix: For one prompt: keeps what is computed, so that the next prompt with the same beginning is not
                 computed from its first token on. The text does not depend on it.

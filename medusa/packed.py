@@ -171,7 +171,7 @@ def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Mod
 
 
 def _worth_packing(linear: nn.Linear) -> bool:
-    """Plain layers only: a subclass (quantised, say) computes something else."""
+    """Plain layers with plain weights only: a subclass of either (quantised, say) computes something else."""
     weight = linear.weight
-    large = type(linear) is nn.Linear and weight.numel() >= MIN_WEIGHTS
-    return large and weight.dtype in DTYPES and available(weight.dtype)
+    plain = type(linear) is nn.Linear and type(weight) is nn.Parameter
+    return plain and weight.numel() >= MIN_WEIGHTS and weight.dtype in DTYPES and available(weight.dtype)

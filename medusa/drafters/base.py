@@ -17,7 +17,7 @@ class DecodeState:
         hidden: [B, D], the base's last hidden state at the token before the root (the one that predicted it).
         active: [B] bool, false for sequences that are finished and must not grow.
         history: [B, T] int64, all tokens of each active sequence up to its root; what stands behind it is undefined.
-            One buffer for the whole answer: every step writes its new tokens into it.
+            One buffer, which grows with the cache: every step writes its new tokens into it.
         positions: [B] int64, where the root stands in it.
     """
 

@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa import BaseModel, Tree
+from medusa import BaseModel, Draft, Tree
 from medusa.acceptance import greedy
+from medusa.attention import TreePlan, choose
 from medusa.cache import SlotCache
 from medusa.drafters import HeadsDrafter, PlainDrafter, PromptLookupDrafter
 from medusa.step import decode_step, prefill
@@ -119,3 +120,23 @@ def test_cutting_forgets_rows_exactly(base, model):
         result = decode_step(base, cache, PlainDrafter(), greedy, state)
         state, texts = result.state, [text + new for text, new in zip(texts, result.tokens, strict=True)]
     assert texts == expected
+
+
+def test_layers_may_live_on_several_devices():
+    """A second device that any machine has: tensors on "meta" have shapes and a device, and operations check both."""
+    cache, here, away = SlotCache(2, 4, 2, "cpu"), torch.randn(2, 1, 3, 4), torch.device("meta")
+    plain = SlotCache(2, 4, 1, "cpu")
+    for states in (cache, plain):
+        states.begin(3)
+        states.layers[0].update(here, here)
+    keys, _ = cache.layers[1].update(here.to(away), here.to(away))
+    assert (keys.device, keys.shape) == (away, (2, 1, 3, 4))
+    for states in (cache, plain):
+        states.commit(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1]))
+        states.grow([2, 1])
+        states.reserve(9)
+    assert torch.equal(cache.layers[0].keys, plain.layers[0].keys)
+    assert (cache.layers[1].keys.device, cache.layers[1].keys.shape) == (away, cache.layers[0].keys.shape)
+    backend, _ = choose("reference", torch.device("cpu"), torch.float32)
+    plan = TreePlan(Draft.chain(torch.zeros(2, 3, dtype=torch.int64)), cache.lengths, 5, backend)
+    assert plan.bias(1, torch.float32, away).device == away

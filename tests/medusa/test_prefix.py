@@ -103,7 +103,7 @@ def test_an_interruption_anywhere_changes_no_later_answer(model, encode, monkeyp
         return work(*arguments, **others)
 
     monkeypatch.setattr(SlotLayer, method, working)
-    for count in range(1, 19, 3) if method == "update" else range(1, 9):
+    for count in range(1, 16, 2) if method == "update" else range(1, 9):
         prefix, calls, last = Prefix(), 0, count
         try:
             model.generate(prompt, prefix=prefix, **options)

@@ -116,6 +116,20 @@ def one_row_at_a_time(forward, *args, tree_plan=None, **options):
     return out
 
 
+def positions_of_the_longest(forward, *args, past_key_values=None, position_ids=None, **options):
+    """A family that counts positions itself, from the length of the cache."""
+    if past_key_values is not None:
+        count = torch.arange(position_ids.shape[1]) + past_key_values.get_seq_length()
+        position_ids = count.expand_as(position_ids)
+    return forward(*args, past_key_values=past_key_values, position_ids=position_ids, **options)
+
+
+def test_a_base_that_is_wrong_only_beside_a_longer_sequence_is_refused(base, monkeypatch):
+    changed(base, monkeypatch, positions_of_the_longest)
+    with pytest.raises(UnsupportedBaseError, match="its logits differ"):
+        choose_decoding(base)
+
+
 def test_a_base_that_drops_the_plan_gets_whole_masks(base, make_heads, monkeypatch):
     expected = MedusaModel(base).generate("def f(x):", max_new_tokens=20).tokens
     changed(base, monkeypatch, without_plan)

@@ -1,9 +1,12 @@
 """The parts of the verifier; tests/medusa/test_conformance.py tests the whole."""
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from medusa import BaseModel
 from medusa.packed import PackedLinear, available, pack_linears, with_enough_rows
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -47,3 +50,45 @@ def test_few_rows_of_a_large_weight_travel_with_rows_of_zeros(shape, monkeypatch
 
     torch.testing.assert_close(with_enough_rows(product, x, weight.numel()), x @ weight.T)
     assert seen == [max(4, x.shape[:-1].numel())]
+
+
+class Scaled(torch.nn.Linear):
+    """Computes something else than its weight says, as quantised layers do."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Quantised(torch.Tensor):
+    """A weight that says how it is multiplied, as torchao's do."""
+
+
+def test_packing_leaves_what_is_not_plain_alone():
+    layers = torch.nn.Sequential(Scaled(128, 256), torch.nn.Linear(256, 128))
+    layers[1].weight = torch.nn.Parameter(layers[1].weight.detach().as_subclass(Quantised))
+    assert type(layers[1].weight) is not torch.nn.Parameter
+    assert pack_linears(layers) == 0
+
+
+@pytest.mark.parametrize("options", [{"device_map": "auto"}, {"quantization_config": "int8"}])
+def test_a_base_that_is_spread_or_quantised_stays_where_transformers_puts_it(base_directory, monkeypatch, options):
+    """The options reach transformers; a machine with accelerate and torchao takes them from there."""
+    load, asked = AutoModelForCausalLM.from_pretrained, {}
+
+    def loading(name, dtype, **rest):
+        asked.update(rest)
+        model = load(name, dtype=dtype)
+        monkeypatch.setattr(model, "to", None)
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
+    base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True, load_options=options)
+    assert asked == options
+    assert base.logits(base.hidden_states(torch.tensor([[1, 2, 3]]))).shape == (1, 3, base.vocab_size)
+
+
+def test_a_device_map_needs_accelerate(base_directory):
+    if importlib.util.find_spec("accelerate"):
+        pytest.skip("accelerate is installed")
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*accelerate"):
+        BaseModel.load(base_directory, load_options={"device_map": "auto"})
