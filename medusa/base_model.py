@@ -157,6 +157,11 @@ class BaseModel:
         return base
 
     @property
+    def compiled(self) -> bool:
+        """Whether passes over tree rows run as a compiled graph."""
+        return self._compiled is not None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the hidden states."""
         dtype: torch.dtype = self.model.dtype

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.fresh:
             _remove(run)
         _make_heads(run, options.train_prompts)
-        report = _compare(run, options.prompts, options.rounds)
+        report = _compare(run, options.prompts, options.rounds, options.compile)
         report["demo_seconds"] = round(time.monotonic() - began, 1)
         _publish(run, report)
     except subprocess.CalledProcessError as error:
@@ -81,7 +81,7 @@ def _make_heads(run: Path, train_prompts: int) -> None:
     _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, NPROC=processes)
 
 
-def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
+def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, Any]:
     """The third stage: the same held-out prompts, decoded by transformers, plainly, and with each drafter."""
     _say("3/3  the same held-out prompts, decoded by transformers, plainly, and with each drafter")
     import torch
@@ -96,7 +96,7 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model = MedusaModel.from_pretrained(run / "heads")
+    model = MedusaModel.from_pretrained(run / "heads", compiled=compiled)
     dtype, device = model.base.dtype, model.base.device
     plain_transformers = AutoModelForCausalLM.from_pretrained(model.base.name, dtype=dtype).to(device)
     prompts = embedded_prompts(model, "heldout", count)
@@ -158,6 +158,7 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
         "max_new_tokens": MAX_NEW_TOKENS,
         "nodes": model.default_nodes,
         "dtype": str(dtype).removeprefix("torch."),
+        "compiled": model.base.compiled,
         "device": str(device),
         "threads": torch.get_num_threads(),
         "sample": _sample(model.base.tokenizer, prompts, outputs),
@@ -187,7 +188,8 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     path = run / "report.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     draw(report, run / "report.png")
-    table = Table(title=f"{report['prompts']} held-out prompts, greedy, {report['dtype']}, {report['threads']} threads")
+    engine = f"{report['dtype']}, {'compiled, ' if report['compiled'] else ''}{report['threads']} threads"
+    table = Table(title=f"{report['prompts']} held-out prompts, greedy, {engine}")
     for heading in ("decoding", "tokens/s", "tokens per step", "speedup over plain"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
     for name, speed, steps, ratio in (
@@ -243,6 +245,12 @@ def _parser() -> argparse.ArgumentParser:
         help="prompts answered for training",
     )
     parser.add_argument("--prompts", type=_at_least(2), default=24, help="held-out prompts that are compared")
+    parser.add_argument(
+        "--no-compile",
+        dest="compile",
+        action="store_false",
+        help="compare without compiling the base's pass: saves up to a minute, and both of our speeds drop",
+    )
     parser.add_argument("--rounds", type=_at_least(1), default=3, help="measured repetitions; the median counts")
     return parser
 
