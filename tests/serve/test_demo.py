@@ -62,7 +62,8 @@ def report():
     return {
         "hf_tokens_per_s": 100.0, "plain_tokens_per_s": 150.0, "medusa_tokens_per_s": 300.0, "tokens_per_step": 2.5,
         "identical_outputs": {"count": 3, "total": 3}, "nodes": 16, "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
-        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "compiled": True, "threads": 2, "repeated_4grams": 0.25,
+        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "compiled": True, "threads": 2,
+        "repeated_4grams": 0.25,
         "plain_speedup_over_transformers": 1.5,
         "drafters": {
             name: {"tokens_per_s": speed, "speedup": speed / 150, "tokens_per_step": 2.5, "identical_outputs": 3}
