@@ -96,7 +96,8 @@ class BaseModel:
             dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU).
-            attention: A backend of ``medusa.attention``; "auto" = the fastest that runs on the device.
+            attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
+                the reference on a CPU.
 
         Raises:
             ValueError: There is no usable model or tokenizer, or the attention backend does not run here.

@@ -98,7 +98,8 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
-            attention: "reference", "flash" or "triton"; "auto" = the fastest that runs on the device.
+            attention: "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on a GPU,
+                the reference on a CPU.
 
         Raises:
             FileNotFoundError: A directory is missing.
