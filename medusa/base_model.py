@@ -119,7 +119,8 @@ class BaseModel:
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU, on quantised
                 layers, or on a base that is spread).
             int8: LOSSY, for CPUs: round the weights of all linear layers but the output layer to 8 bits.
-            attention: A backend of ``medusa.attention``; "auto" = the fastest that runs on the device.
+            attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
+                the reference on a CPU.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
                 devices and takes the place of ``device``, ``quantization_config`` quantises it.
 

@@ -115,7 +115,8 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
-            attention: "reference", "flash" or "triton"; "auto" = the fastest that runs on the device.
+            attention: "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on a GPU,
+                the reference on a CPU.
             compiled: Compile the base's pass (``torch.compile``; needs a C++ compiler): up to half a minute at the
                 first load, seconds later, and a small model decodes about 1.5 times faster on a CPU. Same weights, but
                 sums are rounded in other places: in bfloat16 a near tie may go the other way.

@@ -57,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--attention",
         default="auto",
         choices=ATTENTION,
-        help="what computes attention over trees (default: %(default)s, the fastest that runs on the device)",
+        help="what computes attention over trees (default: %(default)s, the first of triton and flash that"
+        " works on a GPU, reference on a CPU)",
     )
     model.add_argument(
         "--int8",

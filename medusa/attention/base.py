@@ -23,7 +23,7 @@ BACKENDS = {
     "triton": "medusa.attention.triton:TritonAttention",
 }
 GPU_PREFERENCE = ("triton", "flash")
-"""Best first: one pass over keys and values, then prefix and tree apart. The reference copies and masks all of it."""
+"""By the memory they must move: one pass over keys and values; prefix and tree apart. The reference may copy it all."""
 
 
 class Scoring(NamedTuple):
@@ -105,7 +105,7 @@ def build(name: str, device: torch.device) -> TreeAttention:
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]:
-    """The backend that is asked for, or with "auto" the best one that runs; and why it is that one (logged too).
+    """The backend that is asked for, or with "auto" the device's first that works; and why it is that one (logged too).
 
     Raises:
         ValueError: There is no such backend.
@@ -181,7 +181,7 @@ def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]
             continue
         failure = try_out(backend, device, dtype)
         if failure is None:
-            return backend, "; ".join([*reasons, f"the fastest that runs on {device} in {dtype}"])
+            return backend, "; ".join([*reasons, f"the first that works on {device} in {dtype}"])
         reasons.append(f"{name} {failure}")
     return build("reference", device), "; ".join(reasons)
 

@@ -101,7 +101,7 @@ def _inside_tree(
 ) -> tuple[Tensor, Tensor]:
     """Attention among the tree's own rows, in float32 or better: output [B, Hkv, g, N, D], lse [B, Hkv, g, N]."""
     dtype = torch.promote_types(query_BKGND.dtype, torch.float32)
-    at = plan.tree_rows[:, None, :, None].expand(-1, *key.shape[1:2], -1, key.shape[3])
+    at = plan.tree_rows[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
     keys, values = (x.gather(2, at).to(dtype)[:, :, None] for x in (key, value))
     scores = torch.matmul(query_BKGND.to(dtype), keys.transpose(-1, -2)) * scoring.scaling
     if scoring.softcap is not None:

@@ -205,8 +205,8 @@ class Fake:
 @pytest.mark.parametrize(
     ("runs", "dtype", "chosen", "reason"),
     [
-        ({"triton", "flash"}, torch.bfloat16, "triton", "the fastest that runs on cuda"),
-        ({"flash"}, torch.bfloat16, "flash", "triton is missing; the fastest"),
+        ({"triton", "flash"}, torch.bfloat16, "triton", "the first that works on cuda"),
+        ({"flash"}, torch.bfloat16, "flash", "triton is missing; the first that works"),
         ({"flash"}, torch.float32, "reference", "triton is missing; flash does not compute in torch.float32"),
         (set(), torch.bfloat16, "reference", "triton is missing; flash is missing"),
     ],
