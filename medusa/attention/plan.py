@@ -100,6 +100,5 @@ class TreePlan:
 def pack_bits(mask: Tensor) -> Tensor:
     """Bool [..., N] as int32 words [..., ceil(N / 32)]; bits beyond N are 0."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
-    # Summed in 64 bits: in 32, bit 31 is the sign.
     words = (padded.long() << torch.arange(WORD, device=mask.device)).sum(-1)
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+    return words.to(torch.int32)  # bit 31 becomes the sign

@@ -45,7 +45,7 @@ def choose_tile(rows: int, dim: int, itemsize: int) -> Tile:
     """
     block = max(16, triton.next_power_of_2(rows))
     if itemsize > 2:
-        return Tile(min(block, 16), 32 if dim <= 128 else 16, 4, 1)
+        return Tile(16, 32 if dim <= 64 else 16, 4, 1)
     block = min(block, 128)
     return Tile(block, 64 if dim <= 128 else 32, 4 if block <= 64 else 8, 3 if dim <= 128 else 2)
 
