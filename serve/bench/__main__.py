@@ -45,7 +45,7 @@ def _step(options: argparse.Namespace) -> None:
 
     base, heads = _subject(options)
     figures = measure_steps(base, heads, options.nodes, options.batch, options.context, options.rounds, options.seed)
-    figures |= {"heads": _heads_name(options), "attention": base.attention.name}
+    figures |= _how(options, base)
     if options.profile or options.memory_steps:
         nodes = max(options.nodes)
         rig = Rig(base, heads, options.batch[0], options.context, 2 * nodes, options.seed)
@@ -83,8 +83,7 @@ def _replay(options: argparse.Namespace) -> None:
     ]
     figures = {
         "label": "replay",
-        "heads": _heads_name(options),
-        "attention": base.attention.name,
+        **_how(options, base),
         "context": options.context,
         "trace": trace.provenance | {"tokens_per_step": round(trace.tokens_per_step, 4), "steps": len(trace.emitted)},
         "rows": rows,
@@ -132,8 +131,10 @@ def _attention(options: argparse.Namespace) -> None:
     _publish("attention", options, device, dtype, measure_attention(text, dtype, device, *sizes))
 
 
-def _heads_name(options: argparse.Namespace) -> str:
-    return f"{options.num_heads} {options.architecture}, random"
+def _how(options: argparse.Namespace, base: "BaseModel") -> dict[str, Any]:
+    """How steps are made, as reports say it."""
+    heads = f"{options.num_heads} {options.architecture}, random"
+    return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "compiled": options.compile}
 
 
 def _base_name(options: argparse.Namespace) -> str:
@@ -146,15 +147,21 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa import BaseModel, MedusaModel
+    from medusa.self_test import compile_base
     from serve.bench.shapes import choose_device, random_base, random_heads
 
+    if options.int8 and getattr(options, "baseline", False):
+        raise ValueError("--baseline compares engines with the same weights, --int8 rounds ours; leave one of them out")
     disable_progress_bar()
     device = choose_device(options.device)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.shape:
-        base = random_base(options.shape, dtype, device, options.seed, options.attention)
+        base = random_base(options.shape, dtype, device, options.seed, options.attention, options.int8)
     else:
-        base = BaseModel.load(_base_name(options), dtype=dtype, device=device, pack=True, attention=options.attention)
+        how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
+        base = BaseModel.load(_base_name(options), dtype=dtype, device=device, **how)
+    if options.compile and not compile_base(base):
+        raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
     model = MedusaModel(base, random_heads(base, options.architecture, options.num_heads, options.seed))
     assert model.heads is not None, "given above"
     return base, model.heads

@@ -126,6 +126,10 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
         "--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)"
     )
     command.add_argument(
+        "--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)"
+    )
+    command.add_argument("--compile", action="store_true", help="compile the base's pass (default: off)")
+    command.add_argument(
         "--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)"
     )
     command.add_argument(

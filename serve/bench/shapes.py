@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads, packed
 from medusa.base_model import choose_dtype
+from medusa.int8 import round_linears
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3
@@ -93,7 +94,12 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def random_base(
-    name: str, dtype: torch.dtype | None, device: torch.device, seed: int = 0, attention: str = "auto"
+    name: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    seed: int = 0,
+    attention: str = "auto",
+    int8: bool = False,
 ) -> BaseModel:
     """A base of a named shape, prepared for decoding as ``BaseModel.load`` prepares a real one.
 
@@ -103,12 +109,17 @@ def random_base(
         device: Where it is made.
         seed: Of the weights.
         attention: A backend of ``medusa.attention``.
+        int8: Linear layers but the output layer with weights of 8 bits, on a CPU.
     """
     model = random_model(shape_config(name), dtype or choose_dtype(torch.bfloat16, device), device, seed)
+    if int8:
+        round_linears(model, keep=model.get_output_embeddings())
     if device.type == "cpu":
         packed.pack_linears(model, keep=model.get_output_embeddings())
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    return BaseModel(model, no_words, name, attention)
+    base = BaseModel(model, no_words, name, attention)
+    base.int8 = int8
+    return base
 
 
 def unpacked_copy(base: BaseModel, shape: str | None, seed: int = 0) -> PreTrainedModel:
@@ -162,5 +173,8 @@ def weight_bytes(base: BaseModel) -> int:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(base.model.config))
     model.tie_weights()
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    return int(numbers - (0 if output is embeddings else embeddings.numel())) * base.dtype.itemsize
+    read = [weight for weight in model.parameters() if weight is output or weight is not embeddings]
+    size = base.dtype.itemsize
+    return sum(
+        weight.numel() * (1 if base.int8 and weight.dim() == 2 and weight is not output else size) for weight in read
+    )
