@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +64,8 @@ class SlotLayer(CacheLayerMixin):
                 setattr(self, name, new)
 
     def get_seq_length(self) -> int:
-        """Longest committed length in tokens."""
-        return self.cache.longest
+        """Rows that attention sees of each slot before those of this step."""
+        return self.cache.kv_length - self.cache.nodes
 
     def get_max_length(self) -> int:
         """Rows per slot."""
@@ -95,7 +97,9 @@ class SlotCache(Cache):
         lengths: [slots] int64 on the device, committed rows per slot.
         host_lengths: The same numbers on the host: shapes follow from them without waiting for the device.
         kv_length: Rows per slot that this step's attention reads, committed and new.
+        nodes: N, rows per slot that this step writes.
         write_rows: [slots * N] rows of the flattened buffers that this step writes.
+        recorded: What ``medusa.graph`` has recorded over the buffers where they are now; None once they move.
     """
 
     def __init__(
@@ -106,7 +110,9 @@ class SlotCache(Cache):
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         self.first_rows = torch.arange(slots, device=device) * capacity
         self.host_lengths = [0] * slots
-        self.kv_length = 0
+        self.kv_length = self.nodes = 0
+        self.recorded: Any = None
+        self._fixed = False
         self.write_rows = PerDevice(self.lengths)
 
     @property
@@ -124,6 +130,7 @@ class SlotCache(Cache):
             return
         if rows > self.limit:
             raise ValueError(f"cache rows per slot ({rows}) exceed the limit ({self.limit}); ask for a larger limit")
+        self.recorded = None
         capacity = max(rows, min(2 * self.capacity, self.limit))
         for layer in self.layers:
             layer.resize(capacity, kept=self.longest)
@@ -136,8 +143,9 @@ class SlotCache(Cache):
         Raises:
             ValueError: They do not fit within the limit.
         """
-        self.kv_length = self.longest + nodes
-        self.reserve(self.kv_length)
+        if not self._fixed:
+            self.reserve(self.longest + nodes)
+        self.nodes, self.kv_length = nodes, self.capacity if self._fixed else self.longest + nodes
         offsets = torch.arange(nodes, device=self.lengths.device)
         self.write_rows = PerDevice((self.first_rows[:, None] + self.lengths[:, None] + offsets).flatten())
 
@@ -169,6 +177,22 @@ class SlotCache(Cache):
         """Forget the rows of each slot behind its first ``lengths``, on the device and on the host."""
         self.host_lengths = list(lengths)
         self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
+
+    @contextmanager
+    def fixed_shapes(self) -> Iterator[None]:
+        """Until the end attention reads all rows that there are, and the host must have made room."""
+        self._fixed = True
+        try:
+            yield
+        finally:
+            self._fixed = False
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Forget all rows. What attention skips may not be NaN, and what was left here might be: it becomes 0."""
+        self.cut([0] * self.slots)
+        for buffer in self._buffers():
+            buffer.zero_()
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:

@@ -6,17 +6,18 @@ while a sequence grows:
     hand the new tokens to the answers, which decide when they end     (medusa/output.py)
 """
 
-import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
 from medusa.acceptance import Rule
 from medusa.base_model import BaseModel
 from medusa.cache import SlotCache
-from medusa.drafters import Drafter
+from medusa.drafters import DecodeState, Drafter
 from medusa.output import Answer, Piece
-from medusa.step import decode_step, prefill
+from medusa.step import EagerSteps, Steps, prefill
+
+StartSteps = Callable[[BaseModel, SlotCache, Drafter, Rule, DecodeState], Steps]
 
 HEADROOM = 256
 """Rows that a new cache has for an answer; a longer one makes it grow."""
@@ -55,7 +56,9 @@ def decode(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Answer],
     max_steps: int | None = None,
+    seeds: Sequence[int] | None = None,
     cache: SlotCache | None = None,
+    start: StartSteps = EagerSteps,
 ) -> Generator[list[list[Piece]]]:
     """Grow the answers to a batch of prompts of any lengths until all have ended; yields after every step.
 
@@ -66,36 +69,43 @@ def decode(
         prompts: Token ids.
         answers: One empty answer per prompt.
         max_steps: Limit on verify passes.
+        seeds: One per prompt, None = 0.
         cache: Where rows of the prompts may stand already, see ``prefill``; None = a new one.
+        start: What runs the steps: ``EagerSteps``, or ``StepGraphs.steps``.
 
     Yields:
         For every prompt the pieces of text that the step made final.
     """
     if cache is None:
-        longest = max(len(prompt) + answer.max_new_tokens for prompt, answer in zip(prompts, answers, strict=True))
-        limit = longest + 2 * drafter.nodes
-        cache = base.new_cache(len(prompts), min(limit, max(map(len, prompts)) + HEADROOM), limit)
-    state = prefill(base, cache, prompts)
+        cache = base.new_cache(len(prompts), *cache_rows(prompts, answers, drafter.nodes))
+    state = prefill(base, cache, prompts, seeds)
     if base.device.type == "cuda":
         torch.cuda.synchronize(base.device)
     for answer in answers:
         answer.start_clock()
 
-    steps = 0
+    steps, count = start(base, cache, drafter, rule, state), 0
     while any(answer.active for answer in answers):
-        result = decode_step(base, cache, drafter, rule, state)
-        steps += 1
-        pieces = [
-            answer.extend(tokens) if tokens else [] for answer, tokens in zip(answers, result.tokens, strict=True)
-        ]
-        if steps == max_steps:
+        new_tokens = steps.next()
+        count += 1
+        pieces = [answer.extend(tokens) if tokens else [] for answer, tokens in zip(answers, new_tokens, strict=True)]
+        if count == max_steps:
             for answer, new in zip(answers, pieces, strict=True):
                 new += answer.end("length") if answer.active else []
-        state = result.state
-        if any(tokens and not answer.active for answer, tokens in zip(answers, result.tokens, strict=True)):
-            active_B = torch.tensor([answer.active for answer in answers], device=base.device)
-            state = dataclasses.replace(state, active=active_B)
+        if any(tokens and not answer.active for answer, tokens in zip(answers, new_tokens, strict=True)):
+            steps.keep([answer.active for answer in answers])
         yield pieces
+
+
+def cache_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Answer], nodes: int) -> tuple[int, int]:
+    """Rows per slot that a cache for these answers has at the start, and at most.
+
+    The tree of the last step stands behind the longest text. Beside others that still grow, an answer that ends in the
+    middle of a step may be longer by a step, and by one more where steps run ahead.
+    """
+    longest = max(len(prompt) + answer.max_new_tokens for prompt, answer in zip(prompts, answers, strict=True))
+    limit = longest + 4 * nodes
+    return min(limit, max(map(len, prompts)) + HEADROOM), limit
 
 
 def _room(base: BaseModel, prompt_tokens: int, max_new_tokens: int) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
 from medusa.base_model import BaseModel, resolve_base
+from medusa.cache import SlotCache
 from medusa.drafters import (
     Drafter,
     HeadsDrafter,
@@ -23,11 +25,13 @@ from medusa.drafters import (
 )
 from medusa.formats import load_heads, save_heads
 from medusa.formats.native import load_config
-from medusa.generate import decode, new_answers
+from medusa.generate import cache_rows, decode, new_answers
+from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
 from medusa.prefix import Prefix
 from medusa.self_test import choose_decoding, compile_base
+from medusa.step import EagerSteps
 from medusa.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -86,15 +90,19 @@ class MedusaModel:
         base: The base.
         heads: The heads, moved to the base's device and dtype, or None: then every step is a plain decode step unless
             a drafter is given.
+        graphs: Runs the steps as CUDA graphs, one answer or batch at a time; None = eagerly.
     """
 
-    def __init__(self, base: BaseModel, heads: DraftHeads | None = None) -> None:
+    def __init__(self, base: BaseModel, heads: DraftHeads | None = None, graph: bool | None = None) -> None:
         if heads is not None:
             _check_fit(base, heads)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
             heads.freeze()
+        if graph and base.device.type != "cuda":
+            raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads = base, heads
-        self._drafters: dict[tuple[str, int, Tree | None], Drafter] = {}
+        self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
+        self._drafters: dict[tuple[str, int, Tree | None, float], Drafter] = {}
 
     @classmethod
     def from_pretrained(
@@ -107,6 +115,7 @@ class MedusaModel:
         compiled: bool = False,
         int8: bool = False,
         load_options: Mapping[str, Any] | None = None,
+        graph: bool | None = None,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -124,6 +133,8 @@ class MedusaModel:
                 what they say is no longer what the base says.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
                 spread over several devices.
+            graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a
+                GPU, and eagerly where a step cannot be recorded. Memory is kept from call to call, see ``release``.
 
         Raises:
             FileNotFoundError: A directory is missing.
@@ -145,10 +156,10 @@ class MedusaModel:
         if compiled:
             compile_base(base_model)
         if heads is None:
-            return cls(base_model)
+            return cls(base_model, graph=graph)
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
         loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
-        return cls(base_model, loaded)
+        return cls(base_model, loaded, graph)
 
     @property
     def default_nodes(self) -> int:
@@ -258,28 +269,48 @@ class MedusaModel:
         seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(prompts) or not all(0 <= value < 2**63 for value in seeds):
             raise ValueError(f"seed ({seed}) must be a number from 0 to 2**63 - 1, or one per prompt; correct it")
-        seeds_B = torch.tensor(seeds, device=self.base.device)
         self._check_tokens("logit_bias", logit_bias or ())
         rule = build_rule(
-            acceptance, seeds_B, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            acceptance, self.base.device, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, logit_bias=logit_bias, epsilon=epsilon, delta=delta,
         )  # fmt: skip
         if drafter is None or isinstance(drafter, str):
-            drafter = self._drafter(drafter, nodes, tree, seeds_B, temperature)
+            drafter = self._drafter(drafter, nodes, tree, temperature)
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
-        if prefix is None:
-            return answers, decode(self.base, drafter, rule, prompts, answers, max_steps)
-        if len(prompts) != 1:
+        if prefix is not None and len(prompts) != 1:
             raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
-        return answers, self._continue(prefix, drafter, rule, prompts[0], answers[0], max_steps)
+        cache = self._lend_cache(prompts, answers, drafter.nodes, prefix)
+        return answers, self._decode(cache, drafter, rule, prompts, answers, max_steps, seeds)
 
-    def _continue(
-        self, prefix: Prefix, drafter: Drafter, rule: Rule, prompt: Sequence[int], answer: Answer, max_steps: int | None
+    def release(self) -> None:
+        """Free the memory that is kept between calls: idle caches and the graphs over them."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def _lend_cache(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], nodes: int, prefix: Prefix | None
+    ) -> AbstractContextManager[SlotCache | None]:
+        if prefix is not None:
+            return prefix.lend(self.base, prompts[0], answers[0])
+        if self.graphs is not None:
+            return self.graphs.lend(len(prompts), *cache_rows(prompts, answers, nodes))
+        return contextlib.nullcontext()
+
+    def _decode(
+        self,
+        lent: AbstractContextManager[SlotCache | None],
+        drafter: Drafter,
+        rule: Rule,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Answer],
+        max_steps: int | None,
+        seeds: Sequence[int],
     ) -> Generator[list[list[Piece]]]:
-        with prefix.lend(self.base, prompt, answer) as cache:
-            yield from decode(self.base, drafter, rule, [prompt], [answer], max_steps, cache)
+        start = self.graphs.steps if self.graphs is not None else EagerSteps
+        with lent as cache:
+            yield from decode(self.base, drafter, rule, prompts, answers, max_steps, seeds, cache, start)
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
@@ -297,9 +328,7 @@ class MedusaModel:
             raise ValueError(f"chat template of the base ({self.base.name}) refuses this: {error}") from error
         return ids
 
-    def _drafter(
-        self, name: str | None, nodes: int | None, tree: Tree | None, seeds_B: Tensor, temperature: float
-    ) -> Drafter:
+    def _drafter(self, name: str | None, nodes: int | None, tree: Tree | None, temperature: float) -> Drafter:
         takes_tree = name in (None, "heads", "heads-sampled")
         if tree is not None and (self.heads is None or nodes is not None or not takes_tree):
             raise ValueError(
@@ -313,35 +342,37 @@ class MedusaModel:
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if nodes == 1 or (name is None and self.heads is None):
             return PlainDrafter()
+        name = name or ("heads" if tree else "hybrid")
+        key = (name, nodes or self.default_nodes, tree, temperature if name == "heads-sampled" else 0.0)
+        if key not in self._drafters:
+            self._drafters[key] = self._new_drafter(*key)
+        return self._drafters[key]
+
+    def _new_drafter(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
         if name == "heads-sampled" and self.heads is not None:
-            return SampledHeadsDrafter(self.heads, self.base, nodes or self.default_nodes, seeds_B, temperature, tree)
+            return SampledHeadsDrafter(self.heads, self.base, nodes, temperature, tree)
         if self.base.decoding == "chain" and tree is not None and tree.depth + 1 < tree.nodes:
             raise ValueError(
                 f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({self.base.name}) verifies"
                 f" chains only; give Tree.chain({tree.depth})"
             )
-        key = ("heads" if tree else name or "hybrid", nodes or self.default_nodes, tree)
-        if key not in self._drafters:
-            self._drafters[key] = self._new_drafter(*key)
-        return self._drafters[key]
-
-    def _new_drafter(self, name: str, nodes: int, tree: Tree | None) -> Drafter:
         if self.base.decoding == "plain":
             logger.warning("drafter (%s, %d nodes) is left out: base (%s) decodes plainly", name, nodes, self.base.name)
             return PlainDrafter()
+        host_decides = self.graphs is None
         if name == "prompt-lookup":
-            return PromptLookupDrafter(nodes)
+            return PromptLookupDrafter(nodes, host_decides=host_decides)
         assert self.heads is not None, "checked by the caller"
         guesses = min(nodes // 2, LOOKUP_GUESSES)
-        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH)
+        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH) if host_decides else None
         if self.base.decoding == "chain":
             chain = tree or Tree.chain(min(nodes - 1, self.heads.config.num_heads))
             heads = HeadsDrafter(self.heads, self.base, nodes, chain)
             return heads if name == "heads" else HybridDrafter(heads, PlainDrafter(), shortcut=sure)
         if name == "heads" or nodes == 2:
-            return HeadsDrafter(self.heads, self.base, nodes, tree)
-        heads = HeadsDrafter(self.heads, self.base, nodes - guesses)
-        return HybridDrafter(heads, PromptLookupDrafter(guesses + 1), shortcut=sure)
+            return HeadsDrafter(self.heads, self.base, nodes, tree, host_decides)
+        heads = HeadsDrafter(self.heads, self.base, nodes - guesses, host_decides=host_decides)
+        return HybridDrafter(heads, PromptLookupDrafter(guesses + 1, host_decides=host_decides), shortcut=sure)
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was one prompt rather than a batch."""

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,49 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
 def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> StepResult:
     """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
     state = _make_room(cache, state, drafter.nodes)
+    emitted, state = step_on_device(base, cache, drafter, rule, state)
+    tokens, counts = read_tokens(emitted.tolist())  # the step's only copy to the host
+    cache.grow(counts)
+    return StepResult(tokens, state)
+
+
+class Steps(Protocol):
+    """Decode steps of one batch in a row, each from the state that the one before left."""
+
+    def next(self) -> list[list[int]]:
+        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
+
+    def keep(self, active: Sequence[bool]) -> None:
+        """Let only these sequences go on growing."""
+
+
+class EagerSteps:
+    """``decode_step`` again and again."""
+
+    def __init__(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> None:
+        self._parts = (base, cache, drafter, rule)
+        self._state = state
+
+    def next(self) -> list[list[int]]:
+        """See ``Steps``."""
+        result = decode_step(*self._parts, self._state)
+        self._state = result.state
+        return result.tokens
+
+    def keep(self, active: Sequence[bool]) -> None:
+        """See ``Steps``."""
+        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
+
+
+def step_on_device(
+    base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState
+) -> tuple[Tensor, DecodeState]:
+    """The step without the host, for a cache and a history that have room for it.
+
+    Returns:
+        [A + 1, B] int64: the emitted tokens of each sequence, undefined behind their number, which is the last row; and
+        the next state.
+    """
     draft = _fit(base, cache, drafter.propose(state))
 
     hidden_BND = verify(base, cache, draft)
@@ -56,14 +100,25 @@ def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule,
         cache.extend(counts_B)  # the root alone: its row already stands where it belongs
     else:
         cache.commit(accepted.path, counts_B)
-    *rows, counts = torch.cat([accepted.tokens.T, counts_B[None]]).tolist()  # the step's only copy to the host
-    cache.grow(counts)
+    emitted = torch.cat([accepted.tokens.T, counts_B[None]])
+    return emitted, _next_state(state, accepted, hidden_BND, cache)
+
+
+def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each sequence and their numbers, from what ``step_on_device`` returns."""
+    *rows, counts = emitted
     tokens = [list(row[:count]) for row, count in zip(zip(*rows, strict=True), counts, strict=True)]
-    return StepResult(tokens, _next_state(state, accepted, hidden_BND, cache))
+    return tokens, counts
 
 
 @torch.inference_mode()
-def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]], chunk: int = 512) -> DecodeState:
+def prefill(
+    base: BaseModel,
+    cache: SlotCache,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int] | None = None,
+    chunk: int = 512,
+) -> DecodeState:
     """Cache all of each prompt but its last token, which becomes the first root.
 
     Args:
@@ -71,6 +126,7 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
         cache: A cache of B slots: empty, or with the rows of the first tokens of each prompt; at least its last two
             tokens must be missing, since the pass over the last but one gives the state's hidden state.
         prompts: Token ids of B prompts, at least one each.
+        seeds: One per prompt, None = 0.
         chunk: Rows per forward pass; bounds the memory of long prompts. A base that decodes plainly gets one at a time.
 
     Returns:
@@ -92,7 +148,8 @@ def prefill(base: BaseModel, cache: SlotCache, prompts: Sequence[Sequence[int]],
         cache.grow(counts)
         missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
     roots_B = history_BT.gather(1, cache.lengths[:, None])[:, 0]
-    return DecodeState(roots_B, hidden_BD, torch.ones_like(roots_B, dtype=torch.bool), history_BT, cache.lengths)
+    active_B, seeds_B = torch.ones_like(roots_B, dtype=torch.bool), torch.tensor(seeds or [0] * batch)
+    return DecodeState(roots_B, hidden_BD, active_B, history_BT, cache.lengths, seeds_B.to(base.device))
 
 
 def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
@@ -118,4 +175,4 @@ def _next_state(state: DecodeState, accepted: Accepted, hidden_BND: Tensor, cach
     state.history.scatter_(1, state.positions[:, None] + new_A, accepted.tokens)
     index_B = torch.arange(len(hidden_BND), device=hidden_BND.device)
     hidden_BD = hidden_BND[index_B, accepted.leaf]
-    return DecodeState(accepted.bonus, hidden_BD, state.active, state.history, cache.lengths)
+    return dataclasses.replace(state, roots=accepted.bonus, hidden=hidden_BD, positions=cache.lengths)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
-from torch import Tensor
+import torch
 
 from medusa.acceptance.logits import adjusted, warper
 from medusa.acceptance.path import Rule
@@ -18,7 +19,7 @@ MAX_BIAS = 100.0
 
 def build_rule(
     name: str | None,
-    seeds_B: Tensor,
+    device: torch.device | str = "cpu",
     *,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -29,11 +30,11 @@ def build_rule(
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> Rule:
-    """The rule of one ``generate`` call.
+    """The rule of one ``generate`` call; equal settings give the same object, so that recorded steps are found.
 
     Args:
         name: One of ``RULES``; None = greedy at temperature 0 and sampling above. Typical is never chosen by itself.
-        seeds_B: [B] int64 seeds.
+        device: Of the logits.
         temperature: 0 = greedy decoding.
         top_k: Keep the k most likely tokens; 0 = all.
         top_p: Keep the smallest set of tokens with at least this probability; 1 = all.
@@ -67,14 +68,29 @@ def build_rule(
         raise ValueError("top_p (0) leaves no token; give a value above 0, or 1 to switch it off")
     if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty ({repetition_penalty}) must be above 0; give 1 to switch it off")
-    process = warper(temperature, top_k, top_p, min_p)
+    bias = tuple(sorted((logit_bias or {}).items()))
+    warping = (temperature, top_k, top_p, min_p)
+    return _rule(name, torch.device(device), warping, repetition_penalty, bias, epsilon, delta)
+
+
+@lru_cache(maxsize=64)
+def _rule(
+    name: str,
+    device: torch.device,
+    warping: tuple[float, int, float, float],
+    repetition_penalty: float,
+    bias: tuple[tuple[int, float], ...],
+    epsilon: float,
+    delta: float,
+) -> Rule:
+    process = warper(*warping)
     rule: Rule = greedy
     if name == "sampling":
-        rule = sampling(seeds_B, process)
+        rule = sampling(process)
     elif name == "speculative":
-        rule = speculative(seeds_B, process)
+        rule = speculative(process)
     elif name == "typical":
-        rule = typical(seeds_B, process, epsilon, delta)
-    if repetition_penalty == 1 and not logit_bias:
+        rule = typical(process, epsilon, delta)
+    if repetition_penalty == 1 and not bias:
         return rule
-    return adjusted(rule, repetition_penalty, logit_bias or {}, seeds_B.device)
+    return adjusted(rule, repetition_penalty, dict(bias), device)

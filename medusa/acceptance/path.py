@@ -30,7 +30,7 @@ class Verdict:
 
 
 Rule = Callable[[Draft, Tensor, DecodeState], Verdict]
-"""(draft, base logits [B, N, V] over it, the state that it was drafted from) -> verdict."""
+"""(draft, base logits [B, N, V] over it, the state that it was drafted from) -> verdict. A pure function."""
 
 
 @dataclass(frozen=True)

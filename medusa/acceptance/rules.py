@@ -26,24 +26,23 @@ def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
     return _exact(draft, logits_BNV.argmax(-1))
 
 
-def sampling(seeds_B: Tensor, process: Process) -> Rule:
+def sampling(process: Process) -> Rule:
     """Lossless at temperature > 0: draw the base's own next token at every node; a child is allowed iff it equals it.
 
     The draw is Gumbel-max with noise keyed by (seed, absolute position, token id): the text is the one that plain
     sampling with the same seed writes, whatever was drafted.
 
     Args:
-        seeds_B: [B] int64, one seed per sequence.
         process: What the settings make of logits.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        return _exact(draft, _draw(draft, process(widened(logits_BNV)), seeds_B, state))
+        return _exact(draft, _draw(draft, process(widened(logits_BNV)), state))
 
     return rule
 
 
-def speculative(seeds_B: Tensor, process: Process) -> Rule:
+def speculative(process: Process) -> Rule:
     """Lossless in distribution: a child x that was drawn from q is allowed with probability min(1, p(x) / q(x)).
 
     Children are tried in their order; after each refusal p becomes norm(max(0, p - q)), and the bonus token is drawn
@@ -54,30 +53,28 @@ def speculative(seeds_B: Tensor, process: Process) -> Rule:
     Source: Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2023, trees).
 
     Args:
-        seeds_B: [B] int64, one seed per sequence.
         process: What the settings make of logits.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         processed_BNV = process(widened(logits_BNV))
         if draft.probs is None:
-            return _exact(draft, _draw(draft, processed_BNV, seeds_B, state))
+            return _exact(draft, _draw(draft, processed_BNV, state))
         chances_BN, left_BNV = rejection_chances(draft, draft.probs, processed_BNV.softmax(-1))
-        uniform_BN = uniform_noise(seeds_B, state.positions[:, None] + draft.depths, draft.tokens, CHANCE)
+        uniform_BN = uniform_noise(state.seeds, state.positions[:, None] + draft.depths, draft.tokens, CHANCE)
         edges_BN = first_accepted(draft, uniform_BN < chances_BN)
-        return Verdict(edges_BN, _draw(draft, left_BNV.log(), seeds_B, state))
+        return Verdict(edges_BN, _draw(draft, left_BNV.log(), state))
 
     return rule
 
 
-def typical(seeds_B: Tensor, process: Process, epsilon: float, delta: float) -> Rule:
+def typical(process: Process, epsilon: float, delta: float) -> Rule:
     """Lossy: a token x is allowed iff p(x) > min(epsilon, delta * exp(-H(p))) (paper section 2.3.1).
 
     H is the entropy in nats of the processed (temperature-scaled) distribution p after the parent. The output does not
     follow the base's distribution; bonus tokens are drawn from it as ``sampling`` does.
 
     Args:
-        seeds_B: [B] int64, one seed per sequence.
         process: What the settings make of logits.
         epsilon: Hard threshold on the probability.
         delta: Factor on the entropy-dependent threshold.
@@ -91,7 +88,7 @@ def typical(seeds_B: Tensor, process: Process, epsilon: float, delta: float) -> 
         node_BNV = logprobs_BNV.gather(1, draft.parents[:, :, None].expand_as(logprobs_BNV))
         likelihood_BN = node_BNV.gather(2, draft.tokens[:, :, None])[:, :, 0]
         edges_BN = likelihood_BN.exp() > threshold_BN.gather(1, draft.parents)
-        return Verdict(edges_BN, _draw(draft, processed_BNV, seeds_B, state), likelihood_BN)
+        return Verdict(edges_BN, _draw(draft, processed_BNV, state), likelihood_BN)
 
     return rule
 
@@ -101,11 +98,11 @@ def _exact(draft: Draft, target_BN: Tensor) -> Verdict:
     return Verdict(draft.tokens == target_BN.gather(1, draft.parents), target_BN)
 
 
-def _draw(draft: Draft, logits_BNV: Tensor, seeds_B: Tensor, state: DecodeState) -> Tensor:
+def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Tensor:
     """One token [B, N] per node from softmax(logits), a pure function of (seed, position, logits)."""
     # Nodes of one depth share a position, and with it the noise. Lossless acceptance needs that: where two drafters
     # propose one path, draws of their own would let the deeper of two continuations win.
     ahead_A = torch.arange(1, draft.depth + 2, device=logits_BNV.device)
-    noise_BAV = gumbel_noise(seeds_B, state.positions[:, None] + ahead_A, logits_BNV.shape[-1])
-    batch_B1 = torch.arange(len(seeds_B), device=seeds_B.device)[:, None]
+    noise_BAV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_A, logits_BNV.shape[-1])
+    batch_B1 = torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None]
     return (logits_BNV + noise_BAV[batch_B1, draft.depths]).argmax(-1)

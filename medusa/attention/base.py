@@ -54,6 +54,8 @@ class TreeAttention(Protocol):
     name: str
     dtypes: frozenset[torch.dtype]
     """Of queries, keys and values."""
+    recordable: bool
+    """The call can be captured in a CUDA graph; always so on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Prepare for a device.

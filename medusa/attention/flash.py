@@ -40,6 +40,7 @@ class FlashAttention:
         on_gpu = device.type == "cuda"
         package = _package() if on_gpu else None
         self._prefix: Prefix = _with_package(package) if package else _torch_cuda if on_gpu else _torch_cpu
+        self.recordable = on_gpu  # torch's kernel for CPUs is handed each sequence apart, cut to its length
         self._softcap = package is not None and "softcap" in inspect.signature(package).parameters
         self.dtypes = HALF if on_gpu else HALF | {torch.float32, torch.float64}
         logger.info("flash attention by %s", "flash-attn" if package else f"torch's own kernel for {device.type}")

@@ -11,6 +11,7 @@ class ReferenceAttention:
     """Masks all S rows. Rows that nobody may see must still hold finite numbers, as those of ``SlotCache`` do."""
 
     name = "reference"
+    recordable = True
     dtypes = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
     def __init__(self, device: torch.device) -> None:

@@ -70,6 +70,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    recordable = True
     dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
     def __init__(self, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Whatever proposes a draft."""
 
-from medusa.drafters.base import DecodeState, Drafter, PlainDrafter
+from medusa.drafters.base import DecodeState, Drafter, PlainDrafter, is_recordable
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.prompt_lookup import PromptLookupDrafter
@@ -14,4 +14,5 @@ __all__ = [
     "PlainDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",
+    "is_recordable",
 ]

@@ -19,6 +19,7 @@ class DecodeState:
         history: [B, T] int64, all tokens of each active sequence up to its root; what stands behind it is undefined.
             One buffer, which grows with the cache: every step writes its new tokens into it.
         positions: [B] int64, where the root stands in it.
+        seeds: [B] int64, what all noise of a sequence is keyed by.
     """
 
     roots: Tensor
@@ -26,6 +27,7 @@ class DecodeState:
     active: Tensor
     history: Tensor
     positions: Tensor
+    seeds: Tensor
 
 
 class Drafter(Protocol):
@@ -36,15 +38,24 @@ class Drafter(Protocol):
 
     nodes: int
     """N, nodes of a draft with the root; on a CPU, where shapes cost nothing, a draft may have fewer."""
+    recordable: bool
+    """Shapes are fixed and drafts follow from the state's tensors alone, on the device: a step may become a CUDA graph.
+    A drafter of your own may leave it out, see ``is_recordable``."""
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft whose column 0 holds ``state.roots``."""
+
+
+def is_recordable(drafter: Drafter) -> bool:
+    """Whether the drafter says that it is recordable."""
+    return bool(getattr(drafter, "recordable", False))
 
 
 class PlainDrafter:
     """Drafts nothing: every step is one plain decode step."""
 
     nodes = 1
+    recordable = True
 
     def propose(self, state: DecodeState) -> Draft:
         """The roots alone."""

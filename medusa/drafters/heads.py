@@ -37,12 +37,20 @@ class HeadsDrafter:
         vocabulary: Both ends of their base.
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
+        host_decides: On a CPU, leave out what is too unlikely to be worth its time; no shape is fixed then.
 
     Raises:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
     """
 
-    def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, nodes: int, tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        heads: DraftHeads,
+        vocabulary: Vocabulary,
+        nodes: int,
+        tree: Tree | None = None,
+        host_decides: bool = True,
+    ) -> None:
         num_heads, vocab_size = heads.config.num_heads, heads.config.vocab_size
         if tree is not None:
             check_tree(tree, heads.config)
@@ -51,8 +59,10 @@ class HeadsDrafter:
         self.heads, self.vocabulary = heads, vocabulary
         device = next(heads.parameters()).device
         depth, width = min(num_heads, nodes - 1), min(WIDTH, vocab_size)
-        best_first = _BestFirst(nodes, depth, width, host_decides=device.type == "cpu")
+        host_decides = host_decides and device.type == "cpu"
+        best_first = _BestFirst(nodes, depth, width, host_decides)
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
+        self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
 
     def propose(self, state: DecodeState) -> Draft:

@@ -1,6 +1,6 @@
 """Two drafters under one verifier: both trees hang below the same root."""
 
-from medusa.drafters.base import DecodeState, Drafter
+from medusa.drafters.base import DecodeState, Drafter, is_recordable
 from medusa.tree import Draft
 
 
@@ -17,6 +17,7 @@ class HybridDrafter:
     def __init__(self, first: Drafter, second: Drafter, shortcut: Drafter | None = None) -> None:
         self.first, self.second, self.shortcut = first, second, shortcut
         self.nodes = max(first.nodes + second.nodes - 1, shortcut.nodes if shortcut else 1)
+        self.recordable = shortcut is None and is_recordable(first) and is_recordable(second)
 
     def propose(self, state: DecodeState) -> Draft:
         """The union of both drafts; a token that both propose stands twice."""

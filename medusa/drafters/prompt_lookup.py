@@ -21,20 +21,22 @@ class PromptLookupDrafter:
     Args:
         nodes: N, the root included.
         min_match: Tokens, the root among them, that must have stood together before; 1 to ``MAX_MATCH``.
+        host_decides: On a CPU, propose the root alone where there is no match; no shape is fixed then.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
     """
 
-    def __init__(self, nodes: int, min_match: int = 2) -> None:
+    def __init__(self, nodes: int, min_match: int = 2, host_decides: bool = True) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for prompt lookup; give a larger tree budget")
-        self.nodes, self.min_match = nodes, min_match
+        self.nodes, self.min_match, self.host_decides = nodes, min_match, host_decides
+        self.recordable = not host_decides
 
     def propose(self, state: DecodeState) -> Draft:
         """A chain below ``state.roots``, found in ``state.history``."""
         history_BT, root_B1 = state.history, state.positions[:, None]
-        on_host = history_BT.device.type == "cpu"
+        on_host = self.host_decides and history_BT.device.type == "cpu"
         if on_host:
             history_BT = history_BT[:, : int(root_B1.max()) + 1]
         index_T = torch.arange(history_BT.shape[1], device=history_BT.device)

@@ -49,7 +49,6 @@ class SampledHeadsDrafter:
         heads: The trained heads.
         vocabulary: Both ends of their base.
         nodes: N, the root included, at least 2.
-        seeds_B: [B] int64, one seed per sequence.
         temperature: Of the draws, above 0.
         tree: The topology; None = ``coin_tree`` of ``nodes`` nodes.
 
@@ -57,12 +56,13 @@ class SampledHeadsDrafter:
         ValueError: The tree does not fit the heads, or the temperature is not positive.
     """
 
+    recordable = True
+
     def __init__(
         self,
         heads: DraftHeads,
         vocabulary: Vocabulary,
         nodes: int,
-        seeds_B: Tensor,
         temperature: float,
         tree: Tree | None = None,
     ) -> None:
@@ -72,15 +72,16 @@ class SampledHeadsDrafter:
         if not temperature > 0:
             raise ValueError(f"temperature ({temperature}) must be above 0 to draw drafts; raise it, or draft the best")
         self.heads, self.vocabulary, self.tree = heads, vocabulary, tree
-        self.seeds_B, self.temperature, self.nodes = seeds_B, temperature, tree.nodes
-        self._levels = _levels(tree, seeds_B.device)
-        self._parents_N = tree.parents.to(seeds_B.device)
+        self.temperature, self.nodes = temperature, tree.nodes
+        device = next(heads.parameters()).device
+        self._levels = _levels(tree, device)
+        self._parents_N = tree.parents.to(device)
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft below ``state.roots`` with the law of every token."""
         batch, vocab_size = len(state.roots), self.heads.config.vocab_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
-        noise_BKV = gumbel_noise(self.seeds_B, state.positions[:, None] + ahead_K, vocab_size, DRAFT)
+        noise_BKV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_K, vocab_size, DRAFT)
         tokens_BN = state.roots[:, None].repeat(1, self.nodes)
         probs = [noise_BKV.new_zeros(batch, 1, vocab_size)]
         heads_state = self.heads.begin(state.hidden, self.vocabulary)

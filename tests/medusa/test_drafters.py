@@ -22,12 +22,13 @@ from medusa.step import decode_step, prefill
 from tests.medusa.trees import LOPSIDED
 
 
-def decode_state(histories, base):
-    """A state whose sequences have these tokens, the root last, and random hidden states."""
+def decode_state(histories, base, seeds=None):
+    """A state whose sequences have these tokens, the root last, and random hidden states; seeds are 0 or as given."""
     positions = torch.tensor([len(history) - 1 for history in histories])
     history = torch.tensor([[*history, *([0] * (30 - len(history)))] for history in histories])
     roots, hidden = history.gather(1, positions[:, None])[:, 0], torch.randn(len(histories), base.hidden_size)
-    return DecodeState(roots, hidden.to(base.dtype), torch.ones_like(roots, dtype=torch.bool), history, positions)
+    active, seeds = torch.ones_like(roots, dtype=torch.bool), torch.zeros_like(roots) if seeds is None else seeds
+    return DecodeState(roots, hidden.to(base.dtype), active, history, positions, seeds)
 
 
 def unbounded(drafter):
@@ -120,8 +121,8 @@ def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
 @pytest.mark.parametrize("tree", [LOPSIDED, coin_tree(9, 3, 4)], ids=["lopsided", "coin"])
 def test_draws_come_from_the_heads_and_siblings_differ(base, make_heads, architecture, tree):
     """Row by row: the reported law is the heads' at the temperature, without what was drawn before."""
-    heads, state = make_heads(3, architecture=architecture), decode_state([[3], [1, 4]], base)
-    draft = SampledHeadsDrafter(heads, base, 1, torch.tensor([5, 6]), temperature=0.7, tree=tree).propose(state)
+    heads, state = make_heads(3, architecture=architecture), decode_state([[3], [1, 4]], base, torch.tensor([5, 6]))
+    draft = SampledHeadsDrafter(heads, base, 1, temperature=0.7, tree=tree).propose(state)
     assert draft.parents[1].tolist() == tree.parents.tolist()
     for row, node in ((row, node) for row in (0, 1) for node in range(1, tree.nodes)):
         above = draft.tokens[row, draft.ancestors[row, node]].tolist()[:-1]
@@ -137,8 +138,8 @@ def test_draws_come_from_the_heads_and_siblings_differ(base, make_heads, archite
 
 def test_draws_follow_their_law_and_repeat_for_a_seed(base, make_heads):
     count, heads = 4000, make_heads(2)
-    state = decode_state([[3]] * count, base)
-    drafter = SampledHeadsDrafter(heads, base, 4, torch.arange(count), temperature=0.5)
+    state = decode_state([[3]] * count, base, torch.arange(count))
+    drafter = SampledHeadsDrafter(heads, base, 4, temperature=0.5)
     draft = drafter.propose(state)
     assert torch.equal(draft.tokens, drafter.propose(state).tokens)
     for node in (1, 2):
@@ -162,7 +163,7 @@ def test_draws_never_wait_for_the_device(base, make_heads):
     state, heads = decode_state([[3], [1, 4]], base), make_heads(3).float().to("meta")
     fields = (getattr(state, field.name) for field in dataclasses.fields(state))
     state = DecodeState(*(field.to("meta", torch.float32 if field.is_floating_point() else None) for field in fields))
-    drafter = SampledHeadsDrafter(heads, Vocabulary(), 12, torch.zeros(2, dtype=torch.int64, device="meta"), 1.0)
+    drafter = SampledHeadsDrafter(heads, Vocabulary(), 12, 1.0)
     assert drafter.propose(state).probs.shape == (2, 12, base.vocab_size)
 
 
@@ -170,7 +171,7 @@ def test_draws_never_wait_for_the_device(base, make_heads):
 def test_draws_of_heads_that_overflow_still_have_a_law(base, make_heads, value):
     heads = make_heads(3)
     heads.blocks[0].outer.weight.data *= value
-    draft = SampledHeadsDrafter(heads, base, 12, torch.tensor([1]), temperature=1.0).propose(decode_state([[3]], base))
+    draft = SampledHeadsDrafter(heads, base, 12, temperature=1.0).propose(decode_state([[3]], base))
     torch.testing.assert_close(draft.probs[0, 1:].sum(-1), torch.ones(11))
     assert (draft.probs[0, torch.arange(1, 12), draft.tokens[0, 1:]] > 0).all()
 
@@ -185,7 +186,7 @@ def test_the_coin_tree_holds_the_likeliest_paths():
 
 def test_drawn_and_chosen_drafts_join(base, make_heads):
     state = decode_state([[3]], base)
-    drawn = SampledHeadsDrafter(make_heads(3), base, 4, torch.tensor([0]), temperature=1.0).propose(state)
+    drawn = SampledHeadsDrafter(make_heads(3), base, 4, temperature=1.0).propose(state)
     chosen = Fixed([3, 10, 11], [0, 0, 1], 2).propose(state)
     one_hot = torch.nn.functional.one_hot(torch.tensor([10, 11]), base.vocab_size).float()
     assert torch.equal(drawn.join(chosen).probs[0, 1:], torch.cat([drawn.probs[0, 1:], one_hot]))

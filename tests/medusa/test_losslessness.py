@@ -31,9 +31,9 @@ DRAFTERS = {
     "hybrid": lambda model, texts: HybridDrafter(
         HeadsDrafter(model.heads, model.base, 8), PromptLookupDrafter(6, min_match=1)
     ),
-    "sampled": lambda model, texts: SampledHeadsDrafter(model.heads, model.base, 12, torch.arange(3), 1.0),
+    "sampled": lambda model, texts: SampledHeadsDrafter(model.heads, model.base, 12, 1.0),
     "sampled hybrid": lambda model, texts: HybridDrafter(
-        SampledHeadsDrafter(model.heads, model.base, 8, torch.arange(3), 1.0), PromptLookupDrafter(6, min_match=1)
+        SampledHeadsDrafter(model.heads, model.base, 8, 1.0), PromptLookupDrafter(6, min_match=1)
     ),
     "random": lambda model, texts: RandomTrees(texts, model.base.vocab_size),
     "never right": lambda model, texts: Chain(texts, model.base.vocab_size, off=1),
