@@ -125,13 +125,15 @@ class StepGraphs:
         devices = {parameter.device for parameter in base.model.parameters()}
         return None if len(devices) == 1 else f"base ({base.name}) is spread over {len(devices)} devices"
 
-    def _try_to_record(self, function: Replay) -> Replay:
+    def _try_to_record(self, function: Replay) -> Replay | None:
+        if self._failed:
+            return None
         try:
             return self._record(function)
         except RuntimeError as error:
             self._failed = True
             logger.warning("steps run eagerly from now on, recording one as a graph has failed: %s", error)
-            return function
+            return None
 
 
 class _Recorded(NamedTuple):
@@ -146,6 +148,9 @@ class _Recorded(NamedTuple):
     emitted: Tensor
 
 
+_RecordedSteps = OrderedDict[tuple[Drafter, Rule], _Recorded]
+
+
 class _Buffers:
     """What has a fixed place beside the rows of a cache: the state, and what is recorded over both."""
 
@@ -153,7 +158,7 @@ class _Buffers:
         tensors = {field.name: torch.empty_like(getattr(state, field.name)) for field in dataclasses.fields(state)}
         tensors["history"] = state.history.new_zeros(len(state.history), capacity + 1)
         self.state = DecodeState(**tensors)
-        self.recorded: OrderedDict[tuple[Drafter, Rule], _Recorded] = OrderedDict()
+        self.recorded: _RecordedSteps = OrderedDict()
 
     def load(self, state: DecodeState) -> None:
         """Take over a state whose history is not wider than the capacity."""
@@ -166,7 +171,8 @@ class GraphSteps:
     """``Steps`` as graphs over the buffers of one cache, which may have been recorded in an earlier call.
 
     The first step of a drafter and a rule runs eagerly: kernels are compiled and memory is allocated. Then it is
-    recorded, which computes nothing, and every further one is a launch.
+    recorded, which computes nothing, and every further one is a launch. Where there is nothing to launch because
+    recording has failed, every step is like the first.
 
     Steps run ahead of the host by one: when a sequence ends, the next step is already on its way. Its tokens are
     dropped here, and room is made for two steps at a time.
@@ -179,7 +185,7 @@ class GraphSteps:
         drafter: Drafter,
         rule: Rule,
         state: DecodeState,
-        record: Record,
+        record: Callable[[Replay], Replay | None],
     ) -> None:
         self._base, self._cache, self._drafter, self._rule = base, cache, drafter, rule
         self._state, self._record = state, record
@@ -209,13 +215,22 @@ class GraphSteps:
         """Send the next step on its way."""
         recorded, key = self._place().recorded, (self._drafter, self._rule)
         if key in recorded:
+            recorded.move_to_end(key)
             recorded[key].replay()
+            emitted = recorded[key].emitted
         else:
-            recorded[key] = self._first_step()
-        recorded.move_to_end(key)
+            emitted = self._step()
+            self._record_step(recorded, key, emitted)
+        self._under_way.append(_Arrival(emitted))
+
+    def _record_step(self, recorded: _RecordedSteps, key: tuple[Drafter, Rule], like: Tensor) -> None:
+        # Graphs share their memory: what outlives a replay is copied out of it, by the graph itself.
+        emitted = torch.empty_like(like)
+        replay = self._record(lambda: emitted.copy_(self._step()))
+        if replay is not None:
+            recorded[key] = _Recorded(replay, emitted)
         while len(recorded) > KEPT_GRAPHS:
             recorded.popitem(last=False)
-        self._under_way.append(_Arrival(recorded[key].emitted))
 
     def _place(self) -> _Buffers:
         """The cache's fixed buffers; the state is moved there where it is not yet."""
@@ -226,11 +241,6 @@ class GraphSteps:
             buffers.load(self._state)
             self._state, self._cache.lengths = buffers.state, buffers.state.positions
         return buffers
-
-    def _first_step(self) -> _Recorded:
-        emitted = self._step().clone()
-        # Graphs share their memory: what outlives a replay is copied out of it, by the graph itself.
-        return _Recorded(self._record(lambda: emitted.copy_(self._step())), emitted)
 
     def _step(self) -> Tensor:
         """One step from the fixed state to the fixed state."""

@@ -102,6 +102,7 @@ class MedusaModel:
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads = base, heads
         self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
+        self._plain = PlainDrafter()
         self._drafters: dict[tuple[str, int, Tree | None, float], Drafter] = {}
 
     @classmethod
@@ -341,7 +342,7 @@ class MedusaModel:
         if self.heads is None and name not in (None, "prompt-lookup"):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if nodes == 1 or (name is None and self.heads is None):
-            return PlainDrafter()
+            return self._plain
         name = name or ("heads" if tree else "hybrid")
         key = (name, nodes or self.default_nodes, tree, temperature if name == "heads-sampled" else 0.0)
         if key not in self._drafters:

@@ -1,0 +1,321 @@
+"""Steps as graphs write what eager steps write; tests/medusa/tape.py stands in for the GPU."""
+
+import gc
+import logging
+import weakref
+from itertools import zip_longest
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from medusa import BaseModel, MedusaModel, Prefix
+from medusa.acceptance import build_rule
+from medusa.cache import SlotLayer
+from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
+from medusa.graph import StepGraphs
+from medusa.step import prefill, step_on_device
+from tests.medusa.known_text import Chain
+from tests.medusa.tape import Recorder, Strict, Tape
+from tests.medusa.test_conformance import tiny
+from tests.medusa.trees import LOPSIDED
+
+PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
+FREE = {"temperature": 1.0, "seed": 2}
+SETTINGS = {
+    "greedy": {"repetition_penalty": 1.1},
+    "sampling": FREE | {"top_p": 0.95, "logit_bias": {7: 2.0}},
+    "speculative": FREE | {"acceptance": "speculative", "top_k": 50},
+    "typical": FREE | {"acceptance": "typical"},
+}
+
+
+def heads_drafter(heads, base, nodes):
+    return HeadsDrafter(heads, base, nodes, host_decides=False)
+
+
+def lookup(nodes):
+    return PromptLookupDrafter(nodes, min_match=1, host_decides=False)
+
+
+DRAFTERS = {
+    "plain": lambda heads, base: PlainDrafter(),
+    "dynamic": lambda heads, base: heads_drafter(heads, base, 12),
+    "static": lambda heads, base: HeadsDrafter(heads, base, 1, LOPSIDED),
+    "lookup": lambda heads, base: lookup(5),
+    "hybrid": lambda heads, base: HybridDrafter(heads_drafter(heads, base, 8), lookup(4)),
+    "sampled": lambda heads, base: SampledHeadsDrafter(heads, base, 9, 1.0),
+    "sampled hybrid": lambda heads, base: HybridDrafter(SampledHeadsDrafter(heads, base, 7, 1.0), lookup(4)),
+}
+
+
+def graphed(base, heads, record=None):
+    """A model that records tapes."""
+    model = MedusaModel(base, heads)
+    model.graphs = StepGraphs(base, record or Recorder())
+    model.recorder = record or model.graphs._record
+    return model
+
+
+@pytest.fixture(scope="module")
+def eager(base, make_heads):
+    return MedusaModel(base, make_heads())
+
+
+@pytest.fixture(scope="module")
+def long_lived(base, eager):
+    """One model whose caches and tapes serve all tests of a kind."""
+    return graphed(base, eager.heads)
+
+
+@pytest.fixture
+def fresh(base, eager):
+    return graphed(base, eager.heads)
+
+
+def contents(outputs):
+    outputs = outputs if isinstance(outputs, list) else [outputs]
+    return [(o.tokens, o.drafted, o.text, o.steps, o.finish_reason) for o in outputs]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[0], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, prompts):
+    options = {"max_new_tokens": 12, "drafter": DRAFTERS[name](eager.heads, eager.base)} | SETTINGS[settings]
+    recorded, replays = long_lived.recorder.recorded, long_lived.recorder.replays
+    outputs = long_lived.generate(prompts, **options)
+    assert contents(outputs) == contents(eager.generate(prompts, **options))
+    steps = max(row[3] for row in contents(outputs))
+    assert long_lived.recorder.recorded == recorded + 1
+    assert long_lived.recorder.replays - replays in (steps - 1, steps), "the first step is eager, one may run ahead"
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, settings):
+    """On the meta device there are no values, and the mode refuses copies that a graph cannot hold."""
+    config = {key: value for key, value in SETTINGS[settings].items() if key not in ("seed", "acceptance")}
+    model = AutoModelForCausalLM.from_config(base.model.config).to("meta")
+    for layer in (model.lm_head, model.model.embed_tokens):
+        layer._hf_hook = SimpleNamespace(execution_device="meta")
+    meta, heads = BaseModel(model, None), make_heads().float().to("meta")
+    drafter, rule = DRAFTERS[name](heads, meta), build_rule(SETTINGS[settings].get("acceptance"), "meta", **config)
+    cache = meta.new_cache(2, 64)
+    with torch.inference_mode():
+        state = prefill(meta, cache, [[1, 2, 3], [4, 5]])
+        state.history.resize_(2, 65)
+        with Strict(), cache.fixed_shapes():
+            emitted, after = step_on_device(meta, cache, drafter, rule, state)
+    assert emitted.shape[1] == 2
+    assert (after.roots.shape, after.hidden.shape) == (state.roots.shape, state.hidden.shape)
+
+
+@pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
+def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch, options):
+    monkeypatch.setattr("medusa.generate.HEADROOM", 1)
+    options = {"max_new_tokens": 60, "drafter": "heads"} | options
+    assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
+    grown = fresh.recorder.recorded
+    assert grown > 1, "the buffers have moved"
+    fresh.generate(PROMPTS, **options)
+    assert fresh.recorder.recorded == grown, "they need not move again"
+
+
+def tokens(outputs):
+    """Drafts differ where the host decides; the text does not."""
+    return [output.tokens for output in outputs]
+
+
+def test_what_is_recorded_serves_later_calls(eager, fresh):
+    options = {"max_new_tokens": 10, "temperature": 0.7}
+    first = fresh.generate(PROMPTS, **options)
+    for seed in (0, 1, [2, 3, 4]):
+        expected = eager.generate(PROMPTS, seed=seed, **options)
+        outputs = fresh.generate(PROMPTS, seed=seed, **options)
+        assert tokens(outputs) == tokens(expected)
+        assert (tokens(outputs) == tokens(first)) == (seed == 0)
+    assert fresh.recorder.recorded == 1
+    fresh.generate(PROMPTS[::-1], **options)
+    assert fresh.recorder.recorded == 1, "other prompts of that batch size"
+    fresh.generate(PROMPTS[0], **options)
+    assert fresh.recorder.recorded == 2, "another batch size"
+    fresh.generate(PROMPTS, **(options | {"temperature": 0.8}))
+    assert fresh.recorder.recorded == 3, "another rule"
+    fresh.generate(PROMPTS, nodes=5, **options)
+    assert fresh.recorder.recorded == 4, "another drafter"
+    fresh.generate(PROMPTS, **options)
+    assert fresh.recorder.recorded == 4, "all of them are kept"
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7])
+def test_answers_that_end_before_others_end_where_eager_ones_do(eager, fresh, monkeypatch, limit):
+    """By a token, a string or a limit, in the middle of what a step accepts; the next step is under way already."""
+    drafter = HybridDrafter(heads_drafter(eager.heads, eager.base, 12), lookup(4))
+    full = eager.generate(PROMPTS, max_new_tokens=40, drafter=drafter)
+    ends = frozenset({full[0].tokens[limit], full[2].tokens[limit + 9]})
+    for options in ({"stop": full[1].text[limit : limit + 2]}, {"max_steps": limit}, {"max_new_tokens": limit}, {}):
+        options = {"max_new_tokens": 40, "drafter": drafter} | options
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseModel, "eos_ids", ends)
+            expected = eager.generate(PROMPTS, **options)
+            assert contents(fresh.generate(PROMPTS, **options)) == contents(expected)
+    assert len({output.steps for output in expected}) > 1, "some end before others"
+
+
+def test_a_given_up_answer_gives_its_cache_back(eager, fresh):
+    options = {"max_new_tokens": 40, "nodes": 9}
+    stream = fresh.stream(PROMPTS[0], **options)
+    next(iter(stream))
+    assert 0 < len(stream.output.tokens) < 40
+    (cache,) = fresh.graphs._idle.values()
+    with torch.inference_mode():
+        for buffer in cache._buffers():
+            buffer.fill_(torch.nan)  # whatever it left there
+    assert fresh.generate(PROMPTS[2], **options).tokens == eager.generate(PROMPTS[2], **options).tokens
+    assert fresh.recorder.recorded == 1
+
+
+def test_two_answers_at_once_share_nothing(eager, fresh):
+    options = {"max_new_tokens": 30, "nodes": 9}
+    streams = [fresh.stream(prompt, **options) for prompt in PROMPTS]
+    for _ in zip_longest(*map(iter, streams)):
+        pass
+    for stream, prompt in zip(streams, PROMPTS, strict=True):
+        assert stream.output.tokens == eager.generate(prompt, **options).tokens
+    assert fresh.recorder.recorded == 3
+    assert len(fresh.graphs._idle) == 1, "one idle cache per batch size"
+
+
+def test_a_failed_answer_keeps_its_cache_to_itself(eager, fresh, monkeypatch):
+    options = {"max_new_tokens": 20, "nodes": 9}
+    fresh.generate(PROMPTS, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotLayer, "update", None)
+        with pytest.raises(TypeError):
+            fresh.generate(PROMPTS, **options)
+    assert not fresh.graphs._idle
+    assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
+
+
+def test_a_prefix_keeps_graphs_of_its_own(eager, fresh):
+    prefix, prompt, options = Prefix(), PROMPTS[0], {"max_new_tokens": 15, "nodes": 9}
+    for turn in range(4):
+        output = fresh.generate(prompt, prefix=prefix, **options)
+        assert output.tokens == eager.generate(prompt, **options).tokens
+        assert output.cached_tokens > 0 or turn == 0
+        prompt = [*prompt, *output.tokens, 3, 4 + turn]
+    assert fresh.recorder.recorded == 1
+    stream = fresh.stream(prompt, prefix=prefix, **options)
+    next(iter(stream))
+    assert fresh.generate(prompt, prefix=prefix, **options).tokens == eager.generate(prompt, **options).tokens
+    assert not fresh.graphs._idle
+
+
+def test_where_recording_fails_steps_go_on_eagerly(base, eager, caplog):
+    attempts = []
+
+    def fail(function):
+        attempts.append(function)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, options = graphed(base, eager.heads, fail), {"max_new_tokens": 20, "nodes": 9}
+    with caplog.at_level(logging.INFO, "medusa.graph"):
+        for _ in range(3):
+            assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
+    assert len(attempts) == 1
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+    assert "operation not permitted" in caplog.text
+
+
+def test_a_drafter_that_reads_values_cannot_be_recorded(eager, fresh, caplog):
+    drafter = HeadsDrafter(eager.heads, eager.base, 9)
+    drafter.recordable = True
+    outputs = fresh.generate(PROMPTS, max_new_tokens=20, drafter=drafter)
+    assert contents(outputs) == contents(eager.generate(PROMPTS, max_new_tokens=20, drafter=drafter))
+    assert fresh.recorder.recorded == 0
+    assert "not permitted while a stream is capturing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("decoding", "chain", "does not verify trees"),
+        ("explicit_mask", True, "gets its masks with each call"),
+        ("_compiled", object(), "is compiled"),
+    ],
+)
+def test_bases_that_stay_eager(base, fresh, attribute, value, reason, monkeypatch, caplog):
+    monkeypatch.setattr(base, attribute, value)
+    assert reason in objection(fresh, base, PlainDrafter(), caplog)
+
+
+def test_drafters_and_attention_that_stay_eager(base_directory, fresh, base, caplog):
+    custom = Chain(PROMPTS, base.vocab_size)
+    assert "drafter (Chain) is not recordable" in objection(fresh, base, custom, caplog)
+    assert "(HybridDrafter) is not recordable" in objection(fresh, base, HybridDrafter(lookup(3), custom), caplog)
+    flash = BaseModel.load(base_directory, device="cpu", attention="flash")
+    assert "attention (flash) reads lengths" in objection(graphed(flash, None), flash, PlainDrafter(), caplog)
+
+
+def objection(model, base, drafter, caplog):
+    """What is logged, once, where steps stay eager."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "medusa.graph"):
+        for _ in range(2):
+            cache = base.new_cache(1)
+            model.graphs.steps(base, cache, drafter, build_rule("greedy"), None)
+    assert len(caplog.records) == 1
+    return caplog.text
+
+
+def test_memory_is_bounded_and_can_be_freed(fresh, monkeypatch):
+    monkeypatch.setattr("medusa.graph.KEPT_GRAPHS", 2)
+    monkeypatch.setattr("medusa.graph.KEPT_CACHES", 2)
+    for nodes in (1, 3, 4, 3, 1):
+        fresh.generate(PROMPTS, max_new_tokens=3, nodes=nodes)
+    assert fresh.recorder.recorded == 4, "the first was forgotten for the third"
+    for count in (1, 2, 3, 2, 1):
+        fresh.generate([[7]] * count, max_new_tokens=3, nodes=1)
+    assert list(fresh.graphs._idle) == [2, 1]
+    caches = [weakref.ref(cache) for cache in fresh.graphs._idle.values()]
+    fresh.release()
+    gc.collect()
+    assert [cache() for cache in caches] == [None, None]
+    assert len(fresh.generate([7], max_new_tokens=3).tokens) == 3
+
+
+def test_graphs_need_a_gpu(base):
+    with pytest.raises(ValueError, match=r"graph .True. needs a CUDA device and the base is on cpu"):
+        MedusaModel(base, graph=True)
+    assert MedusaModel(base).graphs is None
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "llama4_text", "opt", "phi3"])
+def test_families_that_look_at_their_cache(family, monkeypatch):
+    """Windows, chunks, learned positions, queries scaled by their place: none may depend on the host's lengths."""
+    base, _ = tiny(family)
+    eager, model, options = MedusaModel(base), graphed(base, None), {"max_new_tokens": 20, "drafter": "prompt-lookup"}
+    monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
+    monkeypatch.setattr("medusa.output.Answer._new_text", lambda answer: [])
+    assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
+    assert model.recorder.recorded == 1
+
+
+def test_the_tape_repeats_kernels_and_not_python():
+    """What all of these tests lean on."""
+    total, numbers = torch.zeros(3), iter(range(1, 9))
+
+    def add():
+        total.add_(torch.ones(3).mul(next(numbers)) + total[:1])
+
+    tape = Tape(add)
+    assert total.tolist() == [0, 0, 0], "recording leaves no trace"
+    tape()
+    tape()
+    assert total.tolist() == [3, 3, 3], "1, then 1 + 2 * 1: Python's number is the first one for ever"
+    waits = [total[0].item, lambda: bool(total[0] > 0), lambda: total[total > 0], lambda: torch.tensor([1])]
+    for wait in waits:
+        with pytest.raises(RuntimeError, match="not permitted"):
+            Tape(wait)
