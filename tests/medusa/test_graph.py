@@ -179,6 +179,7 @@ def test_a_given_up_answer_gives_its_cache_back(eager, fresh):
 
 def test_two_answers_at_once_share_nothing(eager, fresh):
     options = {"max_new_tokens": 30, "nodes": 9}
+    fresh.generate(PROMPTS[1], **options)
     streams = [fresh.stream(prompt, **options) for prompt in PROMPTS]
     for _ in zip_longest(*map(iter, streams)):
         pass
