@@ -189,7 +189,7 @@ def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys)
     assert report["command"].startswith("medusa-bench step --base")
     assert (report["weights"], report["dtype"], report["threads"]) == ("real", "float32", torch.get_num_threads())
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert "over N = 1" in capsys.readouterr().out
+    assert "over N" in capsys.readouterr().out
 
 
 def test_a_named_shape_runs_with_random_weights(monkeypatch, tmp_path):
