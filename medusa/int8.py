@@ -15,6 +15,8 @@ from medusa import packed
 
 logger = logging.getLogger(__name__)
 
+MIN_WEIGHTS = 1 << 21
+"""Smaller layers stay as they are: rounding their activations takes longer than reading fewer bytes saves."""
 LARGEST = 127
 ZERO = 128
 """Activations travel as unsigned bytes with this offset, the form that the processor's dot products take."""
@@ -71,15 +73,22 @@ def available() -> bool:
 
 
 def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
-    """Round every large enough ``nn.Linear`` below ``module`` in place; returns how many.
+    """Round every ``nn.Linear`` of at least ``MIN_WEIGHTS`` below ``module`` in place; returns how many.
 
     Args:
         module: Any model on a CPU.
         keep: A layer that stays as it is: the output layer, where errors of rounding would reach the text unfiltered.
 
     Raises:
-        ValueError: This machine has no kernels for it.
+        ValueError: This machine has no kernels for it, or no layer is that large.
     """
     if not available():
         raise ValueError("weights of 8 bits (int8) need oneDNN's kernels, which this torch has not; leave int8 out")
-    return packed.replace_linears(module, lambda linear: linear if linear is keep else Int8Linear(linear))
+
+    def rounded(linear: nn.Linear) -> nn.Module:
+        return linear if linear is keep or linear.weight.numel() < MIN_WEIGHTS else Int8Linear(linear)
+
+    count = packed.replace_linears(module, rounded)
+    if not count:
+        raise ValueError(f"int8 rounds layers of at least {MIN_WEIGHTS:,} weights and there are none; leave int8 out")
+    return count

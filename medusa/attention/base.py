@@ -114,7 +114,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[TreeAtt
         BackendUnavailableError: The one that is asked for does not run on that device.
     """
     backend, reason = (build(name, device), "asked for") if name != "auto" else _best(device, dtype)
-    logger.info("attention %s: %s", backend.name, reason)
+    chosen = name != "auto" or device.type == "cuda"  # elsewhere there is nothing to choose
+    logger.log(logging.INFO if chosen else logging.DEBUG, "attention %s: %s", backend.name, reason)
     return backend, reason
 
 

@@ -57,12 +57,13 @@ def title(report: dict[str, Any]) -> str:
 
 
 def _step_tables(report: dict[str, Any]) -> Tables:
-    headings = ("B", "N", "verify ms", "step ms", "over N = 1", "rows/s", "bound ms", "of bandwidth")
+    headings = ("B", "N", "verify ms", "over N = 1", "step ms", "over N = 1", "rows/s", "bound ms", "of bandwidth")
     rows: list[Sequence[object]] = [
         (
             row["batch"],
             row["nodes"],
             f"{row['verify_ms']:.2f}",
+            f"{row['verify_overhead']:.2f}x",
             f"{row['step_ms']:.2f}",
             f"{row['step_overhead']:.2f}x",
             f"{row['rows_per_s']:.0f}",

@@ -9,7 +9,9 @@ import torch
 
 Key = TypeVar("Key")
 CALLS = 3
-"""Calls per sample; their median counts."""
+"""Calls per sample, at least; their median counts."""
+SAMPLE_SECONDS = 0.05
+"""Length of a sample of many short calls: after one call that warms the caches again, as in a loop of steps."""
 BUFFER_BYTES = {"cpu": 1 << 29, "cuda": 1 << 31}
 """Size of what the bandwidth is measured with: many times the caches."""
 
@@ -22,14 +24,16 @@ def synchronize(device: torch.device) -> None:
 
 def timed(action: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
     """Median wall-clock seconds of a call, until the device has finished."""
-    seconds = []
-    for _ in range(calls):
+
+    def once() -> float:
         synchronize(device)
         begin = time.perf_counter()
         action()
         synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds)
+        return time.perf_counter() - begin
+
+    calls = max(calls, int(SAMPLE_SECONDS / once()))
+    return median(once() for _ in range(calls))
 
 
 def alternate(samples: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:

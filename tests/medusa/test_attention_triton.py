@@ -30,10 +30,10 @@ AXES = {"q": ("batch", "head", "node"), "k": ("batch", "head", "row"), "v": ("ba
 STRIDES = [f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes]
 
 
-def run_interpreted(marks: str) -> None:
-    """Run tests/medusa/test_attention.py in a process whose Triton interprets its kernels."""
+def run_interpreted(marks: str, file: str = "test_attention.py") -> None:
+    """Run tests in a process whose Triton interprets its kernels."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "triton", "-m", marks, "-p", "no:cacheprovider"]
-    command.append("tests/medusa/test_attention.py")
+    command.append(f"tests/medusa/{file}")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
@@ -47,6 +47,11 @@ def test_the_kernels_compute_attention():
 @pytest.mark.slow
 def test_the_kernels_compute_attention_over_the_grid():
     run_interpreted("slow")
+
+
+@pytest.mark.slow
+def test_the_kernels_verify_trees_of_every_family():
+    run_interpreted("not gpu", "test_conformance.py")
 
 
 def cross_compile(kernel, types: dict[str, str], constants: dict[str, object], **options: int):

@@ -3,6 +3,7 @@
 docs/families.md is this list as a table.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Tree
+from medusa.attention import BACKENDS
+from medusa.attention.base import build
 from medusa.self_test import choose_decoding
 from medusa.step import prefill, verify
 from medusa.tree import Draft
@@ -78,29 +81,63 @@ EXPLICIT_MASK = ("falcon", "gptj", "mpt", "nemotron", "stablelm")
 CHAINS = ("mpt",)
 REFUSED = ("bloom", "mamba")
 """tests/medusa/test_self_test.py"""
+WINDOWED = (
+    "cohere2", "exaone4", "gemma3_text", "gpt_oss", "mistral", "olmo3", "phi3", "phimoe", "qwen2_moe", "starcoder2",
+)  # fmt: skip
+REFERENCE_DOES: dict[str, dict[str, tuple[str, ...]]] = {
+    "reference": {},
+    "flash": dict.fromkeys(WINDOWED, ("windows",))
+    | {"deepseek_v3": ("its head sizes",), "gemma2": ("windows", "softcaps"), "llama4_text": ("chunks",)},
+    "triton": {"llama4_text": ("chunks",)},
+}
+"""Layers that a backend hands over to the reference."""
+HAND_OVERS = {
+    "windows": "a sliding window",
+    "its head sizes": "head sizes",
+    "softcaps": "cap scores",
+    "chunks": "chunks",
+}
+"""How it says so."""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 7, 9, 11, 4], [7, 2, 9], [11]]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 
 
-def tiny(family: str) -> tuple[BaseModel, torch.nn.Module]:
+def tiny(family: str, backend: str = "reference") -> tuple[BaseModel, torch.nn.Module]:
     """A base of the family, and transformers' own model with the same random weights."""
     torch.manual_seed(0)
     shape = {key: value for key, value in SHAPE.items() if not (family == "falcon" and key == "head_dim")}
     config = AutoConfig.for_model(family, **(shape | FAMILIES[family]))
-    dtype = torch.float32 if family in SINGLE else torch.float64
+    dtype = torch.float32 if family in SINGLE or backend == "triton" else torch.float64
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.load_state_dict(oracle.state_dict())
-    return BaseModel(model, None, family), oracle
+    return BaseModel(model, None, family, backend), oracle
+
+
+@pytest.fixture
+def handed_over(monkeypatch) -> set[str]:
+    """Why layers were computed by the reference instead of by the base's backend."""
+    reasons: set[str] = set()
+
+    def reference(instead_of: str, reason: str):
+        reasons.add(reason)
+        return build("reference", torch.device("cpu"))
+
+    monkeypatch.setattr("medusa.attention.base._reference", reference)
+    return reasons
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @torch.inference_mode()
-def test_tree_logits_are_those_of_the_path_as_text(family):
-    base, oracle = tiny(family)
+def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over):
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("test_attention_triton.py runs this in a process whose Triton interprets its kernels")
+    base, oracle = tiny(family, backend)
     choose_decoding(base)
     assert (base.decoding, base.explicit_mask) == ("chain" if family in CHAINS else "tree", family in EXPLICIT_MASK)
-    close = {"atol": 2e-4, "rtol": 1e-4} if family in SINGLE else {"atol": 1e-5, "rtol": 1e-5}
+    single = family in SINGLE or backend == "triton"
+    close = {"atol": 2e-4, "rtol": 1e-4} if single else {"atol": 1e-5, "rtol": 1e-5}
     tree, cache = Tree.chain(3) if family in CHAINS else Tree.full([2, 1, 1]), base.new_cache(3, 8)
     state = prefill(base, cache, PROMPTS, chunk=5)
     torch.testing.assert_close(state.hidden[0], base.hidden_states(torch.tensor(PROMPTS[:1]))[0, -2], **close)
@@ -123,14 +160,24 @@ def test_tree_logits_are_those_of_the_path_as_text(family):
         assert cache.lengths.tolist() == cache.host_lengths
         for row, kept in enumerate(keep.tolist()):
             texts[row] += [*tokens[row, path[1:kept]].tolist(), 13]
+    words = {word for word, part in HAND_OVERS.items() for reason in handed_over if part in reason}
+    assert words == set(REFERENCE_DOES[backend].get(family, ()))
 
 
 def how(family: str) -> str:
     return "chain, " * (family in CHAINS) + ("whole mask" if family in EXPLICIT_MASK else "plan")
 
 
+def computes(family: str, backend: str) -> str:
+    """What the document says that a backend computes."""
+    if family in EXPLICIT_MASK:
+        return "not asked"
+    return "all but " + ", ".join(words) if (words := REFERENCE_DOES[backend].get(family)) else "all"
+
+
 def test_the_document_lists_the_families_that_are_tested():
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
-    rows = [line.split("|")[1:4] for line in lines if line.startswith("| `")]
-    table = {row[0].strip(" `"): row[2].strip() for row in rows}
-    assert table == {family: how(family) for family in FAMILIES} | dict.fromkeys(REFUSED, "refused")
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    table = {family: (how, *backends) for family, _, how, *backends in rows}
+    expected = {family: (how(family), *(computes(family, name) for name in BACKENDS)) for family in FAMILIES}
+    assert table == expected | dict.fromkeys(REFUSED, ("refused", *[""] * len(BACKENDS)))

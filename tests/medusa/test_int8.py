@@ -34,7 +34,8 @@ def test_a_column_of_zeros_stays_zero():
 
 @pytest.fixture
 def rounded(base_directory, monkeypatch):
-    monkeypatch.setattr("medusa.packed.MIN_WEIGHTS", 1)  # the tiny model's layers count as large
+    for module in ("packed", "int8"):
+        monkeypatch.setattr(f"medusa.{module}.MIN_WEIGHTS", 1)  # the tiny model's layers count as large
     return BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True, int8=True)
 
 
@@ -58,3 +59,8 @@ def test_a_machine_without_kernels_gets_one_sentence(monkeypatch):
     monkeypatch.setattr("medusa.int8.available", lambda: False)
     with pytest.raises(ValueError, match=r"int8.*leave int8 out"):
         round_linears(nn.Sequential(nn.Linear(256, 256)))
+
+
+def test_a_model_of_small_layers_only_is_not_called_rounded(base_directory):
+    with pytest.raises(ValueError, match=r"int8 rounds layers of at least .* there are none; leave int8 out"):
+        BaseModel.load(base_directory, dtype=torch.float32, device="cpu", int8=True)

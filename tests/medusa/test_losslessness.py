@@ -11,7 +11,8 @@ from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLoo
 from tests.medusa.known_text import Chain, RandomTrees
 from tests.medusa.trees import LOPSIDED
 
-ATTENTION = ("reference",)
+ATTENTION = ("reference", "flash")
+"""What runs on a CPU; tests/gpu has the others, tests/medusa/test_attention.py one of them by the interpreter."""
 PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
 NEW = 18
 SETTINGS = {
@@ -51,8 +52,9 @@ ALL_GREEDY = {
 )
 def exact(request, base_directory, make_heads):
     """A model of one dtype and attention backend."""
-    dtype, _attention = request.param
-    base = BaseModel.load(base_directory, dtype=getattr(torch, dtype), device="cpu")
+    dtype, attention = request.param
+    base = BaseModel.load(base_directory, dtype=getattr(torch, dtype), device="cpu", attention=attention)
+    assert base.attention.name == attention
     return MedusaModel(base, make_heads())
 
 
