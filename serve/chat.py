@@ -72,6 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="compile the base's pass: seconds at start-up (half a minute the first time), then faster for small"
         " models on a CPU (default: off)",
     )
+    model.add_argument(
+        "--no-graph",
+        action="store_true",
+        help="on a GPU, run decode steps kernel by kernel and not as CUDA graphs (default: graphs on a GPU)",
+    )
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
     answers.add_argument(
@@ -169,6 +174,7 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         device=None if args.device == "auto" else args.device,
         attention=args.attention,
         compiled=args.compile,
+        graph=False if args.no_graph else None,
         int8=args.int8,
     )
 
