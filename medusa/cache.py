@@ -180,7 +180,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def fixed_shapes(self) -> Iterator[None]:
-        """Until the end attention reads all rows that there are, and the host must have made room."""
+        """Until the end attention reads all rows that there are; the host has made room for what is written."""
         self._fixed = True
         try:
             yield

@@ -17,10 +17,11 @@ from medusa.drafters import DecodeState, Drafter
 from medusa.output import Answer, Piece
 from medusa.step import EagerSteps, Steps, prefill
 
-StartSteps = Callable[[BaseModel, SlotCache, Drafter, Rule, DecodeState], Steps]
-
 HEADROOM = 256
 """Rows that a new cache has for an answer; a longer one makes it grow."""
+
+StartSteps = Callable[[BaseModel, SlotCache, Drafter, Rule, DecodeState], Steps]
+"""Steps from a state on, in the cache that holds its rows."""
 
 
 def new_answers(

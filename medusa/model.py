@@ -90,7 +90,7 @@ class MedusaModel:
         base: The base.
         heads: The heads, moved to the base's device and dtype, or None: then every step is a plain decode step unless
             a drafter is given.
-        graphs: Runs the steps as CUDA graphs, one answer or batch at a time; None = eagerly.
+        graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
     """
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None = None, graph: bool | None = None) -> None:

@@ -51,34 +51,6 @@ def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule,
     return StepResult(tokens, state)
 
 
-class Steps(Protocol):
-    """Decode steps of one batch in a row, each from the state that the one before left."""
-
-    def next(self) -> list[list[int]]:
-        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
-
-    def keep(self, active: Sequence[bool]) -> None:
-        """Let only these sequences go on growing."""
-
-
-class EagerSteps:
-    """``decode_step`` again and again."""
-
-    def __init__(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> None:
-        self._parts = (base, cache, drafter, rule)
-        self._state = state
-
-    def next(self) -> list[list[int]]:
-        """See ``Steps``."""
-        result = decode_step(*self._parts, self._state)
-        self._state = result.state
-        return result.tokens
-
-    def keep(self, active: Sequence[bool]) -> None:
-        """See ``Steps``."""
-        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
-
-
 def step_on_device(
     base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState
 ) -> tuple[Tensor, DecodeState]:
@@ -150,6 +122,34 @@ def prefill(
     roots_B = history_BT.gather(1, cache.lengths[:, None])[:, 0]
     active_B, seeds_B = torch.ones_like(roots_B, dtype=torch.bool), torch.tensor(seeds or [0] * batch)
     return DecodeState(roots_B, hidden_BD, active_B, history_BT, cache.lengths, seeds_B.to(base.device))
+
+
+class Steps(Protocol):
+    """Decode steps of one batch in a row, each from the state that the one before left."""
+
+    def next(self) -> list[list[int]]:
+        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
+
+    def keep(self, active: Sequence[bool]) -> None:
+        """Let only these sequences go on growing."""
+
+
+class EagerSteps:
+    """``decode_step`` again and again."""
+
+    def __init__(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> None:
+        self._parts = (base, cache, drafter, rule)
+        self._state = state
+
+    def next(self) -> list[list[int]]:
+        """See ``Steps``."""
+        result = decode_step(*self._parts, self._state)
+        self._state = result.state
+        return result.tokens
+
+    def keep(self, active: Sequence[bool]) -> None:
+        """See ``Steps``."""
+        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
 
 
 def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:

@@ -34,8 +34,8 @@ DRAFTERS = {
 def models(request, base_directory):
     """The same base and heads, with graphs and without.
 
-    How attention is split, and with it the rounding, follows from the rows that it is told of. In bfloat16 that may decide
-    a near tie, so there the eager steps run over the same fixed buffers.
+    How attention is split, and with it the rounding, follows from the rows that it is told of. In bfloat16 that may
+    decide a near tie, so there the eager steps run over the same fixed buffers.
     """
     base = BaseModel.load(base_directory, dtype=request.param, device="cuda")
     torch.manual_seed(1)
