@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 HELDOUT_PROMPTS = 96
 """Answers that the heads' accuracy is measured on."""
 MAX_NEW_TOKENS = 128
-LABELS = {"prompt-lookup": "prompt lookup", "heads": "heads", "hybrid": "heads + lookup (default)"}
+LABELS = {"hybrid": "heads + lookup (default)", "heads": "heads", "prompt-lookup": "prompt lookup"}
+"""What is compared with plain decoding, the default first; ``heads-sampled`` is for temperatures above 0."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +92,6 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
 
     from data.regenerate import embedded_prompts
     from medusa import MedusaModel
-    from medusa.model import DRAFTERS
     from serve.compare import compare, identical, medusa_engine, repeated_share, transformers_engine
 
     transformers_logging.set_verbosity_error()
@@ -103,19 +103,19 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
     engines = {
         "transformers": transformers_engine(plain_transformers, MAX_NEW_TOKENS),
         "plain": medusa_engine(model, MAX_NEW_TOKENS, nodes=1),
-        **{name: medusa_engine(model, MAX_NEW_TOKENS, drafter=name) for name in DRAFTERS},
+        **{name: medusa_engine(model, MAX_NEW_TOKENS, drafter=name) for name in LABELS},
     }
     timings = compare(engines, prompts, rounds, lambda numbers: tqdm(numbers, desc="rounds", unit="round"))
     speeds = {name: timing.tokens_per_second for name, timing in timings.items()}
 
     exact = MedusaModel.from_pretrained(run / "heads", dtype=torch.float32)
-    ways: dict[str, Any] = {"plain": {"nodes": 1}} | {name: {"drafter": name} for name in DRAFTERS}
+    ways: dict[str, Any] = {"plain": {"nodes": 1}} | {name: {"drafter": name} for name in LABELS}
     plain, *drafted = (
         [exact.generate(p, max_new_tokens=MAX_NEW_TOKENS, **how) for p in tqdm(prompts, desc=f"float32, {name}")]
         for name, how in ways.items()
     )
     texts, outputs = [o.tokens for o in plain], drafted[0]
-    same = {name: identical([o.tokens for o in d], texts) for name, d in zip(DRAFTERS, drafted, strict=True)}
+    same = {name: identical([o.tokens for o in d], texts) for name, d in zip(LABELS, drafted, strict=True)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
 
     drafters = {
@@ -128,11 +128,12 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
             "speedup_over_transformers": round(timings[name].speedup_over(timings["transformers"]), 3),
             "identical_outputs": same[name],
         }
-        for name in DRAFTERS
+        for name in LABELS
     }
-    default = drafters[DRAFTERS[0]]
+    default_drafter = next(iter(LABELS))
+    default = drafters[default_drafter]
     return {
-        "drafter": DRAFTERS[0],
+        "drafter": default_drafter,
         "tokens_per_step": default["tokens_per_step"],
         "speedup": default["speedup"],
         "speedup_over_transformers": default["speedup_over_transformers"],
