@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from medusa import packed
 from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
 from medusa.cache import SlotCache
-from medusa.compiled import CompiledPass
+from medusa.compiled import CompiledPass, RecompileLimitError
 from medusa.int8 import round_linears
 from medusa.tree import Draft
 
@@ -97,6 +97,11 @@ class BaseModel:
         self.decoding: Decoding = "tree"
         self.int8 = self.explicit_mask = False
         self._no_mask: Tensor | None = None
+        if self.context_length < (longest := getattr(self.config, "max_position_embeddings", 0) or 0):
+            logger.warning(
+                "base (%s) is used up to %d of its %d tokens of context: there longrope turns all keys anew",
+                name, self.context_length, longest,
+            )  # fmt: skip
         self._compiled: CompiledPass | None = None
 
     @classmethod
@@ -118,15 +123,15 @@ class BaseModel:
             device: None = the GPU where there is one.
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU, on quantised
                 layers, or on a base that is spread).
-            int8: LOSSY, for CPUs: round the weights of all linear layers but the output layer to 8 bits.
+            int8: LOSSY, for CPUs: round the weights of large linear layers to 8 bits, but not the output layer's.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 the reference on a CPU.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
                 devices and takes the place of ``device``, ``quantization_config`` quantises it.
 
         Raises:
-            ValueError: There is no usable model or tokenizer, the attention backend does not run here, or there is no
-                way to compute with 8 bits.
+            ValueError: There is no usable model or tokenizer, the attention backend does not run here, or there is
+                nothing to round to 8 bits or no way to compute with them.
         """
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -180,9 +185,17 @@ class BaseModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and answer together that the base was made for."""
+        """Tokens of prompt and answer together that the base was made for.
+
+        "longrope" turns all keys differently once a text is longer than the original context, cached ones too: such a
+        base is used up to there.
+        """
         names = ("max_position_embeddings", "max_seq_len")
-        return int(next((value for name in names if (value := getattr(self.config, name, None))), 2**31 - 1))
+        limit = int(next((value for name in names if (value := getattr(self.config, name, None))), 2**31 - 1))
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
+        return limit
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -228,7 +241,11 @@ class BaseModel:
             self._no_mask = torch.full((1, 1, 1, 1), torch.nan, device=self.device)
         positions_BN = positions_BN.clamp(max=self.context_length - 1)
         if self._compiled is not None:
-            return self._compiled(tokens_BN, positions_BN, self._no_mask, cache, plan)
+            try:
+                return self._compiled(tokens_BN, positions_BN, self._no_mask, cache, plan)
+            except RecompileLimitError as error:
+                logger.warning("base (%s) runs without compilation from now on: %s", self.name, error)
+                self.compile(False)
         hidden: Tensor = self._decoder(
             input_ids=tokens_BN,
             position_ids=positions_BN,

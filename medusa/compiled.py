@@ -31,6 +31,10 @@ STACK_BELOW = 1 << 22
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class RecompileLimitError(RuntimeError):
+    """torch has compiled a pass too often: shapes or the number of threads change again and again."""
+
+
 class CompiledPass:
     """A decoder's pass over tree rows as a compiled function; the first call of each kind of shape takes seconds."""
 
@@ -41,14 +45,23 @@ class CompiledPass:
             ).last_hidden_state
             return hidden
 
-        self._run = compile_function(run)
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        self._run, self._limit_hit = compile_function(run), FailOnRecompileLimitHit
 
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor, cache: SlotCache, plan: TreePlan
     ) -> Tensor:
-        """Last hidden states [B, N, D]; the rows' keys and values go into the cache."""
-        with _ambient(cache, plan):
-            return self._run(tokens_BN, positions_BN, mask)
+        """Last hidden states [B, N, D]; the rows' keys and values go into the cache.
+
+        Raises:
+            RecompileLimitError: Nothing was computed; no later call will be.
+        """
+        try:
+            with _ambient(cache, plan):
+                return self._run(tokens_BN.contiguous(), positions_BN.contiguous(), mask)
+        except self._limit_hit as error:
+            raise RecompileLimitError("it was compiled too often, as when the number of threads changes") from error
 
 
 def compile_function(function: F) -> F:

@@ -1,8 +1,9 @@
 """LOSSY: linear layers with weights of 8 bits, for CPUs. The model that they make is another one than its base.
 
 Weights are rounded once, per output column; every row of activations is rounded by its own largest value when it comes.
-Products of whole numbers are exact, so a row's result does not depend on the rows beside it: against the rounded model
-itself, trees and batches stay lossless.
+Products of whole numbers are exact, so a row's result does not depend on the rows beside it: towards the rounded model
+itself, trees and batches are as lossless as in half precision. (What is nearly equal, after attention over other rows,
+may be rounded to different numbers.)
 """
 
 import logging

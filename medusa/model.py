@@ -88,8 +88,9 @@ class MedusaModel:
 
     Attributes:
         base: The base.
-        heads: The heads, moved to the base's device and dtype, or None: then every step is a plain decode step unless
-            a drafter is given.
+        heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are taken
+            over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
+            on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
     """
 
@@ -264,11 +265,12 @@ class MedusaModel:
         Raises:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        _check_whole(max_new_tokens=max_new_tokens, max_steps=max_steps, top_k=top_k, nodes=nodes)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if "" in stop:
             raise ValueError("stop ('') is empty and would end every answer at once; leave it out")
-        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(prompts) or not all(0 <= value < 2**63 for value in seeds):
+        seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(prompts)
+        if len(seeds) != len(prompts) or any(not _is_whole(value) or not 0 <= value < 2**63 for value in seeds):
             raise ValueError(f"seed ({seed}) must be a number from 0 to 2**63 - 1, or one per prompt; correct it")
         self._check_tokens("logit_bias", logit_bias or ())
         rule = build_rule(
@@ -350,8 +352,6 @@ class MedusaModel:
         return self._drafters[key]
 
     def _new_drafter(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
-        if name == "heads-sampled" and self.heads is not None:
-            return SampledHeadsDrafter(self.heads, self.base, nodes, temperature, tree)
         if self.base.decoding == "chain" and tree is not None and tree.depth + 1 < tree.nodes:
             raise ValueError(
                 f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({self.base.name}) verifies"
@@ -364,6 +364,10 @@ class MedusaModel:
         if name == "prompt-lookup":
             return PromptLookupDrafter(nodes, host_decides=host_decides)
         assert self.heads is not None, "checked by the caller"
+        if name == "heads-sampled":
+            if self.base.decoding == "chain":
+                tree = tree or Tree.chain(min(nodes - 1, self.heads.config.num_heads))
+            return SampledHeadsDrafter(self.heads, self.base, nodes, temperature, tree)
         guesses = min(nodes // 2, LOOKUP_GUESSES)
         sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH) if host_decides else None
         if self.base.decoding == "chain":
@@ -396,6 +400,16 @@ class MedusaModel:
                 raise ValueError(
                     f"{where}: token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the text again"
                 )
+
+
+def _check_whole(**options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and not _is_whole(value):
+            raise ValueError(f"{name} ({value!r}) must be a whole number; correct it")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_fit(base: BaseModel, heads: DraftHeads) -> None:

@@ -31,7 +31,8 @@ def warper(temperature: float, top_k: int, top_p: float, min_p: float) -> Callab
     no_ids = torch.empty(0, dtype=torch.int64)
 
     def process(logits: Tensor) -> Tensor:
-        scaled = logits / temperature
+        # The best is 0 and the others below: however low the temperature, none overflows to +inf.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
         return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
 
     return process

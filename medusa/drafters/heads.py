@@ -14,9 +14,9 @@ WIDTH = 10
 """Children that a node of a dynamic tree can have."""
 MIN_BEAM = 4
 """Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
-LEVEL_FLOOR = 0.2
+LEVEL_FLOOR = 0.35
 """A level is drafted if a node above it is at least this likely, where the host can ask."""
-NODE_FLOOR = 0.02
+NODE_FLOOR = 0.04
 """A node is kept if it is at least this likely, where the host can ask."""
 LOWEST = -40.0
 """Bound on a log-probability: heads that overflow still give trees."""

@@ -5,11 +5,13 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from medusa import BaseModel, MedusaModel
 from medusa.compiled import compile_function, stack_siblings
 from medusa.packed import PackedLinear, available
-from medusa.self_test import compile_base
+from medusa.self_test import choose_decoding, compile_base
+from tests.medusa.test_conformance import tiny
 
 needs_packing = pytest.mark.skipif(not available(torch.float32), reason="no oneDNN packing on this machine")
 
@@ -91,3 +93,33 @@ def test_a_base_whose_masks_travel_with_the_call_is_not_compiled(base_directory,
     with caplog.at_level(logging.WARNING, logger="medusa"):
         assert not compile_base(base)
     assert "runs without compilation" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_windows_softcaps_and_sinks_reach_the_compiled_attention(family):
+    base, _ = tiny(family)  # the self-test's prompts are longer than its windows
+    choose_decoding(base)
+    assert compile_base(base)
+
+
+def test_scales_by_cache_index_are_not_compiled(caplog):
+    base, _ = tiny("llama4_text")
+    with caplog.at_level(logging.WARNING, logger="medusa"):
+        assert not compile_base(base)
+    assert "runs without compilation: its layers scale queries by their indices" in caplog.text
+
+
+def test_too_many_compilations_end_in_the_plain_pass(base_directory, monkeypatch, caplog):
+    base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
+    expected = MedusaModel(base).generate([5, 6, 7], max_new_tokens=5).tokens
+    base.compile()
+
+    def limit(*_):
+        raise FailOnRecompileLimitHit("8")
+
+    monkeypatch.setattr(base._compiled, "_run", limit)
+    with caplog.at_level(logging.WARNING, logger="medusa"):
+        assert MedusaModel(base).generate([5, 6, 7], max_new_tokens=5).tokens == expected
+    assert "runs without compilation from now on" in caplog.text
+    assert not base.compiled

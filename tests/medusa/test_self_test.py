@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa import Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.self_test import UnsupportedBaseError, choose_decoding
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -160,3 +160,36 @@ def test_where_only_single_rows_are_right_every_step_is_plain(base, make_heads, 
     warnings = [record.message for record in caplog.records if record.name.startswith("medusa.")]
     assert warnings[0].endswith("it decodes plainly, one token per step")
     assert sum("is left out" in warning for warning in warnings) == 1
+
+
+def test_an_output_layer_that_is_more_than_a_matrix_is_noticed(base_directory, monkeypatch):
+    base = BaseModel.load(base_directory, dtype=torch.float64, device="cpu")
+    whole = base.model.forward
+
+    def forward(*args, **options):
+        out = whole(*args, **options)
+        out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+    monkeypatch.setattr(base.model, "forward", forward)
+    with pytest.raises(UnsupportedBaseError, match="its logits differ"):
+        choose_decoding(base)
+
+
+def test_a_base_with_longrope_is_used_up_to_where_its_keys_would_turn(caplog):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"rope_theta": 10000.0}
+    shape = {
+        "original_max_position_embeddings": 32,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = AutoConfig.for_model(
+        "phi3", vocab_size=50, max_position_embeddings=64, pad_token_id=0, rope_parameters=rope, **shape
+    )
+    with caplog.at_level(logging.WARNING, logger="medusa"):
+        base = BaseModel(AutoModelForCausalLM.from_config(config), None, "small")
+    assert base.context_length == 32
+    assert "base (small) is used up to 32 of its 64 tokens of context" in caplog.text
