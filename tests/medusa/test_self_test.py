@@ -1,5 +1,7 @@
 """What the self-test decides at load, and that the text is right whatever it decides."""
 
+import logging
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -186,9 +188,7 @@ def test_a_base_with_longrope_is_used_up_to_where_its_keys_would_turn(caplog):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    config = AutoConfig.for_model(
-        "phi3", vocab_size=50, max_position_embeddings=64, pad_token_id=0, rope_parameters=rope, **shape
-    )
+    config = AutoConfig.for_model("phi3", vocab_size=50, max_position_embeddings=64, pad_token_id=0, **shape)
     with caplog.at_level(logging.WARNING, logger="medusa"):
         base = BaseModel(AutoModelForCausalLM.from_config(config), None, "small")
     assert base.context_length == 32
