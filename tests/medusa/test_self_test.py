@@ -179,16 +179,12 @@ def test_an_output_layer_that_is_more_than_a_matrix_is_noticed(base_directory, m
 
 
 def test_a_base_with_longrope_is_used_up_to_where_its_keys_would_turn(caplog):
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope |= {"rope_theta": 10000.0}
-    shape = {
-        "original_max_position_embeddings": 32,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = AutoConfig.for_model("phi3", vocab_size=50, max_position_embeddings=64, pad_token_id=0, **shape)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = AutoConfig.for_model(
+        "phi3", vocab_size=50, pad_token_id=0, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, original_max_position_embeddings=32,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0} | factors,
+    )  # fmt: skip
     with caplog.at_level(logging.WARNING, logger="medusa"):
         base = BaseModel(AutoModelForCausalLM.from_config(config), None, "small")
     assert base.context_length == 32
