@@ -129,7 +129,7 @@ class MedusaModel:
             attention: "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on a GPU,
                 the reference on a CPU.
             compiled: Compile the base's pass (``torch.compile``; needs a C++ compiler): up to half a minute at the
-                first load, seconds later, and a small model decodes about 1.5 times faster on a CPU. Same weights, but
+                first load, seconds later, and a small model decodes about 1.6 times faster on a CPU. Same weights, but
                 sums are rounded in other places: in bfloat16 a near tie may go the other way.
             int8: LOSSY, for CPUs: round the base's large layers to 8 bits. A base of a billion weights decodes about
                 1.2 times faster, but what it says is no longer what the base says.
