@@ -28,6 +28,7 @@ class Int8Linear(nn.Module):
 
     Attributes:
         out_features: Columns of the output.
+        weights: Numbers in the weight.
         handle: The layer's number for ``medusa::packed_linear``.
     """
 
@@ -37,7 +38,7 @@ class Int8Linear(nn.Module):
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
         rounded = (weight / scales[:, None]).round().to(torch.int8)
         self.bias: Tensor | None = linear.bias
-        self.out_features = len(weight)
+        self.out_features, self.weights = len(weight), weight.numel()
         self._scales, self._zeros = scales, torch.zeros(len(weight), dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(rounded, None)
         self.handle = packed.register(self)

@@ -13,7 +13,9 @@ Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""
 
 ACCEPTANCE_RULES = ("greedy", "sampling", "speculative", "typical")
-DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
+GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
+"""Those that work at temperature 0."""
+DRAFTERS = (*GREEDY_DRAFTERS, "heads-sampled")
 
 
 def _is_int(value: object, least: int) -> bool:

@@ -77,9 +77,12 @@ def _make_heads(run: Path, train_prompts: int) -> None:
     data = run / "data"
     paths = {"run": run, "data.train": data / "train.jsonl", "data.heldout": data / "heldout.jsonl"}
     overrides = [word for key, path in paths.items() for word in (f"--recipe.{key}", str(path))]
-    processes = os.environ.get("NPROC", "2" if _cores() == 2 else "1")
+    import torch
+
+    # Two processes are faster than two threads on two cores; with GPUs launch.sh starts one process for each.
+    processes = {} if torch.cuda.is_available() or _cores() != 2 else {"NPROC": os.environ.get("NPROC", "2")}
     recipe = ("--recipe", str(ROOT / "train/recipes/embedded.yaml"))
-    _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, NPROC=processes)
+    _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, **processes)
 
 
 def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, Any]:
@@ -184,11 +187,15 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from serve.picture import draw
-
     path = run / "report.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    draw(report, run / "report.png")
+    picture = run / "report.png"
+    try:
+        from serve.picture import draw
+    except ImportError as error:  # on a bare machine the figures count
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        draw(report, picture)
     engine = f"{report['dtype']}, {'compiled, ' if report['compiled'] else ''}{report['threads']} threads"
     table = Table(title=f"{report['prompts']} held-out prompts, greedy, {engine}")
     for heading in ("decoding", "tokens/s", "tokens per step", "speedup over plain"):
@@ -206,7 +213,7 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     counts = ", ".join(f"{LABELS[name]} {drafter['identical_outputs']}" for name, drafter in report["drafters"].items())
     print(f"identical outputs in float32, of {report['prompts']}: {counts}")
     print(f"{report['repeated_4grams']:.0%} of the 4-grams repeat the same answer: the more, the better lookup works")
-    print(f"report: {path}    picture: {run / 'report.png'}")
+    print(f"report: {path}    picture: {picture}" if picture.is_file() else f"report: {path}")
     print("next:   ./launch.sh chat --colour      talk to the model and see what was guessed")
     print("        ./launch.sh train --recipe train/recipes/embedded.yaml --recipe.run runs/medusa \\")
     print("            --recipe.heads.architecture medusa      train the paper's heads on the same answers")

@@ -6,6 +6,7 @@ more, and say so themselves.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from serve.gpu_parts import Part, Report, parts
-from serve.wheels import install_missing, pack
+from serve.wheels import PYTHON_VERSION, install_missing, pack
 
 ROOT = Path(__file__).parent.parent
 WHEELS = ROOT / ".wheels"
@@ -80,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(chosen: dict[str, Part], out: Path, limit: float) -> int:
     deadline = time.monotonic() + limit
     WORK.mkdir(parents=True, exist_ok=True)
-    carried = install_missing(WHEELS, SITE)
+    try:
+        carried: list[str] | str = install_missing(WHEELS, SITE)
+    except subprocess.CalledProcessError as error:  # most parts do without
+        carried = f"failed: pip ended with {error.returncode}; wheels are for Python {PYTHON_VERSION}"
     paths = (str(ROOT), str(SITE), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -140,12 +144,14 @@ def run_part(part: Part, log: Path, seconds: float, environment: dict[str, str])
         finally:
             _end(process)
     result.seconds = round(time.monotonic() - began, 1)
-    if part.report is not None and part.report.is_file():
-        result.report = json.loads(part.report.read_text(encoding="utf-8"))
-    if part.figure is not None and result.report and result.result == "passed":
-        result.figure = part.figure(result.report)
-    else:
-        result.figure = _last_line(log)
+    result.figure = _last_line(log)
+    try:
+        if part.report is not None and part.report.is_file():
+            result.report = json.loads(part.report.read_text(encoding="utf-8"))
+        if part.figure is not None and result.report and result.result == "passed":
+            result.figure = part.figure(result.report)
+    except (ValueError, LookupError) as error:  # one part's broken report does not stop the others
+        result.result = f"failed: its report cannot be read ({error!r})"
     return result
 
 
@@ -161,15 +167,13 @@ def table(results: dict[str, Result]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, if it still runs."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
+    """End a process and what it started, whichever still run."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def _last_line(log: Path) -> str:

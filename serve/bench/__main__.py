@@ -124,7 +124,11 @@ def _attention(options: argparse.Namespace) -> None:
     from serve.bench.shapes import choose_device, shape_config
 
     device = choose_device(options.device)
-    config = shape_config(options.shape) if options.shape else AutoConfig.from_pretrained(_base_name(options))
+    name = options.shape or resolve_base_name(options.base)
+    try:
+        config = shape_config(name) if options.shape else AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; name another with --base") from error
     dtype = choose_dtype(torch.bfloat16, device) if options.dtype == "auto" else getattr(torch, options.dtype)
     text = config.get_text_config()
     sizes = (options.nodes, options.batch, options.context, options.rounds, options.seed)
@@ -137,17 +141,13 @@ def _how(options: argparse.Namespace, base: "BaseModel") -> dict[str, Any]:
     return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "compiled": options.compile}
 
 
-def _base_name(options: argparse.Namespace) -> str:
-    return resolve_base_name(options.base)
-
-
 def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
     """The base that the flags name and random heads for it, prepared for decoding."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from medusa import BaseModel, MedusaModel
-    from medusa.self_test import compile_base
+    from medusa.self_test import choose_decoding, compile_base
     from serve.bench.shapes import choose_device, random_base, random_heads
 
     if options.int8 and getattr(options, "baseline", False):
@@ -159,7 +159,10 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
         base = random_base(options.shape, dtype, device, options.seed, options.attention, options.int8)
     else:
         how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
-        base = BaseModel.load(_base_name(options), dtype=dtype, device=device, **how)
+        base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how)
+        choose_decoding(base)
+        if base.decoding != "tree":
+            raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
     if options.compile and not compile_base(base):
         raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
     model = MedusaModel(base, random_heads(base, options.architecture, options.num_heads, options.seed))
@@ -182,11 +185,14 @@ def _publish(
     }
     if options.json:
         write_json(report, options.json)
-    if options.picture:
-        from serve.bench.picture import draw
-
-        draw(report, options.picture)
     show(report)
+    if options.picture:
+        try:
+            from serve.bench.picture import draw
+        except ImportError as error:  # on a bare machine the figures count
+            print(f"no picture: {error}", file=sys.stderr)
+        else:
+            draw(report, options.picture)
 
 
 COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "attention": _attention}

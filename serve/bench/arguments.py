@@ -6,7 +6,7 @@ from typing import Any
 
 from data import EMBEDDED
 from serve.chat import ATTENTION
-from serve.conversation import DRAFTERS
+from serve.conversation import GREEDY_DRAFTERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARCHITECTURES = ("recurrent", "medusa")
@@ -87,7 +87,10 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     )
     trace.add_argument("--nodes", type=at_least(2), metavar="N", help="tree budget (default: 16 on a CPU, 64 on a GPU)")
     trace.add_argument(
-        "--drafter", choices=DRAFTERS, default="heads", help="what guesses (default: %(default)s, as replay drafts)"
+        "--drafter",
+        choices=GREEDY_DRAFTERS,
+        default="heads",
+        help="what guesses (default: %(default)s, as replay drafts)",
     )
     _add_place(trace)
 

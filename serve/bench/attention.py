@@ -79,12 +79,17 @@ def measure_attention(
     ]
     return {
         "context": context,
-        "heads_of_a_layer": {"query": config.num_attention_heads, "key": config.num_key_value_heads},
+        "heads_of_a_layer": {"query": config.num_attention_heads, "key": key_heads(config)},
         "bandwidth_gb_per_s": round(bandwidth / 1e9, 2),
         "bandwidth_method": method,
         "rows": rows,
         "missing": missing,
     }
+
+
+def key_heads(config: Any) -> int:
+    """Key heads of a layer; families without groups do not name them."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str, str]]:
@@ -124,7 +129,7 @@ class _Layer:
         context: int,
         seed: int,
     ) -> None:
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads, key_heads(config)
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         generator = torch.Generator(device).manual_seed(seed)
         tree = likely_tree(nodes, TREE_DEPTH)

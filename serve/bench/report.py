@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 
 def environment(device: torch.device, words: Sequence[str]) -> dict[str, Any]:
@@ -33,6 +31,9 @@ def write_json(report: dict[str, Any], path: str | Path) -> None:
 
 def show(report: dict[str, Any]) -> None:
     """Print a report as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     for title, headings, rows in TABLES[report["kind"]](report):
         table = Table(title=title, title_justify="left")

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads, packed
 from medusa.base_model import choose_dtype
-from medusa.int8 import round_linears
+from medusa.int8 import Int8Linear, round_linears
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3
@@ -174,7 +174,6 @@ def weight_bytes(base: BaseModel) -> int:
     model.tie_weights()
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     read = [weight for weight in model.parameters() if weight is output or weight is not embeddings]
-    size = base.dtype.itemsize
-    return sum(
-        weight.numel() * (1 if base.int8 and weight.dim() == 2 and weight is not output else size) for weight in read
-    )
+    rounded: int = sum(module.weights for module in base.model.modules() if isinstance(module, Int8Linear))
+    size: int = base.dtype.itemsize
+    return size * sum(int(weight.numel()) for weight in read) - (size - 1) * rounded

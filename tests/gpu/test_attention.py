@@ -8,7 +8,7 @@ from medusa.attention.base import build, choose
 from medusa.tree import Draft
 from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make, make_draft
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from medusa.formats import save_heads
 from serve import demo
 from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.conversation import GREEDY_DRAFTERS
 from serve.picture import draw
 
 ROOT = Path(__file__).parents[2]
@@ -149,3 +151,16 @@ def test_the_whole_demo_in_small(tmp_path):
     assert set(values["versions"]) == {"python", "torch", "transformers", "deepspeed"}
     assert values["compiled"] == (shutil.which("g++") is not None)
     assert (tmp_path / "run" / "report.png").is_file()
+
+
+def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_heads, monkeypatch):
+    """The third stage itself, on untrained heads of a tiny base."""
+    heads = tmp_path / "heads"
+    save_heads(make_heads(5), heads, {"figures": {"heldout_top1": [0.5], "heldout_top5": [0.6], "heldout_top10": [0.7],
+                                                  "steps": 1, "train_seconds": 1.0}})  # fmt: skip
+    monkeypatch.setattr("data.regenerate.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 12)
+    values = demo._compare(tmp_path, 3, 1, compiled=False)
+    assert list(values["drafters"]) == list(demo.LABELS) == list(GREEDY_DRAFTERS)
+    assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
+    json.dumps(values)
