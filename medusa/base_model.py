@@ -137,6 +137,8 @@ class BaseModel:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
             raise ValueError(f"device ({device}) is not known to torch; pass cpu, cuda or cuda:N") from error
+        if device.type == "meta":
+            raise ValueError(f"device ({device}) computes nothing; pass cpu, cuda or cuda:N")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
         try:

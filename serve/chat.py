@@ -185,7 +185,8 @@ def describe(model: "MedusaModel", directory: str) -> str:
     lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
-    lines.append(f"on     {base.device}, {str(base.dtype).removeprefix('torch.')}, {base.attention.name} attention")
+    dtype = str(base.dtype).removeprefix("torch.") + ", compiled" * base.compiled
+    lines.append(f"on     {base.device}, {dtype}, {base.attention.name} attention")
     if base.int8:
         lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")
     return "\n".join(lines)

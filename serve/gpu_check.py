@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 if a part passed and none failed, 1 otherwise, 2 wrong use, 130 Ctrl-C.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.limit < 1:
+        parser.error(f"--limit ({options.limit}) must be at least 1 second")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else the part that runs would outlive this process
     out = Path(options.out).resolve()
     chosen = {name: part for name, part in parts(out, WORK).items() if not options.only or name in options.only}
@@ -190,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="./launch.sh gpu-check", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", default="runs/gpu-check", metavar="DIR", help="where logs and report.json go")
-    parser.add_argument("--limit", type=float, default=480.0, metavar="SECONDS", help="for all parts together")
+    parser.add_argument("--limit", type=int, default=480, metavar="SECONDS", help="for all parts together")
     parser.add_argument(
         "--only", nargs="+", choices=list(parts(Path(), WORK)), metavar="PART", help="these parts alone"
     )

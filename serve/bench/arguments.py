@@ -189,4 +189,4 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [at_least(1)(part.strip()) for part in text.split(",")]
+    return sorted({at_least(1)(part.strip()) for part in text.split(",")})
