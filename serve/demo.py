@@ -15,9 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from serve.arguments import at_least
 
 ROOT = Path(__file__).parent.parent
 HELDOUT_PROMPTS = 96
@@ -231,15 +233,6 @@ def _say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
-        return int(text)
-
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="./launch.sh demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -248,18 +241,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fresh", action="store_true", help="remove what the demo wrote there first")
     parser.add_argument(
         "--train-prompts",
-        type=_at_least(16),
+        type=at_least(16),
         default=4000,
         help="prompts answered for training",
     )
-    parser.add_argument("--prompts", type=_at_least(2), default=24, help="held-out prompts that are compared")
+    parser.add_argument("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")
     parser.add_argument(
         "--no-compile",
         dest="compile",
         action="store_false",
         help="compare without compiling the base's pass: saves up to a minute, and both of our speeds drop",
     )
-    parser.add_argument("--rounds", type=_at_least(1), default=3, help="measured repetitions; the median counts")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="measured repetitions; the median counts")
     return parser
 
 

@@ -1,10 +1,10 @@
 """The command line of ``medusa-bench``; flags that other commands have too mean the same there."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from data import EMBEDDED
+from serve.arguments import at_least
 from serve.chat import ATTENTION
 from serve.conversation import GREEDY_DRAFTERS
 
@@ -175,17 +175,6 @@ def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     return command
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """A parser of whole numbers from ``low`` on."""
-
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
-        return int(text)
-
-    return parse
 
 
 def _numbers(text: str) -> list[int]:

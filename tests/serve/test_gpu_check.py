@@ -135,6 +135,40 @@ def test_an_old_report_is_not_taken_for_a_new_one(machine, monkeypatch, tmp_path
     assert not old.exists()
 
 
+def test_a_report_that_cannot_be_read_fails_its_part_only(machine, monkeypatch, tmp_path):
+    half, other = tmp_path / "half.json", tmp_path / "other.json"
+    parts = {
+        "half": code(f"open({str(half)!r}, 'w').write('{{')", report=half, figure=lambda r: r["x"]),
+        "other": code(f"open({str(other)!r}, 'w').write('{{\"y\": 1}}')", report=other, figure=lambda r: r["x"]),
+        "next": code("print('ran')"),
+    }
+    status, report = check(monkeypatch, tmp_path, parts)
+    assert status == 1
+    results = [part["result"] for part in report["parts"].values()]
+    assert [result.startswith("failed: its report cannot be read") for result in results] == [True, True, False]
+
+
+def test_children_that_outlive_their_part_are_ended(machine, monkeypatch, tmp_path):
+    pid, child = tmp_path / "pid", "import time; time.sleep(60)"
+    parent = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {child!r}]);"
+    parent += f" open({str(pid)!r}, 'w').write(str(c.pid)); sys.exit(3)"
+    check(monkeypatch, tmp_path, {"left": code(parent)})
+    for _ in range(50):
+        if not runs(int(pid.read_text())):
+            return
+        time.sleep(0.1)
+    pytest.fail("the child still runs")
+
+
+def test_wheels_that_cannot_be_installed_stop_nothing(machine, monkeypatch, tmp_path):
+    make_wheel(tmp_path / "WHEELS", "surely_not_installed")
+    wheel = next((tmp_path / "WHEELS").glob("*.whl"))
+    wheel.rename(wheel.with_name("surely_not_installed-1.0-cp27-cp27m-manylinux1_x86_64.whl"))
+    status, report = check(monkeypatch, tmp_path, {"a": code("print('ran')")})
+    assert status == 0
+    assert report["machine"]["carried"].startswith("failed: pip ended with 1; wheels are for Python 3.12")
+
+
 def test_parts_run_with_the_same_python_and_what_was_carried(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     script = "import os, sys; print(os.environ['MEDUSA_PYTHON'] == sys.executable, os.environ['PYTHONPATH'])"
