@@ -26,6 +26,10 @@ class BaseRecipe:
     """Directory, Hub id, or "embedded" (the small model shipped in data/embedded)."""
     dtype: str = _choice("auto", "auto", "float32", "bfloat16")
     """Number format of the frozen weights and of the loss's vocabulary products; auto = what suits the machine."""
+    shard: bool = False
+    """Split the frozen weights over the processes (ZeRO-3) when the base does not fit on one device."""
+    quantise: str = _choice("none", "none", "4bit")
+    """4bit: load the base through bitsandbytes (QLoRA); its answers change, and so do the heads that fit it."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,24 @@ class HeadsRecipe:
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """Training and held-out samples: JSON lines with messages, text, prompt + response, or input_ids + loss_mask."""
+    """Training and held-out samples, of any shape that data.sources knows."""
 
     train: str = ""
-    """File of training samples (required)."""
+    """Training samples (required): a .jsonl, .json or .parquet file, a directory of them, or a Hub data set."""
+    train_split: str = "train"
+    """Split of a Hub data set that is trained on."""
     heldout: str = _limits("", resume=True)
-    """File of held-out samples for the evaluation; empty = no evaluation."""
+    """Held-out samples for the evaluation, as for train; empty = no evaluation."""
+    heldout_split: str = _limits("test", resume=True)
+    """Split of a Hub data set that is held out."""
+    subset: str = ""
+    """Configuration of a Hub data set; empty = its default."""
+    streaming: bool = False
+    """Read a Hub data set as it arrives instead of downloading it whole; needs limit."""
+    limit: int = _limits(0, low=0)
+    """Most training samples; 0 = all."""
+    cache: str = _limits(".cache/rows", resume=True)
+    """Directory that keeps tokenised, packed rows; equal data is tokenised once."""
     row_tokens: int = _limits(1024, low=8)
     """Tokens per packed row; longer samples are cut into pieces."""
 
@@ -74,10 +90,14 @@ class OptimRecipe:
     """Passes over the rows; ignored when steps > 0."""
     steps: int = _limits(0, low=0)
     """Optimizer steps; 0 = from epochs."""
+    loss: str = _choice("ce", "ce", "kl", "tv")
+    """Targets: ce = the text; kl, tv = the base's own distribution, by Kullback-Leibler or total variation distance."""
     rows_per_step: int = _limits(16, low=1)
     """Packed rows per optimizer step over all processes."""
+    mix_steps: int = _limits(1, low=1)
+    """Positions of the rows of so many steps are shuffled together: each step then sees all of their documents."""
     micro_rows: int = _limits(2, low=1, resume=True)
-    """Packed rows per process and forward pass; lower it when memory runs out (the result does not depend on it)."""
+    """Packed rows per process and pass of the base; lower it when memory runs out (the result stays)."""
     seed: int = _limits(0, low=0)
     """Seed of the data order and of the initial weights."""
 
@@ -92,8 +112,46 @@ class EngineRecipe:
     """Products inside the heads; bfloat16 = autocast over float32 master weights."""
     device: str = _choice("auto", "auto", "cpu", "cuda")
     """Where to train; auto = cuda when there is one."""
-    loss_rows: int = _limits(512, low=1, resume=True)
-    """Rows of logits that exist at a time in the loss."""
+    offload: bool = False
+    """Keep the optimizer's state in the memory of the CPU (zero_stage 1 to 3)."""
+    loss_rows: int = _limits(1024, low=1, resume=True)
+    """Rows of logits, over all heads, that exist at a time; lower it when memory runs out (the result stays)."""
+
+
+@dataclass(frozen=True)
+class CacheRecipe:
+    """The base's hidden states at supervised positions, on disk: later epochs and runs need no pass of the base."""
+
+    mode: str = _choice("online", "online", "offline", "hybrid", resume=True)
+    """online = no cache; offline = fill it before the first step; hybrid = fill it during the first epoch."""
+    directory: str = _limits(".cache/hidden", resume=True)
+    """Where; shared by all machines of the run."""
+    shard_mb: int = _limits(256, low=1, resume=True)
+    """Size of one file, 10^6 bytes."""
+
+
+@dataclass(frozen=True)
+class LoraRecipe:
+    """Medusa-2: adapters change the base together with the heads. The result is another model, and says so."""
+
+    rank: int = _limits(0, low=0, high=1024)
+    """Rank of the adapters; 0 = Medusa-1, the base stays frozen."""
+    alpha: float = _limits(16.0, low=0.0)
+    """Scale of the adapters = alpha / rank."""
+    dropout: float = _limits(0.05, low=0.0, high=0.99)
+    """Of the adapters' input."""
+    base_loss: str = _choice("kl", "kl", "ce")
+    """What keeps the base: kl = distance to itself without adapters; ce = the text."""
+    heads_weight: float = _limits(0.2, low=0.0)
+    """lambda_0: weight of all heads beside the base's loss."""
+    heads_schedule: str = _choice("constant", "constant", "sine")
+    """lambda_0 from the first step, or rising to it along a quarter of a sine."""
+    heads_only: float = _limits(0.2, low=0.0, high=1.0)
+    """Share of the steps, at the start, that train the heads alone (the paper's first stage)."""
+    lr_ratio: float = _limits(4.0, low=1.0)
+    """Learning rate of the heads / learning rate of the adapters; optim.lr is that of the heads."""
+    checkpoint_layers: bool = True
+    """Compute the base's layers again in the backward pass instead of keeping their activations."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +182,8 @@ class LogRecipe:
     """Weights & Biases; its files go under the run directory."""
     wandb_project: str = _limits("medusa", resume=True)
     """Weights & Biases project."""
+    tensorboard: bool = _limits(False, resume=True)
+    """Write TensorBoard files to <run>/tensorboard."""
 
 
 @dataclass(frozen=True)
@@ -137,5 +197,7 @@ class Recipe:
     data: DataRecipe = DataRecipe()
     optim: OptimRecipe = OptimRecipe()
     engine: EngineRecipe = EngineRecipe()
+    cache: CacheRecipe = CacheRecipe()
+    lora: LoraRecipe = LoraRecipe()
     evaluate: EvaluateRecipe = EvaluateRecipe()
     log: LogRecipe = LogRecipe()

@@ -62,10 +62,33 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
             errors.append(str(error))
     recipe: Recipe = _assemble(Recipe, checked, "")
     if not recipe.data.train and not any(error.startswith(("data.train", "unknown key data")) for error in errors):
-        errors.append("data.train ('') names no file; give a .jsonl file of training samples")
+        errors.append("data.train ('') names nothing; give a .jsonl file of training samples, or a Hub data set")
+    errors += _conflicts(recipe)
     if errors:
         raise RecipeError("\n".join(errors))
     return recipe
+
+
+def _conflicts(recipe: Recipe) -> list[str]:
+    """Values that are right alone and wrong together."""
+    joint, cache, mix = recipe.lora.rank > 0, recipe.cache.mode, recipe.optim.mix_steps
+    rules = {
+        f"cache.mode ({cache}) keeps hidden states that adapters change; set it to online, or lora.rank to 0": (
+            joint and cache != "online"
+        ),
+        f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0": joint and mix > 1,
+        "base.shard holds a frozen base; set it to false, or lora.rank to 0": joint and recipe.base.shard,
+        "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none": (
+            recipe.base.shard and recipe.base.quantise != "none"
+        ),
+        "engine.offload needs a partitioned optimizer; set engine.zero_stage to 1, 2 or 3": (
+            recipe.engine.offload and recipe.engine.zero_stage == 0
+        ),
+        "data.streaming needs data.limit, the number of samples to read; set it": (
+            recipe.data.streaming and not recipe.data.limit
+        ),
+    }
+    return [text for text, broken in rules.items() if broken]
 
 
 def leaves(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
