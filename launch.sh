@@ -28,6 +28,7 @@ usage: ./launch.sh [command] [arguments]
   chat           talk to a model with heads in the terminal
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
+  report         figures and curves of a training run
   bench          what a decode step costs on this machine, beside what it could cost at best
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
@@ -130,6 +131,7 @@ case $command in
     test) run -m pytest "$@" ;;
     data) run -m data "$@" ;;
     train) train "$@" ;;
+    report) run -m train.report "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
     gpu-check) gpu_check "$@" ;;
