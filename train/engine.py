@@ -46,7 +46,7 @@ class Engine:
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
             model_parameters=[dict(group) for group in groups] if groups else list(self._parameters.values()),
-            config=_config(optim, engine, dist.get_world_size()),
+            config=_config(optim, engine),
         )
         self._stage = engine.zero_stage
         self._norm = torch.zeros(())
@@ -201,13 +201,12 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _config(optim: OptimRecipe, engine: EngineRecipe, world_size: int) -> dict[str, Any]:
+def _config(optim: OptimRecipe, engine: EngineRecipe) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": False}
     if engine.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
-        # DeepSpeed wants numbers that agree; steps end where `backward` says so.
-        "train_batch_size": world_size,
+        # The trainer itself says where a step ends: steps have different numbers of micro-batches.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optim.clip_norm,
