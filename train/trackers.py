@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -78,7 +79,7 @@ class Trackers:
         values = _flat(record)
         for tracker in list(self._trackers):
             if last or record["step"] >= tracker.first:
-                self._guarded(tracker, lambda tracker=tracker: tracker.log(values, record["step"]))
+                self._guarded(tracker, partial(tracker.log, values, record["step"]))
 
     def __enter__(self) -> Self:
         return self
@@ -87,12 +88,12 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for tracker in list(self._trackers):
-            self._guarded(tracker, lambda tracker=tracker: tracker.close(done=kind is None))
+            self._guarded(tracker, partial(tracker.close, done=kind is None))
 
-    def _guarded(self, tracker: Tracker, action: Any) -> None:
+    def _guarded(self, tracker: Tracker, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001: whatever a tracker raises, it must not end a training run
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, it must not end a training run
             LOGGER.warning("%s has failed and is dropped: %s; metrics.jsonl goes on", tracker.name, error)
             self._trackers.remove(tracker)
 
@@ -189,7 +190,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self, done: bool) -> None:  # noqa: ARG002
+    def close(self, done: bool) -> None:
         """Write what is pending."""
         self._writer.close()
 
@@ -199,6 +200,6 @@ def _missing(key: str, value: str, package: str, remedy: str) -> ValueError:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, float]:
-    lists = {name: value for name, value in record.items() if isinstance(value, Sequence) and not isinstance(value, str)}
+    lists = {name: value for name, value in record.items() if isinstance(value, list)}
     heads = {f"{name}/{head}": value for name, values in lists.items() for head, value in enumerate(values, start=1)}
     return {name: value for name, value in record.items() if isinstance(value, int | float)} | heads

@@ -1,12 +1,13 @@
 """The training job: frozen base -> hidden states -> heads -> loss -> DeepSpeed step.
 
-Shapes: R rows of a step, M supervised positions, K heads, D hidden size.
+Shapes: M kept positions, K heads, D hidden size.
 """
 
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,36 +20,49 @@ from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
+from train.blocks import Block
 from train.config import Recipe
 from train.engine import Engine
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens, supervised_positions
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
+from train.features import BasePass, HiddenStates
+from train.hidden_cache import HiddenCache
 from train.losses import HeadsLoss
-from train.progress import Progress, WandbReport
+from train.progress import Progress
 from train.provenance import provenance
 from train.recipe_file import RecipeError
+from train.report import write_report
 from train.run_directory import Position, RunDirectory
-from train.schedule import head_weights, learning_rate, mixed_seed, rows_of_step, total_steps
-from train.workers import Workers
+from train.schedule import head_weights, learning_rate, mixed_seed, total_steps
+from train.stop import StopRequest
+from train.trackers import Trackers
+from train.workers import Workers, lost_processes_named
 
 LOGGER = logging.getLogger("train")
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe, stop: StopRequest) -> None:
     """Train heads from where the run directory stands to the recipe's last step, and write them to <run>/heads.
+
+    Args:
+        recipe: the run.
+        stop: signals that this process takes.
 
     Raises:
         RecipeError: the run directory belongs to another recipe, or the recipe does not fit the processes.
-        ValueError, OSError: samples or base cannot be read.
+        ValueError, OSError: samples or base cannot be read, or the run directory cannot be written.
+        Stopped: a signal asked for it; the run directory holds a checkpoint of the last step.
+        LostProcessError: another process is gone.
     """
     directory = RunDirectory(recipe.run)
-    directory.check(recipe)
-    if directory.finished():
-        LOGGER.info("run is finished; its heads are in %s", directory.heads)
-        return
-    workers = Workers.start(recipe.engine.device)
+    workers = Workers.start(recipe.engine.device, stop)
     disable_progress_bar()
-    with directory.locked() if workers.rank == 0 else nullcontext():
-        Trainer(recipe, directory, workers).run()
+    with lost_processes_named():
+        if workers.from_first(lambda: directory.finished(recipe)):
+            LOGGER.info("run is finished; its heads are in %s", directory.heads)
+            return
+        writer = workers.rank == 0
+        with directory.locked() if writer else nullcontext(), Trackers(recipe, directory, writer) as trackers:
+            Trainer(recipe, directory, workers).run(trackers)
 
 
 class Trainer:
@@ -63,75 +77,94 @@ class Trainer:
         self.packed = self._read_training_rows()
         self.heldout = read_samples(recipe.data.heldout, self.base.tokenizer) if recipe.data.heldout else []
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
-        self.label_counts_RK = self.packed.label_counts(recipe.heads.num_heads)
         self.total = total_steps(recipe.optim, len(self.packed))
 
         torch.manual_seed(recipe.optim.seed)
         heads = build_heads(self._heads_config(str(base_name)))
         heads.init_from_base(self.base.lm_head_weight)
-        loss = HeadsLoss(heads, self.base, recipe.engine.loss_rows)
+        loss = HeadsLoss(heads, self.base, recipe.engine.loss_rows, recipe.optim.loss)
         self.engine = Engine(loss, recipe.optim, recipe.engine, workers.device)
         self.step, self.seconds = 0, 0.0
         self._resume()
+        self.states = self._hidden_states()
+        self.block: Block | None = None
+        self.useful = 0  # labels of the base since this process began, for the tokens per second
+        self._began = self.seconds
 
-    def run(self) -> None:
-        """Make the remaining steps, evaluate, and write the heads."""
-        writer = self.workers.rank == 0
+    def run(self, trackers: Trackers) -> None:
+        """Make the remaining steps, evaluate, and write the heads.
+
+        Raises:
+            Stopped: a signal asked for it; the checkpoint is of the last step.
+        """
+        writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
             self.directory.start(self.recipe, self.step)
-        report = WandbReport(self.recipe, self.directory.path, writer)
-        figures: dict[str, Any] = {}
-        with Progress(self.step, self.total, writer) as progress:
+        with stop.held(), Progress(self.step, self.total, writer) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)
-                if self._due(self.recipe.evaluate.every_steps) and self.step < self.total:
+                if self._due(self.recipe.evaluate.every_steps) and self.step < self.total and not stop.agreed:
                     figures |= self.evaluate()
                 if writer:
-                    self.directory.log(figures)
-                    report.log(figures)
-                if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total:
+                    self._log(figures, trackers)
+                if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total or stop.agreed:
                     self.save_checkpoint()
-        self._finish(report)
+                stop.raise_if_agreed(self.step)
+            self._finish(trackers)
 
     def train_step(self) -> dict[str, Any]:
-        """One optimizer step over rows_per_step rows of all processes; returns its line of metrics.jsonl."""
+        """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
         began = time.monotonic()
-        optim, workers = self.recipe.optim, self.workers
-        torch.manual_seed(mixed_seed(optim.seed, self.step))  # randomness depends on the step: no state to resume
-        rows_R = rows_of_step(optim.seed, self.step, optim.rows_per_step, len(self.packed))
-        counts_K = self.label_counts_RK[rows_R].sum(0)
-        weights_K = head_weights(optim, counts_K).to(workers.device)
-        lr = learning_rate(optim, self.step, self.total)
+        recipe, workers, num_heads = self.recipe, self.workers, self.recipe.heads.num_heads
+        torch.manual_seed(mixed_seed(recipe.optim.seed, self.step))  # randomness depends on the step: nothing to resume
+        block = self._block_of_step()
+        useful, *counts = block.label_counts(self.step).tolist()
+        counts_K = torch.tensor(counts)
+        weights_K = head_weights(recipe.optim, counts_K).to(workers.device)
+        lr = learning_rate(recipe.optim, self.step, self.total)
 
-        sums_2K = torch.zeros(2, len(counts_K), dtype=torch.float64, device=workers.device)
-        mine = rows_R.chunk(workers.world_size)[workers.rank]
-        for micro in mine.split(optim.micro_rows):
-            hidden_MD, path_MK, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
-            loss, loss_K, correct_K = self.engine(hidden_MD.float(), path_MK, labels_MK, weights_K)
-            self.engine.backward_and_step(loss, lr)
+        sums_2K = torch.zeros(2, num_heads, dtype=torch.float64, device=workers.device)
+        size = max(1, recipe.engine.loss_rows // num_heads)
+        for micro, last in block.micro_batches(self.step, self.states, size):
+            teacher = () if micro.teacher is None else (micro.teacher, micro.teacher_rows)
+            loss, loss_K, correct_K = self.engine(micro.hidden, micro.path, micro.labels, weights_K, *teacher)
+            self.engine.backward(loss, last)
             sums_2K += torch.stack([loss_K, correct_K])
+        self.engine.step(lr)
 
         loss_K, correct_K = workers.total(sums_2K)
         self.step += 1
-        tokens, seconds = int(self.packed.lengths[rows_R].sum()), time.monotonic() - began
-        self.seconds += seconds
+        self.seconds += time.monotonic() - began
+        self.useful += useful
         return {
             "step": self.step,
-            "epoch": round(self.step * optim.rows_per_step / len(self.packed), 4),
+            "epoch": round(self.step * recipe.optim.rows_per_step / len(self.packed), 4),
             "loss": float((loss_K * weights_K.cpu()).sum()),
             "head_loss": (loss_K / counts_K.clamp(min=1)).tolist(),
             "head_top1": (correct_K / counts_K.clamp(min=1)).tolist(),
             "lr": lr,
             "grad_norm": self.engine.gradient_norm,
-            "rows": rows_R.tolist(),
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
+            "useful_tokens": useful,
+            "useful_tokens_per_s": self.useful / (self.seconds - self._began),
             "train_seconds": self.seconds,
         }
 
+    def _block_of_step(self) -> Block:
+        """The block of the next step; a new one when the last is used up."""
+        optim = self.recipe.optim
+        first = self.step - self.step % optim.mix_steps
+        if self.block is None or self.block.first != first:
+            steps = min(optim.mix_steps, self.total - first)
+            workers = self.workers
+            self.block = None  # its hidden states go before the next ones come
+            self.block = Block(
+                optim, self.packed, self.recipe.heads.num_heads, first, steps, workers.rank, workers.world_size
+            )
+        return self.block
+
     def evaluate(self) -> dict[str, Any]:
-        """Held-out accuracy per head and tokens per step as served; {} without held-out samples."""
+        """Held-out accuracy per head and tokens per step as served; {} without held-out samples, or when stopped."""
         if self.heldout_packed is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
@@ -144,41 +177,53 @@ class Trainer:
         if options.prompts:
             longest = max(1, self.base.context_length - options.max_new_tokens)
             prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
-            model = MedusaModel(self.base, heads)
-            served = workers.total(torch.tensor(served_tokens(model, prompts, options.max_new_tokens, options.nodes)))
+            model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
+            served = workers.total(torch.tensor(served_tokens(model, wanted, options.max_new_tokens, options.nodes)))
+            if workers.stop.agreed:
+                return {}
             figures["heldout_tokens_per_step"] = float(served[0] / served[1])
         return figures
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; it counts from the moment when `latest` names it."""
-        position = Position(self.step, self.total, self.workers.world_size, self.packed.fingerprint())
+        self.states.flush()
+        state = self.engine.state()
         if self.workers.rank == 0:
-            self.directory.discard(position.tag)
+            position = Position(self.step, self.total, self.seconds, self.packed.fingerprint())
+            self.directory.save(position, state, self.recipe.log.keep)
         self.workers.wait()
-        self.engine.save(self.directory.checkpoints, position.tag, {"seconds": self.seconds})
-        self.workers.wait()
-        if self.workers.rank == 0:
-            self.directory.commit(position, self.recipe.log.keep)
 
     def _resume(self) -> None:
-        position = self.directory.position()
+        position = self.workers.from_first(self.directory.position)
         if position is None:
             return
-        _check_position(position, self.recipe, self.workers, self.packed)
-        self.seconds = self.engine.load(self.directory.checkpoints, position.tag)["seconds"]
+        if position.data != self.packed.fingerprint():
+            raise RecipeError(
+                f"data.train ({self.recipe.data.train}) holds other samples than at the start of the run "
+                f"({self.recipe.run}); restore the file or give another directory (--recipe.run DIR)"
+            )
+        self.engine.load_state(self.directory.tensors(position) if self.workers.rank == 0 else {})
         self.step = position.step
+        self.seconds = position.seconds
         LOGGER.info("resumed at step %d of %d", self.step, self.total)
 
-    def _finish(self, report: WandbReport) -> None:
+    def _finish(self, trackers: Trackers) -> None:
         figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | self.evaluate()
+        self.workers.stop.raise_if_agreed(self.step)
         heads = self._trained_heads()
         if self.workers.rank == 0:
-            self.directory.log(figures)
-            report.log(figures)
-            save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
+            self._log(figures, trackers, last=True)
+            with self.directory.writing():
+                save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
             LOGGER.info("heads are in %s", self.directory.heads)
-        report.finish()
         self.workers.wait()
+
+    def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
+        self.directory.log(figures)
+        trackers.log(figures, last)
+        if last or "heldout_top1" in figures:
+            with self.directory.writing():
+                write_report(self.directory.path)
 
     def _read_training_rows(self) -> PackedRows:
         samples: Sequence[Sample] = read_samples(self.recipe.data.train, self.base.tokenizer)
@@ -188,6 +233,19 @@ class Trainer:
             len(samples), len(packed), self.recipe.data.row_tokens, 100 * packed.fill,
         )  # fmt: skip
         return packed
+
+    def _hidden_states(self) -> HiddenStates:
+        cache, optim, num_heads = self.recipe.cache, self.recipe.optim, self.recipe.heads.num_heads
+        base = BasePass(self.base, self.packed, num_heads, optim.micro_rows)
+        if cache.mode == "online":
+            return base
+        directory = Path(cache.directory) if cache.directory else self.directory.path / "hidden"
+        states = HiddenCache(directory, self.base, self.packed, num_heads, base, cache.shard_mb * 10**6)
+        if cache.mode == "offline":
+            mine = torch.arange(len(self.packed)).tensor_split(self.workers.world_size)[self.workers.rank]
+            states.fill(mine, optim.micro_rows, shown=self.workers.rank == 0)
+            self.workers.wait()
+        return states
 
     def _heads_config(self, base_name: str) -> HeadsConfig:
         heads = self.recipe.heads
@@ -214,22 +272,8 @@ class Trainer:
 
 
 def _check_rows(recipe: Recipe, workers: Workers) -> None:
-    optim = recipe.optim
-    if optim.rows_per_step % (optim.micro_rows * workers.world_size):
+    if recipe.optim.rows_per_step < workers.world_size:
         raise RecipeError(
-            f"optim.rows_per_step ({optim.rows_per_step}) must be a multiple of optim.micro_rows ({optim.micro_rows}) "
-            f"x processes ({workers.world_size}); change one of them"
-        )
-
-
-def _check_position(position: Position, recipe: Recipe, workers: Workers, packed: PackedRows) -> None:
-    if position.data != packed.fingerprint():
-        raise RecipeError(
-            f"data.train ({recipe.data.train}) holds other samples than at the start of the run ({recipe.run}); "
-            "restore the file or give another directory (--recipe.run DIR)"
-        )
-    if recipe.engine.zero_stage > 0 and position.world_size != workers.world_size:
-        raise RecipeError(
-            f"processes ({workers.world_size}) differ from those that wrote the checkpoint ({position.world_size}), "
-            "which is partitioned over them; start as many, or give another directory (--recipe.run DIR)"
+            f"optim.rows_per_step ({recipe.optim.rows_per_step}) leaves some of the processes ({workers.world_size}) "
+            "without a row; raise it or start fewer processes"
         )

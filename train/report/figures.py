@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,17 @@ def write_report(run: str | Path) -> Path:
     report, path = read_report(run), Path(run) / "training.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is None:
-        LOGGER.info("%s is not drawn: matplotlib is not installed; pip install matplotlib", path.with_suffix(".png"))
+        _say_once(f"{path.with_suffix('.png')} is not drawn: matplotlib is not installed; pip install matplotlib")
     else:
         from train.report.picture import draw
 
         draw(report, path.with_suffix(".png"))
     return path
+
+
+@cache
+def _say_once(text: str) -> None:
+    LOGGER.info("%s", text)
 
 
 def _recipe(path: Path) -> dict[str, Any]:
