@@ -214,7 +214,8 @@ class Trainer:
         if self.workers.rank == 0:
             self._log(figures, trackers, last=True)
             with self.directory.writing():
-                save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
+                origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
+                save_heads(heads, self.directory.heads, origin)
             LOGGER.info("heads are in %s", self.directory.heads)
         self.workers.wait()
 
