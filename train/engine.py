@@ -35,7 +35,7 @@ class Engine:
             config=_config(optim, engine),
         )
 
-    def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Forward pass of the module."""
         outputs: tuple[Tensor, ...] = self._engine(*inputs)
         return outputs

@@ -115,9 +115,8 @@ class Trainer:
         sums_2K = torch.zeros(2, num_heads, dtype=torch.float64, device=workers.device)
         size = max(1, recipe.engine.loss_rows // num_heads)
         for micro, last in block.micro_batches(self.step, self.states, size):
-            loss, loss_K, correct_K = self.engine(
-                micro.hidden, micro.path, micro.labels, weights_K, micro.teacher, micro.teacher_rows
-            )
+            teacher = () if micro.teacher is None else (micro.teacher, micro.teacher_rows)
+            loss, loss_K, correct_K = self.engine(micro.hidden, micro.path, micro.labels, weights_K, *teacher)
             self.engine.backward(loss, last)
             sums_2K += torch.stack([loss_K, correct_K])
         self.engine.step(lr)

