@@ -29,6 +29,7 @@ usage: ./launch.sh [command] [arguments]
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   bench          what a decode step costs on this machine, beside what it could cost at best
+  bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
@@ -132,6 +133,7 @@ case $command in
     train) train "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
+    bench-train) run -m train.bench "$@" ;;
     gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

@@ -18,11 +18,18 @@ def provenance(recipe: Recipe, figures: dict[str, Any], world_size: int) -> dict
         figures: steps, seconds, held-out accuracy, tokens per step.
         world_size: number of processes.
     """
-    packages = ("torch", "transformers", "deepspeed")
     return {
         "recipe": resolved(recipe),
         "figures": figures,
         "processes": world_size,
+        **software(),
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of Python and of the packages that decide results, and this code's revision."""
+    packages = ("torch", "transformers", "deepspeed")
+    return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
         "revision": _revision(),
     }
