@@ -166,14 +166,14 @@ def test_five_deaths_on_changing_numbers_of_processes_change_nothing(
     uninterrupted: Path, long_recipe: Path, tmp_path: Path
 ) -> None:
     chance = random.Random(0)
-    for life, (processes, stage) in enumerate([(2, 1), (1, 0), (2, 3), (1, 2), (2, 2)]):
+    for life, (processes, stage) in enumerate([(2, 1), (2, 3), (1, 0), (2, 2), (1, 1)]):
         goal = _last_step(tmp_path) + chance.randrange(4, 20)
         job = train(long_recipe, tmp_path, "--recipe.engine.zero_stage", str(stage), processes=processes)
         until(lambda goal=goal: _last_step(tmp_path) >= goal)  # type: ignore[misc]
         children = workers(job)
         assert len(children) == processes
         if life % 2:
-            job.terminate()
+            os.kill(job.pid if life == 1 else children[1], signal.SIGTERM)  # torchrun hands it on; the processes agree
             said = finish(job, status=143)
             assert f"stopped by SIGTERM at step {_last_step(tmp_path)}; the same" in said
             assert RunDirectory(tmp_path).position().step == _last_step(tmp_path)  # type: ignore[union-attr]
@@ -182,7 +182,7 @@ def test_five_deaths_on_changing_numbers_of_processes_change_nothing(
             job.communicate()
         until(lambda pids=children: not any(map(alive, pids)))  # type: ignore[misc]
         assert not (tmp_path / "heads").exists()
-    assert "resumed at step" in finish(train(long_recipe, tmp_path, "--recipe.engine.offload", "true", processes=1))
+    assert "resumed at step" in finish(train(long_recipe, tmp_path, "--recipe.engine.offload", "true"))
     assert_same_run(tmp_path, uninterrupted, tolerance=1e-5)
 
 
@@ -202,9 +202,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(long_recipe: Path, tmp_
 
 @linux
 @pytest.mark.slow
-def test_two_machines_train_lose_a_process_are_stopped_and_resume(
-    uninterrupted: Path, long_recipe: Path, tmp_path: Path
-) -> None:
+def test_two_machines_train_lose_a_process_and_resume(uninterrupted: Path, long_recipe: Path, tmp_path: Path) -> None:
     def start() -> list[Any]:
         port = free_port()
         return [train(long_recipe, tmp_path, processes=1, node=node, port=port) for node in (0, 1)]
@@ -214,14 +212,6 @@ def test_two_machines_train_lose_a_process_are_stopped_and_resume(
     os.kill(workers(second)[0], signal.SIGKILL)
     assert "process 1 was killed by SIGKILL" in finish(second, status=1)
     assert "another process of the run ended or cannot be reached any more" in finish(first, status=1)
-
-    goal = _last_step(tmp_path) + 5
-    first, second = start()
-    until(lambda: _last_step(tmp_path) >= goal)
-    second.terminate()
-    said = finish(first, status=143)
-    assert f"stopped by SIGTERM at step {_last_step(tmp_path)}" in said
-    finish(second, status=143)
 
     first, second = start()
     assert "resumed at step" in finish(first)
