@@ -38,31 +38,31 @@ class PackedRows:
         """Share of all tokens that is not padding."""
         return float(self.lengths.sum()) / max(1, self.input_ids.numel())
 
-    def labels(self, rows: Tensor, num_heads: int) -> Tensor:
-        """Targets of heads 1..K: head k at position t predicts token t+1+k of the same document.
+    def targets(self, rows: Tensor, num_heads: int) -> Tensor:
+        """What the base and heads 1..K should say: column k at position t holds token t+1+k of the same document.
 
         Args:
             rows: indices of rows [B].
             num_heads: K.
 
         Returns:
-            int64 [B, T, K]; `IGNORE` past the document's end and on tokens outside the loss mask.
+            int64 [B, T, 1 + K], the base's own next token first; `IGNORE` past the document's end and on tokens
+            outside the loss mask.
         """
         ids_BT, mask_BT = self.input_ids[rows].long(), self.loss_mask[rows]
-        labels_BTK = ids_BT.new_full((*ids_BT.shape, num_heads), IGNORE)
         positions_BT = self.position_ids[rows]
-        for head in range(1, num_heads + 1):
-            ahead = head + 1
+        targets = ids_BT.new_full((*ids_BT.shape, 1 + num_heads), IGNORE)
+        for column in range(1 + num_heads):
+            ahead = column + 1
             # Inside a document positions grow by one per token; a boundary between the two resets them.
             same_document = positions_BT[:, ahead:] - positions_BT[:, :-ahead] == ahead
             valid = same_document & mask_BT[:, ahead:]
-            labels_BTK[:, :-ahead, head - 1] = torch.where(valid, ids_BT[:, ahead:], IGNORE)
-        return labels_BTK
+            targets[:, :-ahead, column] = torch.where(valid, ids_BT[:, ahead:], IGNORE)
+        return targets
 
-    def label_counts(self, num_heads: int) -> Tensor:
-        """Number of labels per row and head, int64 [R, K]."""
-        parts = torch.arange(len(self)).split(256)
-        return torch.cat([(self.labels(part, num_heads) != IGNORE).sum(1) for part in parts])
+    def labels(self, rows: Tensor, num_heads: int) -> Tensor:
+        """The heads' part of `targets`, int64 [B, T, K]."""
+        return self.targets(rows, num_heads)[..., 1:]
 
     def fingerprint(self) -> str:
         """Digest of tokens, documents and masks: equal for equal training data."""

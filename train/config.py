@@ -124,8 +124,8 @@ class CacheRecipe:
 
     mode: str = _choice("online", "online", "offline", "hybrid", resume=True)
     """online = no cache; offline = fill it before the first step; hybrid = fill it during the first epoch."""
-    directory: str = _limits(".cache/hidden", resume=True)
-    """Where; shared by all machines of the run."""
+    directory: str = _limits("", resume=True)
+    """Where, for all machines of the run; empty = <run>/hidden. Runs of equal base, data and heads may share it."""
     shard_mb: int = _limits(256, low=1, resume=True)
     """Size of one file, 10^6 bytes."""
 

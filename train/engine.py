@@ -32,7 +32,7 @@ class Engine:
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device),
             model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
-            config=_config(optim, engine, torch.distributed.get_world_size()),
+            config=_config(optim, engine),
         )
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -40,15 +40,23 @@ class Engine:
         outputs: tuple[Tensor, ...] = self._engine(*inputs)
         return outputs
 
-    def backward_and_step(self, loss: Tensor, lr: float) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradient of a loss that is already normalised over processes and micro-batches.
 
-        The optimizer steps, with this learning rate, after the last micro-batch of a step.
+        Args:
+            loss: [].
+            last: whether this is the step's last micro-batch; the same on all processes.
         """
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+        self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over processes; the loss of a process is its share of a sum.
         self._engine.backward(loss * self._engine.dp_world_size, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()  # counts the micro-batch
+
+    def step(self, lr: float) -> None:
+        """Change the parameters by the accumulated gradient, with this learning rate."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
         self._engine.step()
 
     @property
@@ -89,11 +97,11 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _config(optim: OptimRecipe, engine: EngineRecipe, world_size: int) -> dict[str, Any]:
+def _config(optim: OptimRecipe, engine: EngineRecipe) -> dict[str, Any]:
     return {
-        "train_batch_size": optim.rows_per_step,
-        "train_micro_batch_size_per_gpu": optim.micro_rows,
-        "gradient_accumulation_steps": optim.rows_per_step // (optim.micro_rows * world_size),
+        # The trainer itself says where a step ends: steps have different numbers of micro-batches.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "gradient_clipping": optim.clip_norm,
         "steps_per_print": 1_000_000_000,
         "optimizer": {

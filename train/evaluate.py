@@ -13,6 +13,7 @@ from data.sources import Sample
 from medusa.base_model import BaseModel
 from medusa.heads import DraftHeads
 from medusa.model import MedusaModel
+from train.features import BasePass, Positions
 
 RANKS = (1, 5, 10)
 """A head is right at rank r when its r best tokens hold the label."""
@@ -39,8 +40,10 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     num_heads = heads.config.num_heads
     counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
     for part in rows.split(batch_rows):
-        positions = supervised_positions(base, packed, part, num_heads)
-        for hidden_MD, path_MK, labels_MK in zip(*(tensor.split(CHUNK) for tensor in positions), strict=True):
+        positions = Positions.of(packed, part, num_heads)
+        tensors = BasePass(base, packed, num_heads, batch_rows).read(part), positions.path, positions.targets[:, 1:]
+        for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):
+            hidden_MD, path_MK, labels_MK = (tensor.to(base.device) for tensor in chunk)
             features_KMD = heads(hidden_MD, path_MK, base)
             for head in range(num_heads):
                 logits_MV, labels_M = heads.head_logits(head, features_KMD[head], base), labels_MK[:, head]
@@ -58,32 +61,6 @@ def accuracy_figures(counts: Tensor) -> dict[str, list[float]]:
     return {"samples": samples_K.tolist()} | {
         f"top{rank}": share_K.tolist() for rank, share_K in zip(RANKS, shares_RK, strict=True)
     }
-
-
-@torch.no_grad()
-def supervised_positions(
-    base: BaseModel, packed: PackedRows, rows: Tensor, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the heads read and what they should say, where at least one head has a label.
-
-    Args:
-        base: the frozen model.
-        packed: packed rows.
-        rows: indices of the rows to read.
-        num_heads: K.
-
-    Returns:
-        The base's hidden states hidden_MD, the K tokens path_MK that follow each of them, and labels_MK, on the base's
-        device.
-    """
-    labels_BTK = packed.labels(rows, num_heads)
-    chosen_BT = (labels_BTK != IGNORE).any(2)
-    device = base.device
-    ids_BT = packed.input_ids[rows].long()
-    hidden_BTD = base.hidden_states(ids_BT.to(device), packed.position_ids[rows].long().to(device))
-    # What a labelled head reads is in the same document: a row's end never wraps into its view.
-    path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)
-    return hidden_BTD[chosen_BT.to(device)], path_BTK[chosen_BT].to(device), labels_BTK[chosen_BT].to(device)
 
 
 def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> list[list[int]]:

@@ -41,7 +41,7 @@ class Progress:
     def update(self, step: int, figures: Mapping[str, Any]) -> None:
         """Show the figures of the step that was just completed."""
         heads = " ".join(f"{share:.2f}" for share in figures["head_top1"])
-        text = f"loss {figures['loss']:.3f}  top-1 {heads}  {figures['tokens_per_s']:,.0f} tok/s"
+        text = f"loss {figures['loss']:.3f}  top-1 {heads}  {figures['useful_tokens_per_s']:,.0f} tok/s"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()

@@ -1,12 +1,13 @@
 """The training job: frozen base -> hidden states -> heads -> loss -> DeepSpeed step.
 
-Shapes: R rows of a step, M supervised positions, K heads, D hidden size.
+Shapes: M kept positions, K heads, D hidden size.
 """
 
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +20,18 @@ from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
+from train.blocks import Block
 from train.config import Recipe
 from train.engine import Engine
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens, supervised_positions
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
+from train.features import BasePass, HiddenStates
+from train.hidden_cache import HiddenCache
 from train.losses import HeadsLoss
 from train.progress import Progress, WandbReport
 from train.provenance import provenance
 from train.recipe_file import RecipeError
 from train.run_directory import Position, RunDirectory
-from train.schedule import head_weights, learning_rate, mixed_seed, rows_of_step, total_steps
+from train.schedule import head_weights, learning_rate, mixed_seed, total_steps
 from train.workers import Workers
 
 LOGGER = logging.getLogger("train")
@@ -63,7 +67,6 @@ class Trainer:
         self.packed = self._read_training_rows()
         self.heldout = read_samples(recipe.data.heldout, self.base.tokenizer) if recipe.data.heldout else []
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
-        self.label_counts_RK = self.packed.label_counts(recipe.heads.num_heads)
         self.total = total_steps(recipe.optim, len(self.packed))
 
         torch.manual_seed(recipe.optim.seed)
@@ -73,6 +76,10 @@ class Trainer:
         self.engine = Engine(loss, recipe.optim, recipe.engine, workers.device)
         self.step, self.seconds = 0, 0.0
         self._resume()
+        self.states = self._hidden_states()
+        self.block: Block | None = None
+        self.useful = 0  # labels of the base since this process began, for the tokens per second
+        self._began = self.seconds
 
     def run(self) -> None:
         """Make the remaining steps, evaluate, and write the heads."""
@@ -95,40 +102,53 @@ class Trainer:
         self._finish(report)
 
     def train_step(self) -> dict[str, Any]:
-        """One optimizer step over rows_per_step rows of all processes; returns its line of metrics.jsonl."""
+        """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
         began = time.monotonic()
-        optim, workers = self.recipe.optim, self.workers
-        torch.manual_seed(mixed_seed(optim.seed, self.step))  # randomness depends on the step: no state to resume
-        rows_R = rows_of_step(optim.seed, self.step, optim.rows_per_step, len(self.packed))
-        counts_K = self.label_counts_RK[rows_R].sum(0)
-        weights_K = head_weights(optim, counts_K).to(workers.device)
-        lr = learning_rate(optim, self.step, self.total)
+        recipe, workers, num_heads = self.recipe, self.workers, self.recipe.heads.num_heads
+        torch.manual_seed(mixed_seed(recipe.optim.seed, self.step))  # randomness depends on the step: nothing to resume
+        block = self._block_of_step()
+        useful, *counts = block.label_counts(self.step).tolist()
+        counts_K = torch.tensor(counts)
+        weights_K = head_weights(recipe.optim, counts_K).to(workers.device)
+        lr = learning_rate(recipe.optim, self.step, self.total)
 
-        sums_2K = torch.zeros(2, len(counts_K), dtype=torch.float64, device=workers.device)
-        mine = rows_R.chunk(workers.world_size)[workers.rank]
-        for micro in mine.split(optim.micro_rows):
-            hidden_MD, path_MK, labels_MK = supervised_positions(self.base, self.packed, micro, len(counts_K))
-            loss, loss_K, correct_K = self.engine(hidden_MD.float(), path_MK, labels_MK, weights_K)
-            self.engine.backward_and_step(loss, lr)
+        sums_2K = torch.zeros(2, num_heads, dtype=torch.float64, device=workers.device)
+        size = max(1, recipe.engine.loss_rows // num_heads)
+        for micro, last in block.micro_batches(self.step, self.states, size):
+            loss, loss_K, correct_K = self.engine(micro.hidden, micro.path, micro.labels, weights_K)
+            self.engine.backward(loss, last)
             sums_2K += torch.stack([loss_K, correct_K])
+        self.engine.step(lr)
 
         loss_K, correct_K = workers.total(sums_2K)
         self.step += 1
-        tokens, seconds = int(self.packed.lengths[rows_R].sum()), time.monotonic() - began
-        self.seconds += seconds
+        self.seconds += time.monotonic() - began
+        self.useful += useful
         return {
             "step": self.step,
-            "epoch": round(self.step * optim.rows_per_step / len(self.packed), 4),
+            "epoch": round(self.step * recipe.optim.rows_per_step / len(self.packed), 4),
             "loss": float((loss_K * weights_K.cpu()).sum()),
             "head_loss": (loss_K / counts_K.clamp(min=1)).tolist(),
             "head_top1": (correct_K / counts_K.clamp(min=1)).tolist(),
             "lr": lr,
             "grad_norm": self.engine.gradient_norm,
-            "rows": rows_R.tolist(),
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
+            "useful_tokens": useful,
+            "useful_tokens_per_s": self.useful / (self.seconds - self._began),
             "train_seconds": self.seconds,
         }
+
+    def _block_of_step(self) -> Block:
+        """The block of the next step; a new one when the last is used up."""
+        optim = self.recipe.optim
+        first = self.step - self.step % optim.mix_steps
+        if self.block is None or self.block.first != first:
+            steps = min(optim.mix_steps, self.total - first)
+            workers = self.workers
+            self.block = None  # its hidden states go before the next ones come
+            self.block = Block(
+                optim, self.packed, self.recipe.heads.num_heads, first, steps, workers.rank, workers.world_size
+            )
+        return self.block
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out accuracy per head and tokens per step as served; {} without held-out samples."""
@@ -155,6 +175,7 @@ class Trainer:
         if self.workers.rank == 0:
             self.directory.discard(position.tag)
         self.workers.wait()
+        self.states.flush()
         self.engine.save(self.directory.checkpoints, position.tag, {"seconds": self.seconds})
         self.workers.wait()
         if self.workers.rank == 0:
@@ -189,6 +210,19 @@ class Trainer:
         )  # fmt: skip
         return packed
 
+    def _hidden_states(self) -> HiddenStates:
+        cache, optim, num_heads = self.recipe.cache, self.recipe.optim, self.recipe.heads.num_heads
+        base = BasePass(self.base, self.packed, num_heads, optim.micro_rows)
+        if cache.mode == "online":
+            return base
+        directory = Path(cache.directory) if cache.directory else self.directory.path / "hidden"
+        states = HiddenCache(directory, self.base, self.packed, num_heads, base, cache.shard_mb * 10**6)
+        if cache.mode == "offline":
+            mine = torch.arange(len(self.packed)).tensor_split(self.workers.world_size)[self.workers.rank]
+            states.fill(mine, optim.micro_rows, shown=self.workers.rank == 0)
+            self.workers.wait()
+        return states
+
     def _heads_config(self, base_name: str) -> HeadsConfig:
         heads = self.recipe.heads
         return HeadsConfig(
@@ -214,11 +248,10 @@ class Trainer:
 
 
 def _check_rows(recipe: Recipe, workers: Workers) -> None:
-    optim = recipe.optim
-    if optim.rows_per_step % (optim.micro_rows * workers.world_size):
+    if recipe.optim.rows_per_step < workers.world_size:
         raise RecipeError(
-            f"optim.rows_per_step ({optim.rows_per_step}) must be a multiple of optim.micro_rows ({optim.micro_rows}) "
-            f"x processes ({workers.world_size}); change one of them"
+            f"optim.rows_per_step ({recipe.optim.rows_per_step}) leaves some of the processes ({workers.world_size}) "
+            "without a row; raise it or start fewer processes"
         )
 
 

@@ -49,7 +49,9 @@ def test_labels_stay_inside_their_document_and_the_mask() -> None:
 def test_padding_is_a_document_of_its_own_without_labels() -> None:
     packed = pack([_sample([1, 2, 3, 4], [1, 1, 1, 1])], row_tokens=8)
     assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert packed.label_counts(3).tolist() == [[2, 1, 0]]
+    targets = packed.targets(torch.tensor([0]), num_heads=3)[0]
+    assert (targets != IGNORE).sum(0).tolist() == [3, 2, 1, 0]
+    assert targets[0].tolist() == [2, 3, 4, IGNORE]
 
 
 def test_long_samples_are_cut_and_pieces_without_labels_dropped() -> None:

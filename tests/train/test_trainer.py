@@ -11,12 +11,13 @@ import pytest
 import torch
 import yaml
 
-from data.packing import IGNORE, pack
+from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
 from medusa.base_model import BaseModel
 from medusa.formats.native import load_heads
 from train.__main__ import main
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, supervised_positions
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts
+from train.features import BasePass, Positions
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
 
@@ -103,11 +104,37 @@ def test_an_interrupted_run_resumes_exactly(
 
     for ours, theirs in zip(_metrics(tmp_path), _metrics(finished), strict=True):
         assert ours["step"] == theirs["step"]
-        assert ours.get("rows") == theirs.get("rows")
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
     expected = load_heads(finished / "heads").state_dict()
     for name, value in load_heads(tmp_path / "heads").state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["offline", "hybrid"])
+def test_cached_hidden_states_give_the_same_losses(finished: Path, recipe: Path, tmp_path: Path, mode: str) -> None:
+    arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.cache.mode", mode]
+    assert main(arguments) == 0
+    assert list((tmp_path / "hidden").glob("*.safetensors"))
+    for ours, theirs in zip(_metrics(tmp_path), _metrics(finished), strict=True):
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
+
+
+def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step = Trainer.train_step
+
+    def interrupted(trainer: Trainer) -> dict[str, Any]:
+        if trainer.step == 6:
+            raise KeyboardInterrupt
+        return train_step(trainer)
+
+    flags = ["--recipe", str(recipe), "--recipe.optim.mix_steps", "5", "--recipe.data.heldout", ""]
+    assert main([*flags, "--recipe.run", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        assert main([*flags, "--recipe.run", str(tmp_path / "parts")]) == 130
+    assert main([*flags, "--recipe.run", str(tmp_path / "parts"), "--recipe.engine.loss_rows", "90"]) == 0
+    for ours, theirs in zip(_metrics(tmp_path / "parts"), _metrics(tmp_path / "whole"), strict=True):
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
 
 
 def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
@@ -123,7 +150,11 @@ def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "status", "message"),
     [
-        (["--recipe.optim.rows_per_step", "9"], 2, "optim.rows_per_step (9) must be a multiple"),
+        (
+            ["--recipe.lora.rank", "4", "--recipe.optim.mix_steps", "2"],
+            2,
+            "optim.mix_steps (2) needs a base",
+        ),
         (["--recipe.data.train", "none.jsonl"], 1, "sample file (none.jsonl) does not exist"),
         (["--recipe.base.name", "/no/such/base"], 1, "/no/such/base"),
         (["--recipe.heads.architecture", "medsa"], 1, "head architecture ('medsa') is not known"),
@@ -149,20 +180,26 @@ def test_a_directory_in_use_is_refused(recipe: Path, tmp_path: Path, caplog: pyt
     assert "is in use by another process" in caplog.text
 
 
+def _heads_inputs(base: BaseModel, packed: PackedRows, num_heads: int) -> tuple[torch.Tensor, ...]:
+    rows = torch.arange(len(packed))
+    positions = Positions.of(packed, rows, num_heads)
+    return BasePass(base, packed, num_heads, 2).read(rows), positions.path, positions.targets[:, 1:]
+
+
 def test_packed_documents_do_not_see_each_other(base: Path, samples: Path) -> None:
     model = BaseModel.load(base, dtype=torch.float32, device="cpu")
     documents = read_samples(samples, model.tokenizer)[:3]
-    packed = pack(documents, row_tokens=256)
-    hidden, paths, labels = supervised_positions(model, packed, torch.tensor([0]), num_heads=2)
-    alone = [supervised_positions(model, pack([one], 256), torch.tensor([0]), 2) for one in documents]
+    hidden, paths, labels = _heads_inputs(model, pack(documents, row_tokens=256), num_heads=2)
+    alone = [_heads_inputs(model, pack([one], 256), 2) for one in documents]
     # Best fit packs the longest document first.
     order = sorted(range(3), key=lambda index: -len(documents[index].input_ids))
     torch.testing.assert_close(hidden, torch.cat([alone[index][0] for index in order]), rtol=0, atol=1e-5)
     assert torch.equal(labels, torch.cat([alone[index][2] for index in order]))
-    # What a labelled head reads is in its document: the next token for head 1, for head 2 one more.
+    # What a head with a label reads is in its document: the next token for head 1, for head 2 one more.
     expected = torch.cat([alone[index][1] for index in order])
-    assert torch.equal(paths[:, 0], expected[:, 0])
-    assert torch.equal(paths[labels[:, 1] != IGNORE], expected[labels[:, 1] != IGNORE])
+    for head in range(2):
+        valid = labels[:, head] != IGNORE
+        assert torch.equal(paths[valid, : head + 1], expected[valid, : head + 1])
 
 
 def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: Path, samples: Path) -> None:
@@ -171,7 +208,7 @@ def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: P
     packed = pack(read_samples(samples, model.tokenizer)[:5], row_tokens=96)
     rows = torch.arange(len(packed))
     figures = accuracy_figures(head_accuracy(model, heads, packed, rows, batch_rows=2))
-    hidden, paths, labels = supervised_positions(model, packed, rows, 3)
+    hidden, paths, labels = _heads_inputs(model, packed, 3)
     with torch.no_grad():
         features = heads(hidden, paths, model)
         best = torch.stack([heads.head_logits(head, features[head], model) for head in range(3)]).topk(10).indices

@@ -1,0 +1,102 @@
+"""Hidden states on disk: the same as the base's, written whole, refused where they belong to something else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.packing import PackedRows, pack
+from data.sources import read_samples
+from medusa.base_model import BaseModel
+from train.features import BasePass
+from train.hidden_cache import HiddenCache, identity
+
+HEADS = 3
+
+
+@pytest.fixture(scope="module")
+def frozen(base: Path) -> BaseModel:
+    return BaseModel.load(base, dtype=torch.bfloat16, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def packed(frozen: BaseModel, samples: Path) -> PackedRows:
+    return pack(read_samples(samples, frozen.tokenizer), row_tokens=96)
+
+
+class CountedPass(BasePass):
+    """The base, and the rows that it was asked for."""
+
+    def __init__(self, base: BaseModel, packed: PackedRows) -> None:
+        super().__init__(base, packed, HEADS, micro_rows=2)
+        self.asked: list[int] = []
+
+    def read(self, rows_B: Tensor) -> Tensor:
+        self.asked += rows_B.tolist()
+        return super().read(rows_B)
+
+
+def _cache(directory: Path, base: BaseModel, packed: PackedRows, shard_bytes: int = 10_000) -> HiddenCache:
+    return HiddenCache(directory, base, packed, HEADS, CountedPass(base, packed), shard_bytes)
+
+
+def _asked(cache: HiddenCache) -> list[int]:
+    source = cache._source
+    assert isinstance(source, CountedPass)
+    return source.asked
+
+
+def test_rows_in_any_order_are_the_bases_own(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    cache = _cache(tmp_path, frozen, packed)
+    cache.fill(torch.arange(20), rows_at_a_time=3, shown=False)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again = _cache(tmp_path, frozen, packed)
+    rows = torch.tensor([7, 25, 3, 19, 30, 0])
+    expected = BasePass(frozen, packed, HEADS, micro_rows=2).read(rows)
+    for _ in range(2):
+        states = again.read(rows)
+        assert states.dtype == torch.bfloat16
+        torch.testing.assert_close(states, expected, rtol=0.02, atol=0.02)
+    assert _asked(again) == [25, 30]
+    again.flush()
+    third = _cache(tmp_path, frozen, packed)
+    third.read(rows)
+    assert not _asked(third)
+
+
+def test_what_another_process_wrote_is_found(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    ours, theirs = _cache(tmp_path, frozen, packed), _cache(tmp_path, frozen, packed)
+    theirs.fill(torch.arange(4), rows_at_a_time=2, shown=False)
+    ours.read(torch.arange(4))
+    assert not _asked(ours)
+
+
+def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    _cache(tmp_path, frozen, packed)
+    (tmp_path / "0123.tmp").write_bytes(b"half a shard")
+    cache = _cache(tmp_path, frozen, packed)
+    cache.read(torch.tensor([0]))
+    assert _asked(cache) == [0]
+
+
+def test_another_identity_is_refused(
+    tmp_path: Path, base: Path, frozen: BaseModel, packed: PackedRows, samples: Path
+) -> None:
+    _cache(tmp_path, frozen, packed)
+    other = BaseModel.load(base, dtype=torch.bfloat16, device="cpu")
+    with torch.no_grad():
+        next(other.model.parameters()).add_(1.0)
+    with pytest.raises(ValueError, match=r"belongs to something else: base is \w+, the states have \w+; delete it"):
+        _cache(tmp_path, other, packed)
+    with pytest.raises(ValueError, match="dtype is float32, the states have bfloat16"):
+        _cache(tmp_path, BaseModel.load(base, dtype=torch.float32, device="cpu"), packed)
+    with pytest.raises(ValueError, match="rows is"):
+        _cache(tmp_path, frozen, pack(read_samples(samples, frozen.tokenizer), row_tokens=80))
+    with pytest.raises(ValueError, match="heads is 2"):
+        HiddenCache(tmp_path, frozen, packed, 2, CountedPass(frozen, packed), 10_000)
+
+
+def test_the_identity_is_that_of_a_base_loaded_again(base: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    again = BaseModel.load(base, dtype=torch.bfloat16, device="cpu")
+    assert identity(again, packed, HEADS) == identity(frozen, packed, HEADS)

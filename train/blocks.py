@@ -1,0 +1,111 @@
+"""Steps out of blocks of rows: positions of many documents, mixed.
+
+The positions of one row are alike: they come from a dozen documents. A step whose positions are drawn from many rows
+has a gradient of less noise, so the rows of several steps form a block, and a permutation deals the block's positions
+out to its steps. The base still reads each row once. Everything is a function of the seed and the step, and the same
+for any number of processes: each takes its share of the block's rows, and of a step the positions of those rows.
+
+Shapes: M positions, U positions that teach, K heads, D hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from data.packing import IGNORE, PackedRows
+from train.config import OptimRecipe
+from train.features import HiddenStates, Positions
+from train.schedule import mixed_seed, rows_of_step
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Positions that go through the heads together; there may be none."""
+
+    hidden: Tensor
+    """float32 [M, D]; hidden states of the base at positions t."""
+    path: Tensor
+    """int64 [M, K]; tokens t+1 .. t+K."""
+    labels: Tensor
+    """int64 [M, K]; tokens t+2 .. t+1+K, `IGNORE` where a head has nothing to say."""
+    teacher: Tensor | None = None
+    """float32 [U, D]; hidden states of the base where it says what heads should; None where the labels teach."""
+    teacher_rows: Tensor | None = None
+    """int64 [M, K]; the row of `teacher` for each label that is not `IGNORE`."""
+
+
+class Block:
+    """The rows of up to `optim.mix_steps` steps, as one of `world_size` processes sees them.
+
+    Args:
+        optim: the seed, rows per step, steps per block and the kind of loss.
+        packed: all rows.
+        num_heads: K.
+        first: the first step; a multiple of `optim.mix_steps`.
+        steps: steps of the block.
+        rank: this process.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self, optim: OptimRecipe, packed: PackedRows, num_heads: int, first: int, steps: int, rank: int, world_size: int
+    ) -> None:
+        self.first, self._rank, self._soft = first, rank, optim.loss != "ce"
+        chain = [rows_of_step(optim.seed, first + step, optim.rows_per_step, len(packed)) for step in range(steps)]
+        rows = torch.cat(chain)
+        self.positions = Positions.of(packed, rows, num_heads)
+        self._steps_M = _deal(len(self.positions.targets), steps, mixed_seed(optim.seed, first))
+        shares = rows.tensor_split(world_size)
+        self.rows = shares[rank]
+        ends = self.positions.per_row.cumsum(0)
+        # Positions of the rows of each process: [bounds[rank], bounds[rank + 1]).
+        bounds = torch.tensor([len(share) for share in shares]).cumsum(0)
+        self._bounds = [0, *(int(ends[bound - 1]) if bound else 0 for bound in bounds)]
+        self._hidden_MD: Tensor | None = None
+
+    def label_counts(self, step: int) -> Tensor:
+        """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
+        return (self.positions.targets[self._steps_M == step - self.first] != IGNORE).sum(0)
+
+    def micro_batches(self, step: int, states: HiddenStates, size: int) -> Iterator[tuple[MicroBatch, bool]]:
+        """This process's positions of a step, `size` at a time, and whether they are the last.
+
+        All processes get the same number of micro-batches, at least one, so those with fewer positions get empty ones.
+        """
+        if self._hidden_MD is None:
+            self._hidden_MD = states.read(self.rows)
+        start, end = self._bounds[self._rank : self._rank + 2]
+        mine = (self._steps_M[start:end] == step - self.first).nonzero().squeeze(1)
+        most = max(int((self._steps_M[a:b] == step - self.first).sum()) for a, b in pairwise(self._bounds))
+        count = max(1, -(-most // size))
+        for number in range(count):
+            yield self._micro_batch(mine[number * size : (number + 1) * size], start), number == count - 1
+
+    def _micro_batch(self, index_M: Tensor, start: int) -> MicroBatch:
+        assert self._hidden_MD is not None
+        device, positions = self._hidden_MD.device, self.positions
+        here = index_M.to(device)
+        batch = (
+            self._hidden_MD[here].float(),
+            positions.path[start + index_M].to(device),
+            positions.targets[start + index_M, 1:].to(device),
+        )
+        if not self._soft:
+            return MicroBatch(*batch)
+        num_heads = positions.path.shape[1]
+        ahead_MK = here[:, None] + torch.arange(1, num_heads + 1, device=device)
+        teachers, teacher_MK = ahead_MK.clamp(max=len(self._hidden_MD) - 1).unique(return_inverse=True)
+        return MicroBatch(*batch, self._hidden_MD[teachers].float(), teacher_MK)
+
+
+def _deal(count: int, steps: int, seed: int) -> Tensor:
+    """The step within the block of each of `count` positions, int64 [count]; equal shares, mixed."""
+    if steps == 1:
+        return torch.zeros(count, dtype=torch.int64)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    dealt = torch.empty_like(order)
+    dealt[order] = torch.arange(count) * steps // max(1, count)
+    return dealt

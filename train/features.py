@@ -1,0 +1,77 @@
+"""What the heads learn from: positions of packed rows, and the base's hidden states at them.
+
+A position t is kept where the base or a head has a target: where one of the tokens t+1 .. t+1+K of the same document
+is in the loss mask. Kept positions of one answer follow each other, so what the base says at t+k stands k places on.
+
+Shapes: B rows, T tokens, M kept positions in the order of rows, K heads, D hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data.packing import IGNORE, PackedRows
+from medusa.base_model import BaseModel
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Kept positions of some rows."""
+
+    targets: Tensor
+    """int64 [M, 1 + K]; column k is token t+1+k, or `IGNORE`."""
+    path: Tensor
+    """int64 [M, K]; the tokens t+1 .. t+K, which heads may read."""
+    per_row: Tensor
+    """int64 [B]; kept positions of each row."""
+
+    @staticmethod
+    def of(packed: PackedRows, rows_B: Tensor, num_heads: int) -> "Positions":
+        """The kept positions of rows."""
+        targets = packed.targets(rows_B, num_heads)
+        kept_BT = (targets != IGNORE).any(2)
+        ids_BT = packed.input_ids[rows_B].long()
+        # What a head with a target reads is in the same document: a row's end never wraps into its view.
+        path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)
+        return Positions(targets[kept_BT], path_BTK[kept_BT], kept_BT.sum(1))
+
+
+class HiddenStates(Protocol):
+    """Where hidden states come from: a pass of the base, or a disk."""
+
+    def read(self, rows_B: Tensor) -> Tensor:
+        """Hidden states [M, D] of the base at the kept positions of rows, after its last norm."""
+
+    def flush(self) -> None:
+        """Write what is still in memory only."""
+
+
+class BasePass:
+    """The base itself, a few rows at a time.
+
+    Args:
+        base: the frozen model.
+        packed: the rows.
+        num_heads: K.
+        micro_rows: rows per pass.
+    """
+
+    def __init__(self, base: BaseModel, packed: PackedRows, num_heads: int, micro_rows: int) -> None:
+        self._base, self._packed, self._num_heads, self._micro_rows = base, packed, num_heads, micro_rows
+
+    @torch.no_grad()
+    def read(self, rows_B: Tensor) -> Tensor:
+        """Hidden states [M, D] in the base's dtype on its device."""
+        base, packed = self._base, self._packed
+        kept = []
+        for micro in rows_B.split(self._micro_rows):
+            kept_BT = (packed.targets(micro, self._num_heads) != IGNORE).any(2)
+            ids_BT, positions_BT = packed.input_ids[micro].long(), packed.position_ids[micro].long()
+            hidden_BTD = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
+            kept.append(hidden_BTD[kept_BT.to(base.device)])
+        return torch.cat(kept)
+
+    def flush(self) -> None:
+        """Nothing is in memory only."""

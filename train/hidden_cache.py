@@ -1,0 +1,190 @@
+"""The base's hidden states at kept positions, on disk: a frozen base says the same in every epoch and every run.
+
+A directory holds `manifest.json` (which base, tokenizer, rows and heads the states belong to) and shards, each a
+safetensors file with `hidden` [M, D] in the base's dtype, the `rows` that it holds, and the kept positions `per_row`.
+Shards are written whole under another name first, so a directory that exists is right however its writer died; any
+process may add shards, and rows that are not there yet are computed.
+
+Shapes: B rows, M kept positions, D hidden size.
+"""
+
+import hashlib
+import json
+import logging
+import secrets
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from data.packing import PackedRows
+from medusa.base_model import BaseModel
+from train.features import HiddenStates, Positions
+
+LOGGER = logging.getLogger("train")
+FORMAT = 1
+"""Grows when the files or the choice of kept positions change."""
+SAMPLED = 4096
+"""Values of each weight that the base's checksum reads."""
+
+
+def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, Any]:
+    """What states depend on: they are right for a run whose identity is equal."""
+    tokenizer = base.tokenizer
+    words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], sort_keys=True)
+    return {
+        "format": FORMAT,
+        "base": base_checksum(base),
+        "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
+        "rows": packed.fingerprint(),
+        "heads": num_heads,
+        "hidden_size": base.hidden_size,
+        "dtype": str(base.dtype).removeprefix("torch."),
+    }
+
+
+def base_checksum(base: BaseModel) -> str:
+    """Digest of the names, shapes and sampled values of all weights: another fine-tune has another one."""
+    digest = hashlib.sha256()
+    for name, weight in base.model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        flat = weight.detach().flatten()
+        sampled = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
+        digest.update(sampled.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the states of a row are."""
+
+    shard: Path
+    start: int
+    stop: int
+
+
+class HiddenCache:
+    """States from the disk where it has them, else from the base, which fills the disk.
+
+    Args:
+        directory: of one identity; the machines of a run share it.
+        base: the frozen model; it is asked for nothing but its identity and its device.
+        packed: the rows.
+        num_heads: K.
+        source: computes what is missing.
+        shard_bytes: size of one file.
+
+    Raises:
+        ValueError: the directory's states belong to something else; names what differs.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        base: BaseModel,
+        packed: PackedRows,
+        num_heads: int,
+        source: HiddenStates,
+        shard_bytes: int,
+    ) -> None:
+        self._directory, self._packed, self._num_heads = directory, packed, num_heads
+        self._source, self._shard_bytes, self._device = source, shard_bytes, base.device
+        self._places: dict[int, _Place] = {}
+        self._seen: set[Path] = set()
+        self._pending: dict[int, Tensor] = {}
+        self._pending_bytes = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_manifest(directory, identity(base, packed, num_heads))
+        self._look()
+
+    def read(self, rows_B: Tensor) -> Tensor:
+        """Hidden states [M, D] of the kept positions of rows, on the base's device."""
+        rows = rows_B.tolist()
+        if self._missing(rows):
+            self._look()  # another process may have written them
+        if missing := self._missing(rows):
+            self._compute(missing)
+        return torch.cat([self._states(row) for row in rows]).to(self._device)
+
+    def fill(self, rows_B: Tensor, rows_at_a_time: int, shown: bool) -> None:
+        """Compute and write the states of all rows that are missing, with a progress bar where `shown`."""
+        missing = self._missing(rows_B.tolist())
+        parts = range(0, len(missing), rows_at_a_time)
+        for start in tqdm(parts, desc="hidden states", unit="batch", disable=not (shown and missing)):
+            self._compute(missing[start : start + rows_at_a_time])
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the states that are in memory only, as one shard."""
+        if not self._pending:
+            return
+        states = list(self._pending.values())
+        shard = {
+            "hidden": torch.cat(states),
+            "rows": torch.tensor(list(self._pending)),
+            "per_row": torch.tensor([len(row) for row in states]),
+        }
+        path = self._directory / f"{secrets.token_hex(8)}.safetensors"
+        temporary = path.with_suffix(".tmp")
+        save_file(shard, temporary)
+        temporary.replace(path)
+        self._pending, self._pending_bytes = {}, 0
+        self._look()
+
+    def _missing(self, rows: list[int]) -> list[int]:
+        return [row for row in rows if row not in self._places and row not in self._pending]
+
+    def _compute(self, rows: list[int]) -> None:
+        index = torch.tensor(rows)
+        per_row = Positions.of(self._packed, index, self._num_heads).per_row.tolist()
+        for row, states in zip(rows, self._source.read(index).cpu().split(per_row), strict=True):
+            self._pending[row] = states.clone()  # not a view that would keep the whole pass
+            self._pending_bytes += states.nbytes
+        if self._pending_bytes >= self._shard_bytes:
+            self.flush()
+
+    def _states(self, row: int) -> Tensor:
+        if row in self._pending:
+            return self._pending[row]
+        place = self._places[row]
+        states: Tensor = _open(place.shard).get_slice("hidden")[place.start : place.stop]
+        return states
+
+    def _look(self) -> None:
+        """Read the tables of shards that were not there before."""
+        for path in sorted(set(self._directory.glob("*.safetensors")) - self._seen):
+            self._seen.add(path)
+            shard = _open(path)
+            start = 0
+            for row, count in zip(shard.get_tensor("rows").tolist(), shard.get_tensor("per_row").tolist(), strict=True):
+                self._places[row] = _Place(path, start, start + count)
+                start += count
+
+
+@lru_cache(maxsize=64)
+def _open(path: Path) -> Any:
+    """A shard, mapped into memory; the oldest of many is closed."""
+    return safe_open(path, framework="pt")
+
+
+def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
+    path = directory / "manifest.json"
+    if not path.is_file():
+        temporary = path.with_name(f".manifest.{secrets.token_hex(4)}")
+        temporary.write_text(json.dumps(known, indent=2), encoding="utf-8")
+        temporary.replace(path)
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    changed = [
+        f"{key} is {known[key]}, the states have {stored.get(key)}" for key in known if known[key] != stored.get(key)
+    ]
+    if changed:
+        raise ValueError(
+            f"hidden-state cache ({directory}) belongs to something else: {'; '.join(changed)}; "
+            "delete it or give another directory (--recipe.cache.directory DIR)"
+        )
