@@ -6,98 +6,187 @@ from torch.nn import functional
 
 from data.packing import IGNORE
 from medusa.heads import HeadsConfig, build_heads
-from train.losses import HeadsLoss, chunked_cross_entropy
+from train import row_losses
+from train.fused import Targets, fused_loss
+from train.losses import HeadsLoss
 
 HEADS, ROWS, HIDDEN, VOCABULARY = 3, 37, 8, 19
+KINDS = ["ce", "kl", "tv"]
 
 
-def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    features = torch.randn(HEADS, ROWS, HIDDEN, dtype=torch.float64) * 3
-    labels = torch.randint(0, VOCABULARY, (ROWS, HEADS))
-    labels[torch.rand(ROWS, HEADS) < 0.3] = IGNORE
-    return features, labels, torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
+class Case:
+    """Features, labels with gaps, teachers, and what a plain implementation with autograd makes of them."""
+
+    def __init__(self, kind: str, rows: int = ROWS, dtype: torch.dtype = torch.float64):
+        torch.manual_seed(0)
+        self.kind = kind
+        self.matrix = torch.randn(VOCABULARY, HIDDEN, dtype=dtype)
+        self.features = torch.randn(HEADS, rows, HIDDEN, dtype=dtype) * 3
+        self.own = torch.randn(HEADS, VOCABULARY, HIDDEN, dtype=dtype)
+        self.labels = torch.randint(0, VOCABULARY, (rows, HEADS))
+        self.labels[torch.rand(rows, HEADS) < 0.3] = IGNORE
+        self.teacher = torch.randn(rows + HEADS, HIDDEN, dtype=dtype)
+        self.teacher_index = torch.arange(rows)[:, None] + torch.arange(1, HEADS + 1)
+        self.teacher_index[self.labels == IGNORE] = 10**9  # nobody may look there
+
+    @property
+    def targets(self) -> Targets:
+        return Targets(self.labels, self.kind, self.teacher, self.teacher_index)
+
+    def naive(self, features: torch.Tensor, own: torch.Tensor | None, lm_head) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, correct = [], []
+        for head in range(HEADS):
+            valid = self.labels[:, head] != IGNORE
+            labels = self.labels[valid, head]
+            logits = lm_head(features[head]) if own is None else features[head] @ own[head].T
+            logits = logits[valid]
+            target = lm_head(self.teacher[self.teacher_index[valid, head]]).softmax(-1)
+            losses.append({
+                "ce": lambda: functional.cross_entropy(logits, labels, reduction="sum"),  # noqa: B023
+                "kl": lambda: functional.kl_div(logits.log_softmax(-1), target, reduction="sum"),  # noqa: B023
+                "tv": lambda: (logits.softmax(-1) - target).abs().sum() / 2,  # noqa: B023
+            }[self.kind]())  # fmt: skip
+            correct.append((logits.argmax(-1) == labels).sum())
+        return torch.stack(losses), torch.stack(correct)
+
+
+def _linear(matrix: torch.Tensor):
+    return lambda rows: rows @ matrix.T
 
 
 def _softcapped(matrix: torch.Tensor):
-    return lambda rows: 5.0 * torch.tanh(functional.linear(rows, matrix) / 5.0)
+    return lambda rows: 5.0 * torch.tanh(rows @ matrix.T * 0.7 / 5.0)
 
 
-def _naive(features: torch.Tensor, labels: torch.Tensor, project) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.stack([project(head, rows) for head, rows in enumerate(features)])
-    losses = [
-        functional.cross_entropy(rows, labels[:, head], ignore_index=IGNORE, reduction="sum")
-        for head, rows in enumerate(logits)
-    ]
-    return torch.stack(losses), (labels == logits.argmax(2).T).sum(0)
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 5, 37, 1000])
-@pytest.mark.parametrize("softcap", [False, True])
-def test_shared_vocabulary_equals_the_naive_loss_with_gradients(chunk_rows: int, softcap: bool) -> None:
-    features, labels, matrix = _inputs()
-    lm_head = _softcapped(matrix) if softcap else lambda rows: functional.linear(rows, matrix)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_rows", [2, 5, 37, 1000])
+@pytest.mark.parametrize("output", ["linear", "softcap", "own"])
+def test_equals_the_naive_loss_with_gradients(kind: str, chunk_rows: int, output: str, monkeypatch) -> None:
+    monkeypatch.setitem(row_losses.BLOCK_NUMEL, "cpu", 4 * VOCABULARY)  # several blocks to a chunk
+    case = Case(kind)
+    lm_head = _softcapped(case.matrix) if output == "softcap" else _linear(case.matrix)
     weights = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
-    ours, theirs = features.clone().requires_grad_(), features.clone().requires_grad_()
+    ours, theirs = case.features.clone().requires_grad_(), case.features.clone().requires_grad_()
+    own_ours, own_theirs = case.own.clone().requires_grad_(), case.own.clone().requires_grad_()
 
-    loss, correct = chunked_cross_entropy(ours, labels, lm_head, chunk_rows=chunk_rows)
-    expected, expected_correct = _naive(theirs, labels, lambda _, rows: lm_head(rows))
+    loss, correct = fused_loss(ours, case.targets, lm_head, own_ours if output == "own" else None, chunk_rows)
+    expected, expected_correct = case.naive(theirs, own_theirs if output == "own" else None, lm_head)
     (loss * weights).sum().backward()
     (expected * weights).sum().backward()
 
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+    torch.testing.assert_close(own_ours.grad, own_theirs.grad, rtol=0, atol=1e-10)
     assert torch.equal(correct, expected_correct)
 
 
-@pytest.mark.parametrize("chunk_rows", [5, 1000])
-def test_own_vocabularies_equal_the_naive_loss_with_gradients(chunk_rows: int) -> None:
-    features, labels, _ = _inputs()
-    own = torch.randn(HEADS, VOCABULARY, HIDDEN, dtype=torch.float64)
-    ours = [features.clone().requires_grad_(), own.clone().requires_grad_()]
-    theirs = [features.clone().requires_grad_(), own.clone().requires_grad_()]
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_of_the_features_by_finite_differences(kind: str) -> None:
+    case = Case(kind, rows=4)
+    features = case.features.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda rows: fused_loss(rows, case.targets, _softcapped(case.matrix), chunk_rows=3)[0], [features]
+    )
 
-    loss, _ = chunked_cross_entropy(ours[0], labels, torch.relu, ours[1], chunk_rows)
-    expected, _ = _naive(theirs[0], labels, lambda head, rows: functional.linear(rows, theirs[1][head]))
-    (loss * 0.5).sum().backward()
-    (expected * 0.5).sum().backward()
 
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
-    for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_logits_lose_only_their_own_rounding(kind: str) -> None:
+    case = Case(kind, dtype=torch.bfloat16)
+    case.features /= 3
+    ours, theirs = case.features.float().requires_grad_(), case.features.float().requires_grad_()
+
+    def lm_head(rows: torch.Tensor) -> torch.Tensor:
+        return rows.bfloat16() @ case.matrix.T
+
+    loss, _ = fused_loss(ours, case.targets, lm_head)
+    expected, _ = case.naive(theirs, None, lambda rows: lm_head(rows).float())
+    loss.sum().backward()
+    expected.sum().backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
+
+
+def test_the_loss_to_itself_is_nothing() -> None:
+    for kind in ("kl", "tv"):
+        case = Case(kind)
+        features = case.teacher[case.teacher_index.clamp(max=ROWS + HEADS - 1)].transpose(0, 1).clone().requires_grad_()
+        loss, _ = fused_loss(features, case.targets, _linear(case.matrix))
+        loss.sum().backward()
+        assert loss.abs().max() < 1e-12
+        assert features.grad.abs().max() < 1e-12
 
 
 def test_certain_predictions_stay_finite() -> None:
     features = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
-    loss, correct = chunked_cross_entropy(features, torch.tensor([[1]]), lambda x: x @ torch.eye(2) * 500)
+    loss, correct = fused_loss(features, Targets(torch.tensor([[1]])), lambda x: x @ torch.eye(2) * 500)
     loss.sum().backward()
     assert loss.tolist() == [500.0]
     assert correct.tolist() == [0]
     assert features.grad.isfinite().all()
 
 
-def test_no_labels_give_a_zero_loss_that_still_has_a_gradient() -> None:
-    heads = build_heads(HeadsConfig(hidden_size=HIDDEN, vocab_size=VOCABULARY, num_heads=HEADS, own_lm_heads=True))
-    vocabulary = SimpleNamespace(logits=torch.relu)
-    nothing = torch.zeros(0, HEADS, dtype=torch.int64)
-    loss, _, _ = HeadsLoss(heads, vocabulary, chunk_rows=4)(torch.zeros(0, HIDDEN), nothing, nothing, torch.ones(HEADS))
-    loss.backward()
-    assert loss == 0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in heads.parameters())
+def test_equal_best_scores_count_as_correct() -> None:
+    targets = Targets(torch.tensor([[1]]))
+    _, correct = fused_loss(torch.zeros(1, 1, 2), targets, lambda x: x @ torch.eye(2))
+    assert correct.tolist() == [1]
 
 
-def test_no_logits_of_all_rows_are_kept() -> None:
-    rows, vocabulary, seen = 64, 1000, []
+def test_soft_targets_need_teachers() -> None:
+    with pytest.raises(ValueError, match=r"loss \(kl\) needs the base's distributions"):
+        Targets(torch.zeros(1, 1, dtype=torch.int64), "kl")
 
-    def lm_head(chunk: torch.Tensor) -> torch.Tensor:
-        seen.append(len(chunk))
-        return functional.linear(chunk, torch.zeros(vocabulary, HIDDEN))
 
-    saved: list[int] = []
-    features = torch.randn(HEADS, rows, HIDDEN, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
-        loss, _ = chunked_cross_entropy(features, torch.zeros(rows, HEADS, dtype=torch.int64), lm_head, chunk_rows=8)
-    loss.sum().backward()
-    assert max(seen) == 8
-    # The vocabulary matrix [V, D] of each chunk is saved, never a [rows, V] tensor.
-    assert max(saved) <= max(vocabulary * HIDDEN, HEADS * rows * HIDDEN)
+def test_an_own_matrix_allows_one_backward_pass() -> None:
+    case = Case("ce")
+    loss, _ = fused_loss(case.features, case.targets, _linear(case.matrix), case.own.requires_grad_())
+    loss.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.sum().backward()
+
+
+def _module(kind: str, architecture: str, own_lm_heads: bool, chunk_rows: int = 4) -> HeadsLoss:
+    torch.manual_seed(0)
+    config = HeadsConfig(HIDDEN, VOCABULARY, HEADS, own_lm_heads=own_lm_heads, architecture=architecture)
+    heads = build_heads(config).double()
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    embeddings = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
+    vocabulary = SimpleNamespace(logits=_linear(embeddings), embed=lambda tokens: embeddings[tokens])
+    return HeadsLoss(heads, vocabulary, chunk_rows, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+@pytest.mark.parametrize("own_lm_heads", [False, True])
+class TestModule:
+    def test_micro_batches_add_up_whatever_their_size(self, kind, architecture, own_lm_heads) -> None:
+        case, whole, parts = Case(kind), *(_module(kind, architecture, own_lm_heads) for _ in range(2))
+        hidden, path = torch.randn(ROWS, HIDDEN, dtype=torch.float64), torch.randint(0, VOCABULARY, (ROWS, HEADS))
+        weights = torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
+        position = [hidden, path, case.labels]
+        expected, sums, correct = whole(*position, weights, case.teacher, case.teacher_index)
+        expected.backward()
+        losses, part_sums, part_correct = [], 0, 0
+        for micro in torch.arange(ROWS).split(10):
+            inputs = [tensor[micro] for tensor in position]
+            loss, sums_K, correct_K = parts(*inputs, weights, case.teacher, case.teacher_index[micro])
+            loss.backward()
+            losses.append(loss.detach())
+            part_sums, part_correct = part_sums + sums_K, part_correct + correct_K
+        torch.testing.assert_close(sum(losses), expected.detach())
+        torch.testing.assert_close(part_sums, sums)
+        assert torch.equal(part_correct, correct)
+        for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+    def test_no_positions_give_a_zero_loss_that_reaches_every_parameter(self, kind, architecture, own_lm_heads) -> None:
+        module = _module(kind, architecture, own_lm_heads)
+        hidden, nothing = torch.zeros(0, HIDDEN, dtype=torch.float64), torch.zeros(0, HEADS, dtype=torch.int64)
+        weights = torch.ones(HEADS, dtype=torch.float64)
+        loss, sums, correct = module(hidden, nothing, nothing, weights, hidden, nothing)
+        loss.backward()
+        assert loss == 0
+        assert not sums.any()
+        assert not correct.any()
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in module.parameters())

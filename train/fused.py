@@ -1,0 +1,122 @@
+"""Losses behind a vocabulary matrix that never keep [rows, V]: their gradient is made in the forward pass.
+
+The products with the vocabulary matrix run over chunks of rows, and the gradient of a chunk's logits takes their place.
+What lies between runs over blocks of a chunk, so small that float32 temporaries do not count.
+
+Shapes: M positions, K heads, R rows (pairs of position and head) of a chunk, U teachers, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from data.packing import IGNORE
+from train.row_losses import replace_by_gradient
+
+LmHead = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What K heads should say at M positions."""
+
+    labels: Tensor
+    """int64 token ids [M, K]; `IGNORE` where a head has no target."""
+    kind: str = "ce"
+    """ce = the labels; kl, tv = the teacher's distribution (Kullback-Leibler, total variation distance)."""
+    teacher_hidden: Tensor | None = None
+    """The base's last hidden states [U, D] whose distributions are the targets; None for ce."""
+    teacher_index: Tensor | None = None
+    """int64 rows of teacher_hidden [M, K], valid where there is a label; None for ce."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "ce" and (self.teacher_hidden is None or self.teacher_index is None):
+            raise ValueError(f"loss ({self.kind}) needs the base's distributions; pass their hidden states and index")
+
+
+def fused_loss(
+    features_KMD: Tensor, targets: Targets, lm_head: LmHead, own_KVD: Tensor | None = None, chunk_rows: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Losses of K heads that never hold more than `chunk_rows` rows of logits, the teacher's included.
+
+    With the shared, frozen vocabulary matrix a row costs two products: its logits and the gradient of its features.
+
+    Args:
+        features_KMD: vectors that the vocabulary matrix reads.
+        targets: labels, and teachers for soft targets.
+        lm_head: the base's output layer [rows, D] -> [rows, V], frozen and differentiable.
+        own_KVD: the heads' own vocabulary matrices, trained too; their loss allows one backward pass only.
+        chunk_rows: rows of logits that exist at a time; at least 2 with teachers.
+
+    Returns:
+        Loss summed over the labelled rows per head [K] (differentiable; nats for ce and kl), and the number of rows per
+        head whose label has the highest logit [K], int64.
+    """
+    loss_K, correct_K = _FusedLoss.apply(  # type: ignore[no-untyped-call]
+        features_KMD, own_KVD, targets, lm_head, chunk_rows
+    )
+    return loss_K, correct_K
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, features_KMD: Tensor, own_KVD: Tensor | None, targets: Targets, lm_head: LmHead, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        loss_K = features_KMD.new_zeros(len(features_KMD), dtype=torch.promote_types(features_KMD.dtype, torch.float32))
+        correct_K = targets.labels.new_zeros(len(features_KMD))
+        grad_KMD = torch.zeros_like(features_KMD)
+        grad_own_KVD = None if own_KVD is None else torch.zeros_like(own_KVD)
+        labelled_MK = targets.labels != IGNORE
+        if targets.kind != "ce":
+            chunk_rows = max(1, chunk_rows // 2)  # each may have a teacher of its own
+        # Heads that share a matrix share products; ordered by position, so that their targets share teachers.
+        for heads in [slice(0, None)] if own_KVD is None else [slice(k, k + 1) for k in range(len(own_KVD))]:
+            for chunk in labelled_MK[:, heads].nonzero().split(chunk_rows):
+                position_R, head_R = chunk[:, 0], chunk[:, 1] + heads.start
+                features_RD = features_KMD[head_R, position_R]
+                own_VD = None if own_KVD is None else own_KVD[heads.start]
+                loss_R, correct_R, grads = _chunk_loss(features_RD, own_VD, targets, lm_head, position_R, head_R)
+                loss_K.index_add_(0, head_R, loss_R.to(loss_K.dtype))
+                correct_K.index_add_(0, head_R, correct_R)
+                grad_KMD[head_R, position_R] = grads[0]
+                if grad_own_KVD is not None:
+                    grad_own_KVD[heads.start] += grads[1]
+        ctx.save_for_backward(grad_KMD, grad_own_KVD)
+        ctx.mark_non_differentiable(correct_K)
+        return loss_K, correct_K
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss_K: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_KMD, grad_own_KVD = ctx.saved_tensors
+        scale_K11 = grad_loss_K[:, None, None]
+        if grad_own_KVD is not None:
+            grad_own_KVD.mul_(scale_K11.to(grad_own_KVD.dtype))  # in place: it is as large as all that is trained
+        return grad_KMD * scale_K11.to(grad_KMD.dtype), grad_own_KVD, None, None, None
+
+
+def _chunk_loss(
+    features_RD: Tensor,
+    own_VD: Tensor | None,
+    targets: Targets,
+    lm_head: LmHead,
+    position_R: Tensor,
+    head_R: Tensor,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Losses [R], whether the label is best [R], and the gradients of the features and of an own matrix."""
+    teacher_UV = teacher_R = None
+    if targets.teacher_hidden is not None and targets.teacher_index is not None and targets.kind != "ce":
+        used_U, teacher_R = targets.teacher_index[position_R, head_R].unique(return_inverse=True)
+        teacher_UV = lm_head(targets.teacher_hidden[used_U])
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (features_RD, own_VD) if tensor is not None]
+        logits_RV = lm_head(*inputs) if own_VD is None else functional.linear(*inputs)
+    labels_R = targets.labels[position_R, head_R]
+    # Autograd needs the values of these logits no more; if an output layer's backward does, it says so.
+    loss_R, correct_R = replace_by_gradient(logits_RV.detach(), labels_R, targets.kind, teacher_UV, teacher_R)
+    del teacher_UV
+    return loss_R, correct_R, torch.autograd.grad(logits_RV, inputs, logits_RV.detach())
