@@ -1,6 +1,7 @@
 """The change that joint training (Medusa-2) made to a base: a LoRA adapter beside the heads."""
 
 import logging
+import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -29,7 +30,9 @@ def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = T
     except ImportError as error:
         raise ValueError(f"adapter ({directory}) needs the package peft: {error}; pip install peft") from error
     try:
-        adapted = PeftModel.from_pretrained(model, str(directory))
+        with warnings.catch_warnings():  # peft asks for a name that transformers 6 will no longer have
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = PeftModel.from_pretrained(model, str(directory))
         with safe_open(Path(directory) / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
             stored = set(file.keys())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:

@@ -3,6 +3,7 @@
 Shapes: M positions, K heads, U teachers, D hidden size, V vocabulary.
 """
 
+import torch
 from torch import Tensor, nn
 
 from medusa.heads import DraftHeads, Vocabulary
@@ -10,6 +11,11 @@ from train.fused import Targets, fused_loss
 
 CHUNK_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits that exist at a time: enough rows for a fast matrix product, whatever the size of the vocabulary."""
+
+
+def rows_of_logits(most: int, vocab_size: int, device: torch.device) -> int:
+    """How many rows of logits may exist at a time."""
+    return min(most, max(1, CHUNK_NUMEL[device.type] // vocab_size))
 
 
 class HeadsLoss(nn.Module):
@@ -58,6 +64,6 @@ class HeadsLoss(nn.Module):
         """
         targets = Targets(labels_MK, self._kind, teacher_UD, teacher_MK)
         features_KMD = self.heads(hidden_MD, path_MK, self._vocabulary)
-        rows = min(self._chunk_rows, max(1, CHUNK_NUMEL[hidden_MD.device.type] // self.heads.config.vocab_size))
+        rows = rows_of_logits(self._chunk_rows, self.heads.config.vocab_size, hidden_MD.device)
         loss_K, correct_K = fused_loss(features_KMD, targets, self._vocabulary.logits, self.heads.lm_heads, rows)
         return (loss_K * weights_K).sum(), loss_K.detach(), correct_K
