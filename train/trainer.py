@@ -72,7 +72,7 @@ class Trainer:
         torch.manual_seed(recipe.optim.seed)
         heads = build_heads(self._heads_config(str(base_name)))
         heads.init_from_base(self.base.lm_head_weight)
-        loss = HeadsLoss(heads, self.base, recipe.engine.loss_rows)
+        loss = HeadsLoss(heads, self.base, recipe.engine.loss_rows, recipe.optim.loss)
         self.engine = Engine(loss, recipe.optim, recipe.engine, workers.device)
         self.step, self.seconds = 0, 0.0
         self._resume()
@@ -115,7 +115,8 @@ class Trainer:
         sums_2K = torch.zeros(2, num_heads, dtype=torch.float64, device=workers.device)
         size = max(1, recipe.engine.loss_rows // num_heads)
         for micro, last in block.micro_batches(self.step, self.states, size):
-            loss, loss_K, correct_K = self.engine(micro.hidden, micro.path, micro.labels, weights_K)
+            teacher = () if micro.teacher is None else (micro.teacher, micro.teacher_rows)
+            loss, loss_K, correct_K = self.engine(micro.hidden, micro.path, micro.labels, weights_K, *teacher)
             self.engine.backward(loss, last)
             sums_2K += torch.stack([loss_K, correct_K])
         self.engine.step(lr)

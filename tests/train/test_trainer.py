@@ -137,6 +137,15 @@ def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, monkeyp
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_the_base_teaches_its_own_distribution(finished: Path, recipe: Path, tmp_path: Path, kind: str) -> None:
+    flags = ["--recipe.optim.loss", kind, "--recipe.optim.mix_steps", "3", "--recipe.optim.lr", "0.003"]
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), *flags]) == 0
+    *steps, _ = _metrics(tmp_path)
+    assert 0 < steps[-1]["loss"] < steps[0]["loss"] - 0.01
+    assert steps[0]["loss"] != _metrics(finished)[0]["loss"]
+
+
 def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
     overrides = {"heads.own_lm_heads": "true", "heads.num_layers": "2", "engine.precision": "bfloat16",
                  "base.dtype": "bfloat16", "data.heldout": "", "engine.zero_stage": "3"}  # fmt: skip
