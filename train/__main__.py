@@ -4,38 +4,55 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from train.recipe_file import RecipeError, describe, parse_overrides, read_recipe
+from train.stop import Stopped, StopRequest
+
+GRACE = 2.0
+"""Seconds that torchrun has to end a process whose error is only the echo of another one's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
+        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C, 143 SIGTERM (128 + the signal).
     """
     talks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("train").setLevel(logging.INFO if talks else logging.CRITICAL)
     logger = logging.getLogger("train")
     options, rest = _parser().parse_known_args(arguments)
+    stop = StopRequest()
     try:
         recipe = read_recipe(options.recipe, parse_overrides(rest))
         if not options.check:
-            from train.trainer import train
+            with stop.listening():
+                from train.trainer import train
 
-            train(recipe)
-    except RecipeError as error:
-        logger.error("%s", error)
-        return 2
+                train(recipe, stop)
     except KeyboardInterrupt:
         logger.error("stopped; the same command goes on from the last checkpoint")
         return 130
+    except Stopped as stopped:
+        logger.error("%s", stopped)
+        return 128 + stopped.number
     except (ValueError, OSError) as error:
-        logger.error("%s", error)
-        return 1
+        _report(error, stop)
+        return 2 if isinstance(error, RecipeError) else 1
     return 0
+
+
+def _report(error: Exception, stop: StopRequest) -> None:
+    """Say what went wrong, once: an error that comes from process 0's, or that all processes share, is told there."""
+    logger = logging.getLogger("train")
+    if os.environ.get("RANK", "0") != "0" or isinstance(error, ConnectionError):
+        if stop.number:
+            return
+        time.sleep(GRACE + 0.5 * int(os.environ.get("LOCAL_RANK", "0")))  # torchrun's SIGTERM ends it here
+    logger.critical("%s", error)
 
 
 def _parser() -> argparse.ArgumentParser:

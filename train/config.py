@@ -106,13 +106,13 @@ class OptimRecipe:
 class EngineRecipe:
     """DeepSpeed."""
 
-    zero_stage: int = _limits(1, low=0, high=3)
+    zero_stage: int = _limits(1, low=0, high=3, resume=True)
     """0 = replicate, 1 = partition the optimizer, 2 = and the gradients, 3 = and the heads."""
     precision: str = _choice("float32", "float32", "bfloat16")
     """Products inside the heads; bfloat16 = autocast over float32 master weights."""
     device: str = _choice("auto", "auto", "cpu", "cuda")
     """Where to train; auto = cuda when there is one."""
-    offload: bool = False
+    offload: bool = _limits(False, resume=True)
     """Keep the optimizer's state in the memory of the CPU (zero_stage 1 to 3)."""
     loss_rows: int = _limits(1024, low=1, resume=True)
     """Rows of logits, over all heads, that exist at a time; lower it when memory runs out (the result stays)."""

@@ -1,39 +1,55 @@
-"""The heads inside DeepSpeed: the only module that imports it.
+"""The trained module inside DeepSpeed: the only module that imports it.
 
-The base stays outside, so checkpoints are small and resume strictly.
+The base stays outside, so what is saved is small.
 """
 
 import logging
 import os
 import warnings
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from train.config import EngineRecipe, OptimRecipe
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps per parameter, beside the count of its steps."""
+
 
 class Engine:
-    """A ZeRO engine around one module.
+    """A ZeRO engine around one module, for losses that are shares of a sum over the whole optimizer step.
 
     Args:
         module: the trained module; its forward pass returns a loss first.
-        optim: learning rate, weight decay, clipping, rows per step and per pass.
-        engine: ZeRO stage and precision.
+        optim: learning rate, weight decay, clipping.
+        engine: ZeRO stage, offload and precision.
         device: where the module lives; torch.distributed is initialised already.
+        groups: parameters with their own learning rates, {"params": [...], "lr_ratio": 0.25}; None = all alike.
     """
 
-    def __init__(self, module: nn.Module, optim: OptimRecipe, engine: EngineRecipe, device: torch.device) -> None:
-        deepspeed = _import_deepspeed(device)
-        self._deepspeed = deepspeed
-        self._module = module
-        self._engine, *_ = deepspeed.initialize(
-            model=module.to(device),
-            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+    def __init__(
+        self,
+        module: nn.Module,
+        optim: OptimRecipe,
+        engine: EngineRecipe,
+        device: torch.device,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._deepspeed = _import_deepspeed(device)
+        self._module = module.to(device)
+        self._device = device
+        self._parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module,
+            model_parameters=[dict(group) for group in groups] if groups else list(self._parameters.values()),
             config=_config(optim, engine),
         )
+        self._stage = engine.zero_stage
+        self._norm = torch.zeros(())
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Forward pass of the module."""
@@ -41,48 +57,136 @@ class Engine:
         return outputs
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate the gradient of a loss that is already normalised over processes and micro-batches.
+        """Add the gradient of this process's share of the step's loss.
 
         Args:
-            loss: [].
-            last: whether this is the step's last micro-batch; the same on all processes.
+            loss: normalised over all processes and micro-batches already: the step's loss is the plain sum.
+            last: the step's last micro-batch; all processes make the same number of them.
         """
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over processes; the loss of a process is its share of a sum.
+        # DeepSpeed averages over processes.
         self._engine.backward(loss * self._engine.dp_world_size, scale_wrt_gas=False)
-        if not last:
-            self._engine.step()  # counts the micro-batch
 
     def step(self, lr: float) -> None:
-        """Change the parameters by the accumulated gradient, with this learning rate."""
+        """Step the optimizer with this learning rate (times each group's own `lr_ratio`), after the last backward."""
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+        if self._stage == 0:  # where DeepSpeed clips without telling the norm
+            self._norm = nn.utils.get_total_norm(
+                [value.grad for value in self._parameters.values() if value.grad is not None]
+            )
         self._engine.step()
 
     @property
     def gradient_norm(self) -> float:
         """Norm of the last step's gradient before clipping."""
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
-
-    def save(self, directory: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write parameters, optimizer and `state` to directory/tag; all processes call it."""
-        self._engine.save_checkpoint(str(directory), tag=tag, client_state=state, save_latest=False)
-
-    def load(self, directory: Path, tag: str) -> dict[str, Any]:
-        """Read what `save` wrote; returns `state`."""
-        path, state = self._engine.load_checkpoint(str(directory), tag=tag)
-        if path is None:
-            raise ValueError(f"checkpoint ({directory / tag}) is damaged; delete it and start again")
-        return dict(state)
+        return float(self._norm if self._stage == 0 else self._engine.get_global_grad_norm())
 
     def full_state(self) -> dict[str, Tensor]:
-        """All parameters, whole and on the CPU in float32, on every process; all processes call it."""
-        with self._deepspeed.zero.GatheredParameters(list(self._module.parameters())):
+        """The module's state, whole and on the CPU in float32, on every process; all processes call it."""
+        with self._whole():
             return {
                 name: value.detach().to("cpu", torch.float32, copy=True)
                 for name, value in self._module.state_dict().items()
             }
+
+    def state(self) -> dict[str, Tensor]:
+        """What training goes on from, the same for any number of processes and ZeRO stage; all processes call it.
+
+        Returns:
+            On process 0, on the CPU: "parameter/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME" of every trained parameter,
+            whole and in float32, and "steps", the int64 count of optimizer steps. Elsewhere {}.
+        """
+        self._ensure_moments()
+        state: dict[str, Tensor] = {}
+        with self._whole():
+            for name, parameter in self._parameters.items():
+                self._keep(state, f"parameter/{name}", parameter)
+        for moment in MOMENTS:
+            for name, parameter in self._parameters.items():
+                self._keep(state, f"{moment}/{name}", self._moment(parameter, moment))
+        self._keep(state, "steps", torch.tensor(self._steps))
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned, under any number of processes and ZeRO stage; all processes call it.
+
+        Args:
+            state: read on process 0 only.
+
+        Raises:
+            ValueError: a parameter of the module is missing.
+        """
+        self._ensure_moments()
+        with self._whole(writer=0):
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(self._spread(state, f"parameter/{name}", parameter))
+        if self._stage > 0:
+            self._engine.optimizer.refresh_fp32_params()
+        for moment in MOMENTS:
+            for name, parameter in self._parameters.items():
+                like = self._moment(parameter, moment)
+                self._set_moment(parameter, moment, self._spread(state, f"{moment}/{name}", like))
+        self._steps = int(self._spread(state, "steps", torch.tensor(0, device=self._device)))
+
+    def _keep(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
+        if dist.get_rank() == 0:
+            state[name] = value.detach().to("cpu", copy=True)
+
+    def _spread(self, state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+        """The tensor of this name on all processes; process 0 has it."""
+        if dist.get_rank() == 0 and name not in state:
+            raise ValueError(f"checkpoint has no {name}; it is damaged or of other heads: delete it and start again")
+        value = state[name].to(self._device) if dist.get_rank() == 0 else torch.empty_like(like)
+        dist.broadcast(value, src=0)
+        return value
+
+    @contextmanager
+    def _whole(self, writer: int | None = None) -> Iterator[None]:
+        """Parameters as the module has them without ZeRO-3; what process `writer` writes, all processes get."""
+        with self._deepspeed.zero.GatheredParameters(list(self._module.parameters()), modifier_rank=writer):
+            yield
+
+    def _ensure_moments(self) -> None:
+        """Make AdamW's moments, which appear in its first step: a step of zero gradients with the learning rate 0."""
+        if not self._engine.basic_optimizer.state:
+            with self._whole():
+                nothing = torch.stack([parameter.sum() * 0.0 for parameter in self._parameters.values()]).sum()
+                self.backward(nothing, last=True)
+            self.step(lr=0.0)
+            self._steps = 0
+        if self._stage in (1, 2):  # DeepSpeed links parameters to their moments once the first group has some
+            zero = self._engine.optimizer
+            for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
+
+    @property
+    def _steps(self) -> int:
+        return int(next(iter(self._engine.basic_optimizer.state.values()))["step"])
+
+    @_steps.setter
+    def _steps(self, steps: int) -> None:
+        for state in self._engine.basic_optimizer.state.values():
+            state["step"].fill_(steps)
+
+    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        value: Tensor
+        if self._stage == 0:
+            value = self._engine.basic_optimizer.state[parameter][moment]
+        else:
+            value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
+        return value
+
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        if self._stage == 0:
+            self._engine.basic_optimizer.state[parameter][moment].copy_(value)
+        elif self._stage < 3:
+            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
+        else:  # DeepSpeed's setter of whole tensors fails where the processes do not divide the parameter
+            width = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+            padded = nn.functional.pad(value.flatten(), (0, width * dist.get_world_size() - value.numel()))
+            part = padded[width * dist.get_rank() :][:width]
+            self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, moment)
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -98,6 +202,9 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 def _config(optim: OptimRecipe, engine: EngineRecipe) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": False}
+    if engine.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     return {
         # The trainer itself says where a step ends: steps have different numbers of micro-batches.
         "train_micro_batch_size_per_gpu": 1,
@@ -106,10 +213,10 @@ def _config(optim: OptimRecipe, engine: EngineRecipe) -> dict[str, Any]:
         "steps_per_print": 1_000_000_000,
         "optimizer": {
             "type": "AdamW",
-            # torch's own AdamW: DeepSpeed's would be compiled on first use.
-            "params": {"lr": optim.lr, "weight_decay": optim.weight_decay, "torch_adam": True},
+            # torch's own AdamW, fused on every device: DeepSpeed's would be compiled on first use.
+            "params": {"lr": optim.lr, "weight_decay": optim.weight_decay, "torch_adam": True, "fused": True},
         },
-        "zero_optimization": {"stage": engine.zero_stage, "overlap_comm": False},
+        "zero_optimization": zero,
         # Master weights and communication stay in float32; only the products are in bfloat16.
         "torch_autocast": {
             "enabled": engine.precision == "bfloat16",

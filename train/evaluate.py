@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens, M positions, K heads, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> lis
 
 
 def served_tokens(
-    model: MedusaModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, nodes: int
+    model: MedusaModel, prompts: Iterable[Sequence[int]], max_new_tokens: int, nodes: int
 ) -> tuple[int, int]:
     """Decode prompts greedily with the heads alone.
 

@@ -1,16 +1,23 @@
 """torchrun with an honest end: ``python -m train.launch [torchrun flags] -m train --recipe FILE``.
 
 torchrun answers a failed worker with a page about the processes and the exit status 1. Here the worker's own message
-stays the last word, and its exit status is handed on (Ctrl-C included).
+stays the last word, and its exit status is handed on (Ctrl-C included). What a killed worker cannot say is said here.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
+
+DEFAULTS = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for a checkpoint; torchrun's own 30 may be too few
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the workers
+}
+"""Environment of torchrun, where the user's says nothing else."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,15 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, the exit status of the first worker that failed (1 where a signal killed it), or 128 + the signal received.
     """
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return max(failure.exitcode, 1)
+        return _status(*error.get_first_failure())
     except SignalException as signal:
         return 128 + int(signal.sigval)
     return 0
+
+
+def _status(rank: int, failure: ProcessFailure) -> int:
+    if failure.exitcode < 0:
+        logging.getLogger("train").error(
+            "process %d was killed by %s (%s); the same command goes on from the last checkpoint",
+            rank, failure.signal_name(), "from outside, or because memory ran out",
+        )  # fmt: skip
+    return max(failure.exitcode, 1)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,40 @@
 """The run directory: recipe.yaml, metrics.jsonl, checkpoints/, heads/.
 
-A checkpoint counts once `checkpoints/latest` names it. That pointer is replaced atomically after the checkpoint is on
-the disk, so a run that dies at any moment goes on from the checkpoint before.
+A checkpoint is whole tensors (`checkpoint.safetensors`) and `state.json`: any number of processes and any ZeRO stage go
+on from it. It counts once `checkpoints/latest` names it; that pointer is replaced atomically after the checkpoint is on
+the disk, so a run that dies at any moment, or fills the disk, goes on from the checkpoint before.
 """
 
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+from safetensors import SafetensorError
 
 from train.config import Recipe
 from train.recipe_file import RecipeError, differences, resolved
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Position:
-    """What `checkpoints/latest` says."""
+    """Where a checkpoint stands: its `state.json`."""
 
     step: int
     """Completed optimizer steps."""
     total: int
     """Steps of the whole run."""
-    world_size: int
-    """Processes that wrote the checkpoint."""
+    seconds: float
+    """Time spent in steps."""
     data: str
     """Fingerprint of the packed training rows."""
 
@@ -54,10 +59,19 @@ class RunDirectory:
         """The newest complete checkpoint, or None."""
         if not self._latest.is_file():
             return None
-        return Position(**json.loads(self._latest.read_text(encoding="utf-8")))
+        tag = self._latest.read_text(encoding="utf-8")
+        try:
+            return Position(**json.loads((self.checkpoints / tag / "state.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            raise self._damaged(tag) from None
 
-    def finished(self) -> bool:
-        """Whether the last step was made and the trained heads were written."""
+    def finished(self, recipe: Recipe) -> bool:
+        """Whether the last step was made and the trained heads were written.
+
+        Raises:
+            RecipeError: the run was started with another recipe; names all values that differ and matter.
+        """
+        self._check(recipe)
         position = self.position()
         return position is not None and position.step == position.total and (self.heads / "config.json").is_file()
 
@@ -79,12 +93,71 @@ class RunDirectory:
                 ) from None
             yield
 
-    def check(self, recipe: Recipe) -> None:
-        """Refuse to go on with another recipe than the run was started with.
+    def start(self, recipe: Recipe, step: int) -> None:
+        """Write the resolved recipe and drop metrics of steps that will be done again."""
+        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
+        kept = [line for line in lines if (parsed := _parse(line)) is not None and parsed["step"] <= step]
+        with self.writing():
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            _replace(self._recipe, yaml.safe_dump(resolved(recipe), sort_keys=False))
+            _replace(self._metrics, "".join(f"{line}\n" for line in kept))
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        with self.writing(), self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def save(self, position: Position, tensors: Mapping[str, "Tensor"], keep: int) -> None:
+        """Write a checkpoint, make it the newest one, and delete all but the last `keep`.
 
         Raises:
-            RecipeError: names all values that differ and matter.
+            OSError: the disk is full or gone; the checkpoint before is whole and still the newest.
         """
+        from safetensors.torch import save_file
+
+        final, temporary = self.checkpoints / position.tag, self.checkpoints / f".{position.tag}"
+        for leftover in (final, *self.checkpoints.glob(".step-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with self.writing(remove=temporary):
+            temporary.mkdir(parents=True)
+            save_file(dict(tensors), temporary / "checkpoint.safetensors")
+            (temporary / "state.json").write_text(json.dumps(asdict(position)), encoding="utf-8")
+            for path in (*temporary.iterdir(), temporary):
+                _sync(path)
+            temporary.rename(final)
+            _replace(self._latest, position.tag)
+        older = sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        for path in older[:-keep]:
+            shutil.rmtree(path)
+
+    def tensors(self, position: Position) -> dict[str, "Tensor"]:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(self.checkpoints / position.tag / "checkpoint.safetensors")
+        except (OSError, SafetensorError):
+            raise self._damaged(position.tag) from None
+
+    @contextmanager
+    def writing(self, remove: Path | None = None) -> Iterator[None]:
+        """Turn what goes wrong with the disk into one sentence, and delete what was written in part."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            if remove is not None:
+                shutil.rmtree(remove, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+            raise OSError(
+                f"run directory ({self.path}) cannot be written: {reason}; make room for it, then the same command "
+                "goes on from the last checkpoint"
+            ) from error
+
+    def _check(self, recipe: Recipe) -> None:
         if self.position() is None or not self._recipe.is_file():
             return
         changed = differences(recipe, yaml.safe_load(self._recipe.read_text(encoding="utf-8")))
@@ -95,31 +168,11 @@ class RunDirectory:
                 + "\ngive another directory (--recipe.run DIR), restore these values, or delete the directory"
             )
 
-    def start(self, recipe: Recipe, step: int) -> None:
-        """Write the resolved recipe and drop metrics of steps that will be done again."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        _replace(self._recipe, yaml.safe_dump(resolved(recipe), sort_keys=False))
-        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
-        kept = [line for line in lines if (parsed := _parse(line)) is not None and parsed["step"] <= step]
-        _replace(self._metrics, "".join(f"{line}\n" for line in kept))
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def commit(self, position: Position, keep: int) -> None:
-        """Make a written checkpoint the newest one and delete all but the last `keep`."""
-        for file in (self.checkpoints / position.tag).rglob("*"):
-            _sync(file)
-        _replace(self._latest, json.dumps(asdict(position)))
-        older = sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for path in older[:-keep]:
-            shutil.rmtree(path)
-
-    def discard(self, tag: str) -> None:
-        """Delete what an interrupted run may have left of a checkpoint."""
-        shutil.rmtree(self.checkpoints / tag, ignore_errors=True)
+    def _damaged(self, tag: str) -> ValueError:
+        path = self.checkpoints / tag
+        return ValueError(
+            f"checkpoint ({path}) is damaged; delete {self.checkpoints} to start again, or name another in latest"
+        )
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -132,9 +185,13 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _sync(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync(path.parent)
 
 

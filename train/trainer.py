@@ -32,27 +32,34 @@ from train.provenance import provenance
 from train.recipe_file import RecipeError
 from train.run_directory import Position, RunDirectory
 from train.schedule import head_weights, learning_rate, mixed_seed, total_steps
-from train.workers import Workers
+from train.stop import StopRequest
+from train.workers import Workers, lost_processes_named
 
 LOGGER = logging.getLogger("train")
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe, stop: StopRequest) -> None:
     """Train heads from where the run directory stands to the recipe's last step, and write them to <run>/heads.
+
+    Args:
+        recipe: the run.
+        stop: signals that this process takes.
 
     Raises:
         RecipeError: the run directory belongs to another recipe, or the recipe does not fit the processes.
-        ValueError, OSError: samples or base cannot be read.
+        ValueError, OSError: samples or base cannot be read, or the run directory cannot be written.
+        Stopped: a signal asked for it; the run directory holds a checkpoint of the last step.
+        LostProcessError: another process is gone.
     """
     directory = RunDirectory(recipe.run)
-    directory.check(recipe)
-    if directory.finished():
-        LOGGER.info("run is finished; its heads are in %s", directory.heads)
-        return
-    workers = Workers.start(recipe.engine.device)
+    workers = Workers.start(recipe.engine.device, stop)
     disable_progress_bar()
-    with directory.locked() if workers.rank == 0 else nullcontext():
-        Trainer(recipe, directory, workers).run()
+    with lost_processes_named():
+        if workers.from_first(lambda: directory.finished(recipe)):
+            LOGGER.info("run is finished; its heads are in %s", directory.heads)
+            return
+        with directory.locked() if workers.rank == 0 else nullcontext():
+            Trainer(recipe, directory, workers).run()
 
 
 class Trainer:
@@ -82,24 +89,28 @@ class Trainer:
         self._began = self.seconds
 
     def run(self) -> None:
-        """Make the remaining steps, evaluate, and write the heads."""
-        writer = self.workers.rank == 0
+        """Make the remaining steps, evaluate, and write the heads.
+
+        Raises:
+            Stopped: a signal asked for it; the checkpoint is of the last step.
+        """
+        writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
             self.directory.start(self.recipe, self.step)
         report = WandbReport(self.recipe, self.directory.path, writer)
-        figures: dict[str, Any] = {}
-        with Progress(self.step, self.total, writer) as progress:
+        with stop.held(), Progress(self.step, self.total, writer) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)
-                if self._due(self.recipe.evaluate.every_steps) and self.step < self.total:
+                if self._due(self.recipe.evaluate.every_steps) and self.step < self.total and not stop.agreed:
                     figures |= self.evaluate()
                 if writer:
                     self.directory.log(figures)
                     report.log(figures)
-                if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total:
+                if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total or stop.agreed:
                     self.save_checkpoint()
-        self._finish(report)
+                stop.raise_if_agreed(self.step)
+            self._finish(report)
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
@@ -152,7 +163,7 @@ class Trainer:
         return self.block
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out accuracy per head and tokens per step as served; {} without held-out samples."""
+        """Held-out accuracy per head and tokens per step as served; {} without held-out samples, or when stopped."""
         if self.heldout_packed is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
@@ -165,39 +176,45 @@ class Trainer:
         if options.prompts:
             longest = max(1, self.base.context_length - options.max_new_tokens)
             prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
-            model = MedusaModel(self.base, heads)
-            served = workers.total(torch.tensor(served_tokens(model, prompts, options.max_new_tokens, options.nodes)))
+            model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
+            served = workers.total(torch.tensor(served_tokens(model, wanted, options.max_new_tokens, options.nodes)))
+            if workers.stop.agreed:
+                return {}
             figures["heldout_tokens_per_step"] = float(served[0] / served[1])
         return figures
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; it counts from the moment when `latest` names it."""
-        position = Position(self.step, self.total, self.workers.world_size, self.packed.fingerprint())
-        if self.workers.rank == 0:
-            self.directory.discard(position.tag)
-        self.workers.wait()
         self.states.flush()
-        self.engine.save(self.directory.checkpoints, position.tag, {"seconds": self.seconds})
-        self.workers.wait()
+        state = self.engine.state()
         if self.workers.rank == 0:
-            self.directory.commit(position, self.recipe.log.keep)
+            position = Position(self.step, self.total, self.seconds, self.packed.fingerprint())
+            self.directory.save(position, state, self.recipe.log.keep)
+        self.workers.wait()
 
     def _resume(self) -> None:
-        position = self.directory.position()
+        position = self.workers.from_first(self.directory.position)
         if position is None:
             return
-        _check_position(position, self.recipe, self.workers, self.packed)
-        self.seconds = self.engine.load(self.directory.checkpoints, position.tag)["seconds"]
+        if position.data != self.packed.fingerprint():
+            raise RecipeError(
+                f"data.train ({self.recipe.data.train}) holds other samples than at the start of the run "
+                f"({self.recipe.run}); restore the file or give another directory (--recipe.run DIR)"
+            )
+        self.engine.load_state(self.directory.tensors(position) if self.workers.rank == 0 else {})
         self.step = position.step
+        self.seconds = position.seconds
         LOGGER.info("resumed at step %d of %d", self.step, self.total)
 
     def _finish(self, report: WandbReport) -> None:
         figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | self.evaluate()
+        self.workers.stop.raise_if_agreed(self.step)
         heads = self._trained_heads()
         if self.workers.rank == 0:
             self.directory.log(figures)
             report.log(figures)
-            save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
+            with self.directory.writing():
+                save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
             LOGGER.info("heads are in %s", self.directory.heads)
         report.finish()
         self.workers.wait()
@@ -253,17 +270,4 @@ def _check_rows(recipe: Recipe, workers: Workers) -> None:
         raise RecipeError(
             f"optim.rows_per_step ({recipe.optim.rows_per_step}) leaves some of the processes ({workers.world_size}) "
             "without a row; raise it or start fewer processes"
-        )
-
-
-def _check_position(position: Position, recipe: Recipe, workers: Workers, packed: PackedRows) -> None:
-    if position.data != packed.fingerprint():
-        raise RecipeError(
-            f"data.train ({recipe.data.train}) holds other samples than at the start of the run ({recipe.run}); "
-            "restore the file or give another directory (--recipe.run DIR)"
-        )
-    if recipe.engine.zero_stage > 0 and position.world_size != workers.world_size:
-        raise RecipeError(
-            f"processes ({workers.world_size}) differ from those that wrote the checkpoint ({position.world_size}), "
-            "which is partitioned over them; start as many, or give another directory (--recipe.run DIR)"
         )

@@ -6,11 +6,26 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from train.stop import StopRequest
+
+Value = TypeVar("Value")
+
+TIMEOUT = timedelta(minutes=30)
+"""Longest wait for another process: one of them may prepare data that long while the others wait."""
+
+
+class LostProcessError(ConnectionError):
+    """Another process of the run is gone."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +38,16 @@ class Workers:
     """Number of processes."""
     device: torch.device
     """Where this process trains."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether the run was asked to end; each `total` makes the processes agree on it."""
 
     @staticmethod
-    def start(device: str) -> "Workers":
+    def start(device: str, stop: StopRequest) -> "Workers":
         """Join the processes (gloo on the CPU, nccl on GPUs).
 
         Args:
             device: "auto", "cpu" or "cuda".
+            stop: signals that this process takes.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _die_with_parent()
@@ -41,20 +59,47 @@ class Workers:
         if cuda:
             torch.cuda.set_device(here)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if cuda else "gloo")
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
             atexit.register(dist.destroy_process_group)  # not earlier: DeepSpeed keeps hold of the groups
-        return Workers(dist.get_rank(), dist.get_world_size(), here)
+        return Workers(dist.get_rank(), dist.get_world_size(), here, stop)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over all processes, float64 on the CPU."""
-        summed = values.to(self.device, torch.float64)
+        """Sum over all processes, float64 on the CPU; the request to stop travels along."""
+        asked = torch.tensor([float(self.stop.number > 0)])
+        summed = torch.cat([part.to(self.device, torch.float64).flatten() for part in (values, asked)])
         dist.all_reduce(summed)
-        return summed.cpu()
+        summed = summed.cpu()
+        self.stop.agreed |= bool(summed[-1])
+        return summed[:-1].view(values.shape)
+
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """What process 0 makes, on all processes: only its disk has to hold the run directory."""
+        made: list[Value | None] = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(made, src=0)
+        return made[0]  # type: ignore[return-value]
 
     @staticmethod
     def wait() -> None:
         """Return when all processes are here."""
         dist.barrier()
+
+
+@contextmanager
+def lost_processes_named() -> Iterator[None]:
+    """Give the many errors of a broken connection one name.
+
+    Raises:
+        LostProcessError: another process ended while this one waited for it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo's errors have no class
+            raise
+        raise LostProcessError(
+            "another process of the run ended or cannot be reached any more; see what its machine says, then the same "
+            "command goes on from the last checkpoint"
+        ) from error
 
 
 def _die_with_parent() -> None:

@@ -1,8 +1,10 @@
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from train.recipe_file import RecipeError, build_recipe
 from train.run_directory import Position, RunDirectory
@@ -11,14 +13,14 @@ RECIPE = build_recipe({"data.train": "x.jsonl"})
 
 
 def _position(step: int) -> Position:
-    return Position(step=step, total=10, world_size=2, data="abc")
+    return Position(step=step, total=10, seconds=1.5, data="abc")
+
+
+TENSORS = {"parameter/a": torch.arange(3.0), "steps": torch.tensor(5)}
 
 
 def _checkpoint(directory: RunDirectory, step: int, keep: int = 2) -> None:
-    folder = directory.checkpoints / f"step-{step}"
-    folder.mkdir()
-    (folder / "weights").write_text("w", encoding="utf-8")
-    directory.commit(_position(step), keep)
+    directory.save(_position(step), TENSORS, keep)
 
 
 def test_the_newest_checkpoint_is_named_and_older_ones_are_pruned(tmp_path: Path) -> None:
@@ -28,17 +30,56 @@ def test_the_newest_checkpoint_is_named_and_older_ones_are_pruned(tmp_path: Path
     for step in (5, 9, 10):
         _checkpoint(directory, step)
     assert directory.position() == _position(10)
-    assert sorted(path.name for path in directory.checkpoints.glob("step-*")) == ["step-10", "step-9"]
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-10", "step-9"]
+    read = directory.tensors(_position(10))
+    assert read.keys() == TENSORS.keys()
+    assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_a_checkpoint_that_was_not_committed_does_not_count(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.start(RECIPE, 0)
     _checkpoint(directory, 5)
-    (directory.checkpoints / "step-9").mkdir()
+    (directory.checkpoints / ".step-9").mkdir()  # as if it had died while it wrote the tensors
+    (directory.checkpoints / "step-9").mkdir()  # or before it wrote `latest`
     assert directory.position() == _position(5)
-    directory.discard("step-9")
-    assert not (directory.checkpoints / "step-9").exists()
+    _checkpoint(directory, 9)
+    assert directory.position() == _position(9)
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-5", "step-9"]
+
+
+@pytest.mark.parametrize("room", [0, 100, 300])
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path: Path, room: int) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start(RECIPE, 0)
+    _checkpoint(directory, 5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # writes beyond it fail as those to a full disk do
+    try:
+        with pytest.raises(
+            OSError, match=r"run directory \(.*\) cannot be written: File too large.*; make room for it"
+        ):
+            directory.save(_position(9), TENSORS | {"more": torch.zeros(1000)}, keep=1)
+        if room == 0:
+            with pytest.raises(OSError, match="cannot be written"):
+                directory.log({"step": 6})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-5"]
+    assert torch.equal(directory.tensors(_position(5))["parameter/a"], TENSORS["parameter/a"])
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start(RECIPE, 0)
+    _checkpoint(directory, 5)
+    tensors = directory.checkpoints / "step-5" / "checkpoint.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=r"step-5.* is damaged"):
+        directory.tensors(_position(5))
+    (directory.checkpoints / "step-5" / "state.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"step-5.* is damaged"):
+        directory.position()
 
 
 def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path) -> None:
@@ -58,11 +99,11 @@ def test_another_recipe_is_refused_once_there_is_a_checkpoint(tmp_path: Path) ->
     directory = RunDirectory(tmp_path)
     other = replace(RECIPE, optim=replace(RECIPE.optim, lr=0.5), log=replace(RECIPE.log, keep=9))
     directory.start(RECIPE, 0)
-    directory.check(other)
+    assert not directory.finished(other)
     _checkpoint(directory, 5)
-    directory.check(RECIPE)
+    assert not directory.finished(RECIPE)
     with pytest.raises(RecipeError, match=r"optim\.lr is 0\.5") as caught:
-        directory.check(other)
+        directory.finished(other)
     assert "log.keep" not in str(caught.value)
 
 
@@ -71,8 +112,8 @@ def test_finished_needs_the_last_step_and_the_heads(tmp_path: Path) -> None:
     directory.start(RECIPE, 0)
     directory.heads.mkdir()
     (directory.heads / "config.json").write_text("{}", encoding="utf-8")
-    assert not directory.finished()
+    assert not directory.finished(RECIPE)
     _checkpoint(directory, 5)
-    assert not directory.finished()
+    assert not directory.finished(RECIPE)
     _checkpoint(directory, 10)
-    assert directory.finished()
+    assert directory.finished(RECIPE)
