@@ -21,6 +21,7 @@ def provenance(recipe: Recipe, figures: dict[str, Any], world_size: int) -> dict
     packages = ("torch", "transformers", "deepspeed")
     return {
         "recipe": resolved(recipe),
+        "base": "changed by adapter/ (Medusa-2): its answers are not the original's" if recipe.lora.rank else "frozen",
         "figures": figures,
         "processes": world_size,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
