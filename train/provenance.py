@@ -20,6 +20,7 @@ def provenance(recipe: Recipe, figures: dict[str, Any], world_size: int) -> dict
     """
     return {
         "recipe": resolved(recipe),
+        "base": "changed by adapter/ (Medusa-2): its answers are not the original's" if recipe.lora.rank else "frozen",
         "figures": figures,
         "processes": world_size,
         **software(),
