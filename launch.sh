@@ -30,6 +30,7 @@ usage: ./launch.sh [command] [arguments]
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
   bench          what a decode step costs on this machine, beside what it could cost at best
+  bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
@@ -134,6 +135,7 @@ case $command in
     report) run -m train.report "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
+    bench-train) run -m train.bench "$@" ;;
     gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

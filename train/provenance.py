@@ -21,6 +21,8 @@ from train.workers import Workers
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "safetensors")
 """Packages that may change a result."""
 
+CHANGED = "changed by adapter/ (Medusa-2): its answers are not the original's"
+
 
 def provenance(
     recipe: Recipe, figures: dict[str, Any], base: BaseModel, rows: PackedRows, workers: Workers
@@ -44,11 +46,24 @@ def provenance(
             "rows": len(rows),
             "row_tokens": recipe.data.row_tokens,
         },
-        "base": {"name": base.name, "revision": getattr(base.model.config, "_commit_hash", None)},
+        "base": {
+            "name": base.name,
+            "revision": getattr(base.model.config, "_commit_hash", None),
+            "state": "changed by adapter/ (Medusa-2): its answers are not the original's"
+            if recipe.lora.rank
+            else "frozen",
+        },
         "command": shlex.join(sys.orig_argv),
         "processes": workers.world_size,
         "device": _device(workers.device),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        **software(),
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of Python and of the packages that may change a result, and this code's revision."""
+    return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "revision": _revision(),
     }
