@@ -170,6 +170,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path: Path, monkeypat
     assert {"head_top1/1", "head_top1/2", "heldout_tokens_per_step"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_wandb_offline_leaves_one_folder_with_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
