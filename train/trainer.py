@@ -5,7 +5,6 @@ Shapes: M kept positions, K heads, D hidden size.
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from data import resolve_base_name
 from data.packing import PackedRows, pack
-from data.sources import Sample, read_samples
+from data.rows import open_rows
+from data.sources import Sample, Source, read_samples
 from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
@@ -72,7 +72,7 @@ class Trainer:
         dtype = None if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
         self.base = BaseModel.load(base_name, dtype=dtype, device=workers.device)
         self.packed = self._read_training_rows()
-        self.heldout = read_samples(recipe.data.heldout, self.base.tokenizer) if recipe.data.heldout else []
+        self.heldout = self._read_heldout()
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
         self.total = total_steps(recipe.optim, len(self.packed))
 
@@ -220,13 +220,19 @@ class Trainer:
         self.workers.wait()
 
     def _read_training_rows(self) -> PackedRows:
-        samples: Sequence[Sample] = read_samples(self.recipe.data.train, self.base.tokenizer)
-        packed = pack(samples, self.recipe.data.row_tokens)
-        LOGGER.info(
-            "%d samples in %d rows of %d tokens, %.1f %% filled",
-            len(samples), len(packed), self.recipe.data.row_tokens, 100 * packed.fill,
-        )  # fmt: skip
+        data = self.recipe.data
+        source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit)
+        packed = open_rows(source, self.base.tokenizer, data.row_tokens, data.cache)
+        LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         return packed
+
+    def _read_heldout(self) -> list[Sample]:
+        data = self.recipe.data
+        if not data.heldout:
+            return []
+        limit = data.limit if data.streaming else 0
+        source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
+        return read_samples(source, self.base.tokenizer)
 
     def _hidden_states(self) -> HiddenStates:
         cache, optim, num_heads = self.recipe.cache, self.recipe.optim, self.recipe.heads.num_heads
