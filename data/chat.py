@@ -84,13 +84,9 @@ def documents(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     return found
 
 
+@lru_cache(maxsize=2)  # large vocabularies hold hundreds, and every answer asks
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches any one special token in a text; nothing where there is none."""
-    return _special_tokens(tokenizer)
-
-
-@lru_cache(maxsize=2)  # large vocabularies hold hundreds, and every answer asks
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longest_first = sorted({*added, *tokenizer.all_special_tokens}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

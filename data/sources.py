@@ -86,7 +86,8 @@ class Source:
     @cached_property
     def _hub(self) -> HubData | None:
         path = Path(self.path)
-        if (path.exists() or path.suffix in SUFFIXES or path.is_absolute()) and not is_saved(path):
+        named_as_file = path.suffix in SUFFIXES or path.is_absolute() or len(path.parts) > 2  # the Hub's are OWNER/NAME
+        if (path.exists() or named_as_file) and not is_saved(path):
             return None
         return HubData(self.path, self.split, self.subset, self.streaming)
 
