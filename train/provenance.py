@@ -21,8 +21,6 @@ from train.workers import Workers
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "safetensors")
 """Packages that may change a result."""
 
-CHANGED = "changed by adapter/ (Medusa-2): its answers are not the original's"
-
 
 def provenance(
     recipe: Recipe, figures: dict[str, Any], base: BaseModel, rows: PackedRows, workers: Workers
@@ -38,6 +36,11 @@ def provenance(
     """
     return {
         "recipe": resolved(recipe),
+        "base": {
+            "name": base.name,
+            "revision": getattr(base.model.config, "_commit_hash", None),
+            "training": "changed by adapter/: its answers are not the original's" if recipe.lora.rank else "frozen",
+        },
         "figures": figures,
         "totals": read_report(recipe.run)["totals"],
         "data": {
@@ -45,13 +48,6 @@ def provenance(
             "fingerprint": rows.fingerprint(),
             "rows": len(rows),
             "row_tokens": recipe.data.row_tokens,
-        },
-        "base": {
-            "name": base.name,
-            "revision": getattr(base.model.config, "_commit_hash", None),
-            "state": "changed by adapter/ (Medusa-2): its answers are not the original's"
-            if recipe.lora.rank
-            else "frozen",
         },
         "command": shlex.join(sys.orig_argv),
         "processes": workers.world_size,
@@ -62,7 +58,7 @@ def provenance(
 
 
 def software() -> dict[str, Any]:
-    """Versions of Python and of the packages that may change a result, and this code's revision."""
+    """Versions of Python and of the packages that decide results, and this code's revision."""
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "revision": _revision(),

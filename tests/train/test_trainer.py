@@ -71,7 +71,7 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
     assert provenance["figures"] == last
     assert provenance["totals"]["useful_tokens"] == sum(line["useful_tokens"] for line in steps)
     assert provenance["data"]["fingerprint"] == RunDirectory(finished).position().data
-    assert provenance["base"] == {"name": provenance["recipe"]["base"]["name"], "revision": None, "state": "frozen"}
+    assert provenance["base"] == {"name": provenance["recipe"]["base"]["name"], "revision": None, "training": "frozen"}
     assert "deepspeed" in provenance["versions"]
     assert "--recipe" in provenance["command"] or "pytest" in provenance["command"]
     report = json.loads((finished / "training.json").read_text(encoding="utf-8"))
