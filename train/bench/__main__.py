@@ -67,12 +67,13 @@ def _speed(options: argparse.Namespace, overrides: dict[str, str]) -> tuple["tor
 
     from train.bench.speed import measure_cache, measure_speed
     from train.recipe_file import read_recipe
+    from train.stop import StopRequest
     from train.workers import Workers
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"processes ({os.environ['WORLD_SIZE']}) must be 1; start it without torchrun")
     disable_progress_bar()
-    workers = Workers.start(read_recipe(options.recipe, overrides).engine.device)
+    workers = Workers.start(read_recipe(options.recipe, overrides).engine.device, StopRequest())
     with tempfile.TemporaryDirectory() as scratch:
         subject = (options.recipe, overrides, workers, Path(scratch), options.rounds)
         if options.command == "cache":
