@@ -28,6 +28,7 @@ usage: ./launch.sh [command] [arguments]
   chat           talk to a model with heads in the terminal
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
+  report         figures and curves of a training run
   bench          what a decode step costs on this machine, beside what it could cost at best
   bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
@@ -131,6 +132,7 @@ case $command in
     test) run -m pytest "$@" ;;
     data) run -m data "$@" ;;
     train) train "$@" ;;
+    report) run -m train.report "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
     bench-train) run -m train.bench "$@" ;;

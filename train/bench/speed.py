@@ -149,7 +149,7 @@ def measure_cache(
 
     def fill() -> None:
         cached()
-        cached.trainer.states.flush()
+        cached.trainer.job.flush()
 
     filling = seconds(fill, workers.device)
     tokens, speeds = _speeds({"online": online, "cached": cached}, workers, rounds)
