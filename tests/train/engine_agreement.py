@@ -38,8 +38,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 7, generator=data), torch.randn(ROWS, 3, generator=data)
 
 
-def rates(step: int) -> tuple[float, float]:
-    return 0.05 / (1 + step), 0.02
+def rates(step: int) -> list[float]:
+    """One for each group."""
+    return [0.05 / (1 + step), 0.025 / (1 + step)]
 
 
 def plain() -> tuple[list[float], dict[str, Tensor]]:
