@@ -16,7 +16,8 @@ from train.config import LoraRecipe
 class Adapters:
     """Trained adapters on all linear layers of a frozen base but its output layer; they start as no change at all.
 
-    Routers of experts that are linear layers of a kind of their own are left alone. The base is changed in place: whoever holds it sees the adapted one, at every moment.
+    The base is changed in place: whoever holds it sees the adapted one, at every moment. Routers of experts stay
+    as they are where they are linear layers of a kind of their own.
 
     Args:
         base: the frozen base.
