@@ -15,7 +15,7 @@ from medusa.base_model import BaseModel
 from medusa.heads import DraftHeads
 from train.adapters import Adapters
 from train.fused import Targets, fused_loss
-from train.losses import rows_of_logits
+from train.losses import chunk_rows
 
 
 class JointLoss(nn.Module):
@@ -27,11 +27,11 @@ class JointLoss(nn.Module):
         adapters: the trained adapters.
         base_loss: kl = distance to the original base; ce = cross entropy of the labels.
         heads_loss: ce, kl or tv, as for `HeadsLoss`; the adapted base is the teacher.
-        chunk_rows: most rows of logits that exist at a time.
+        loss_rows: most rows of logits that exist at a time.
     """
 
     def __init__(
-        self, heads: DraftHeads, base: BaseModel, adapters: Adapters, base_loss: str, heads_loss: str, chunk_rows: int
+        self, heads: DraftHeads, base: BaseModel, adapters: Adapters, base_loss: str, heads_loss: str, loss_rows: int
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -40,7 +40,7 @@ class JointLoss(nn.Module):
         self.adapters = nn.ParameterDict(named)
         self._base, self._off = base, adapters.off
         self._base_loss, self._heads_loss = base_loss, heads_loss
-        self._rows = rows_of_logits(chunk_rows, base.vocab_size, base.device)
+        self._rows = chunk_rows(loss_rows, base.vocab_size, base.device)
 
     def forward(
         self,

@@ -25,13 +25,15 @@ from train.config import Recipe
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
 from train.jobs import build_job
-from train.progress import Progress, WandbReport
+from train.progress import Progress
 from train.provenance import provenance
 from train.quantised import load_options
 from train.recipe_file import RecipeError
+from train.report import write_report
 from train.run_directory import Position, RunDirectory
 from train.schedule import mixed_seed, total_steps
 from train.stop import StopRequest
+from train.trackers import Trackers
 from train.workers import Workers, lost_processes_named
 
 LOGGER = logging.getLogger("train")
@@ -57,8 +59,9 @@ def train(recipe: Recipe, stop: StopRequest) -> None:
         if workers.from_first(lambda: directory.finished(recipe)):
             LOGGER.info("run is finished; its heads are in %s", directory.heads)
             return
-        with directory.locked() if workers.rank == 0 else nullcontext():
-            Trainer(recipe, directory, workers).run()
+        writer = workers.rank == 0
+        with directory.locked() if writer else nullcontext(), Trackers(recipe, directory, writer) as trackers:
+            Trainer(recipe, directory, workers).run(trackers)
 
 
 class Trainer:
@@ -87,7 +90,7 @@ class Trainer:
         self.useful = 0  # labels of the base since this process began, for the tokens per second
         self._began = self.seconds
 
-    def run(self) -> None:
+    def run(self, trackers: Trackers) -> None:
         """Make the remaining steps, evaluate, and write the heads.
 
         Raises:
@@ -96,7 +99,6 @@ class Trainer:
         writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
             self.directory.start(self.recipe, self.step)
-        report = WandbReport(self.recipe, self.directory.path, writer)
         with stop.held(), Progress(self.step, self.total, writer) as progress:
             while self.step < self.total:
                 figures = self.train_step()
@@ -104,12 +106,11 @@ class Trainer:
                 if self._due(self.recipe.evaluate.every_steps) and self.step < self.total and not stop.agreed:
                     figures |= self.evaluate()
                 if writer:
-                    self.directory.log(figures)
-                    report.log(figures)
+                    self._log(figures, trackers)
                 if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total or stop.agreed:
                     self.save_checkpoint()
                 stop.raise_if_agreed(self.step)
-            self._finish(report)
+            self._finish(trackers)
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
@@ -186,20 +187,26 @@ class Trainer:
         self.seconds = position.seconds
         LOGGER.info("resumed at step %d of %d", self.step, self.total)
 
-    def _finish(self, report: WandbReport) -> None:
+    def _finish(self, trackers: Trackers) -> None:
         figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | self.evaluate()
         self.workers.stop.raise_if_agreed(self.step)
         heads = self._trained_heads()
         if self.workers.rank == 0:
-            self.directory.log(figures)
-            report.log(figures)
+            self._log(figures, trackers, last=True)
             with self.directory.writing():
                 adapter = self.job.save_adapter(self.directory.heads)
                 heads.config = replace(heads.config, base_adapter=adapter)
-                save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
+                origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
+                save_heads(heads, self.directory.heads, origin)
             LOGGER.info("heads are in %s", self.directory.heads)
-        report.finish()
         self.workers.wait()
+
+    def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
+        self.directory.log(figures)
+        trackers.log(figures, last)
+        if last or "heldout_top1" in figures:
+            with self.directory.writing():
+                write_report(self.directory.path)
 
     def _read_training_rows(self) -> PackedRows:
         samples: Sequence[Sample] = read_samples(self.recipe.data.train, self.base.tokenizer)

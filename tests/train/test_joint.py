@@ -36,7 +36,7 @@ def _joint(base: Path, base_loss: str = "kl", heads_loss: str = "ce", changed: b
     heads = build_heads(HeadsConfig(model.hidden_size, model.vocab_size, HEADS, architecture="recurrent")).double()
     for parameter in [*heads.parameters(), *(adapters.parameters().values() if changed else [])]:
         parameter.data = 0.1 * torch.randn_like(parameter)
-    return JointLoss(heads, model, adapters, base_loss, heads_loss, chunk_rows=7)
+    return JointLoss(heads, model, adapters, base_loss, heads_loss, loss_rows=7)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_while_the_base_rests_adapters_get_zeros_and_heads_what_a_frozen_base_gi
     loss, loss_C, _ = joint(*_inputs(packed, rows), weights_C)
     loss.backward()
     original, positions = _load(base), Positions.of(packed, rows, HEADS)
-    frozen = HeadsLoss(joint.heads, original, chunk_rows=7)
+    frozen = HeadsLoss(joint.heads, original, 7)
     hidden = BasePass(original, packed, HEADS, 2).read(rows)
     expected, expected_K, _ = frozen(hidden, positions.path, positions.targets[:, 1:], weights_C[1:])
     torch.testing.assert_close(loss_C, functional.pad(expected_K, (1, 0)), rtol=0, atol=1e-9)

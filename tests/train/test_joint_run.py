@@ -85,7 +85,7 @@ def test_the_base_learns_after_its_rest_and_the_result_says_so(finished: Path) -
     assert "heldout_top1" in steps[5]
     assert last["heldout_tokens_per_step"] >= 1.0
     provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
-    assert provenance["base"].startswith("changed by adapter/")
+    assert provenance["base"]["training"].startswith("changed by adapter/")
     assert json.loads((finished / "heads" / "config.json").read_text(encoding="utf-8"))["base_adapter"] == "adapter"
 
 
