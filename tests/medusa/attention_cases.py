@@ -144,7 +144,7 @@ THIN = [
 def grid() -> list[Case]:
     """Every value of each axis with every value of each other axis, and a few more random trees.
 
-    The columns i, j, i + j, i + 2j, i + 3j (mod 5) hold every pair of values in any two of them: 25 cases for five axes.
+    The columns i, j, i + j, i + 2j, i + 3j (mod 5) hold every pair of values in any two of them: 25 cases.
     """
     axes = {
         "nodes": (1, 8, 26, 64, 128),
