@@ -2,14 +2,24 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data import EMBEDDED, resolve_base_name
+from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
+SPLITS = ("train", "heldout")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,8 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     logger = logging.getLogger("data")
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if problem := _conflict(options):
+        parser.error(problem)
     try:
         _regenerate(options, logger)
     except KeyboardInterrupt:
@@ -38,18 +52,66 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
         return
     from transformers.utils.logging import disable_progress_bar
 
-    from data.regenerate import Settings, embedded_prompts, file_prompts, regenerate
-    from medusa import MedusaModel
+    from data.regenerate import regenerate
 
     disable_progress_bar()
+    settings = Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    prompts, answerer, base = (_endpoint if options.endpoint else _local)(options, settings)
+    report = regenerate(prompts, answerer, options.out, {"base": base, **vars(settings)})
+    logger.info("%d tokens that the base wrote are in %s", report.tokens, options.out)
+
+
+def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+    """Prompts, who answers them, and the name of the base: it runs in this process."""
+    from data.local import LocalAnswerer
+    from data.prompts import conversations, embedded_prompts, fitting
+    from medusa import MedusaModel
+
     model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base), device=options.device)
-    if options.prompts in ("train", "heldout"):
-        prompts = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
+    if options.prompts in SPLITS:
+        ids = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
+        prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
     else:
-        prompts = file_prompts(model, options.prompts)[: options.count]
-    settings = Settings(options.max_new_tokens, options.temperature, options.seed, options.batch)
-    tokens = regenerate(model, prompts, options.out, settings)
-    logger.info("%d tokens that the base wrote are in %s", tokens, options.out)
+        prompts = list(islice(conversations(options.prompts), options.count))
+    answerer = LocalAnswerer(model, settings, options.batch)
+    return fitting(model, prompts, settings.max_new_tokens), answerer, model.base.name
+
+
+def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+    """Prompts, who answers them, and the name of the base: a server runs it."""
+    from data.chat_completions import ChatClient
+    from data.endpoint import EndpointAnswerer
+    from data.prompts import conversations
+
+    model = options.model or options.base
+    key = os.environ[options.api_key_env].strip() if options.api_key_env else None
+    endpoint = EndpointSettings(options.concurrency, options.retries, options.timeout)
+    connect = partial(ChatClient, options.endpoint, model, settings, endpoint, key)
+    tokenizer = _tokenizer(resolve_base_name(options.base))
+    answerer = EndpointAnswerer(connect, tokenizer, options.concurrency, options.seed)
+    return list(islice(conversations(options.prompts), options.count)), answerer, model
+
+
+def _tokenizer(base: str) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer of the base ({base}) cannot be loaded: {error}; give its directory") from error
+
+
+def _conflict(options: argparse.Namespace) -> str | None:
+    """What is wrong with options that are right alone."""
+    variable = options.api_key_env
+    if not options.endpoint:
+        given = [f"--{name}" for name in ("model", "api-key-env") if getattr(options, name.replace("-", "_"))]
+        return f"{given[0]} belongs to a server; give --endpoint too" if given else None
+    if options.prompts in SPLITS:
+        return f"--prompts ({options.prompts}) holds code to continue, and --endpoint chats; give a file"
+    if variable and not os.environ.get(variable):
+        return f"--api-key-env ({variable}) is not set; export {variable}=KEY"
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,28 +122,57 @@ def _parser() -> argparse.ArgumentParser:
         help="let the base answer prompts; its own answers are the training data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    regenerate.add_argument("--base", default=EMBEDDED, help='directory, Hub id, or "embedded"')
-    regenerate.add_argument(
+    add = regenerate.add_argument
+    add("--base", default=EMBEDDED, help='directory, Hub id, or "embedded"')
+    add(
         "--prompts",
         default="train",
-        help='"train" or "heldout": prompts from the standard library; or a .jsonl file of conversations',
+        help='"train" or "heldout": prompts from the standard library; or a file of conversations, every user turn of'
+        " which is answered",
     )
-    regenerate.add_argument(
-        "--count", type=_positive, default=None, help=f"prompts; default: all of a file, {EMBEDDED_COUNT}"
-    )
-    regenerate.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to write")
-    regenerate.add_argument("--max-new-tokens", type=_positive, default=128, help="tokens per answer")
-    regenerate.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
-    regenerate.add_argument("--seed", type=int, default=0, help="of the choice of prompts and of sampled answers")
-    regenerate.add_argument("--batch", type=_positive, default=64, help="prompts decoded together")
-    regenerate.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    add("--count", type=_positive, default=None, help=f"prompts; default: all of a file, {EMBEDDED_COUNT}")
+    add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
+    add("--max-new-tokens", type=_positive, default=Settings.max_new_tokens, help="tokens per answer")
+    add("--temperature", type=float, default=Settings.temperature, help="0 = greedy")
+    add("--top-p", type=_share, default=Settings.top_p, help="draw from the likeliest tokens of this probability")
+    add("--seed", type=int, default=Settings.seed, help="of the choice of prompts and of sampled answers")
+    here = regenerate.add_argument_group("the base runs in this process")
+    here.add_argument("--batch", type=_positive, default=BATCH, help="prompts decoded together")
+    here.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    add = regenerate.add_argument_group("an OpenAI-compatible server runs the base").add_argument
+    add("--endpoint", metavar="URL", help="its address, as http://localhost:8000/v1; --base then names the tokenizer")
+    add("--model", metavar="NAME", help="the base's name on the server; default: that of --base")
+    add("--api-key-env", metavar="VAR", help="environment variable that holds the key; default: no key")
+    add("--concurrency", type=_positive, default=EndpointSettings.concurrency, help="requests under way at a time")
+    add("--retries", type=_whole, default=EndpointSettings.retries, help="more tries of a request that failed")
+    add("--timeout", type=_seconds, default=EndpointSettings.timeout, help="seconds per request")
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least 1")
+def _whole(text: str, low: int = 0) -> int:
+    if not text.isdigit() or int(text) < low:
+        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    return _whole(text, low=1)
+
+
+def _share(text: str) -> float:
+    return _number(text, 1.0)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 86400.0)
+
+
+def _number(text: str, high: float) -> float:
+    """A number above 0."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= high:
+            return value
+    raise argparse.ArgumentTypeError(f"value ({text}) must be a number above 0, at most {high:g}")
 
 
 if __name__ == "__main__":

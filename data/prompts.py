@@ -1,0 +1,105 @@
+"""What the base is asked: prompts from the standard library, or conversations without their answers."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from data.exchange import Message, Prompt
+from data.sources import read_records
+from data.stdlib import Split, chat_pairs, completion_prompts
+from medusa import MedusaModel
+
+PROMPT_TOKENS = 160
+"""Most tokens of an embedded code prompt; longer ones lose their beginning."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles that ask for nothing by themselves."""
+
+
+def embedded_prompts(model: MedusaModel, split: Split, count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of ``count`` prompts from the standard library, half code to continue and half chat requests.
+
+    The choice is a pure function of the split and the seed, and shorter lists are beginnings of longer ones.
+    """
+    tokenizer = model.base.tokenizer
+    shuffled = random.Random(seed)
+    code = list(completion_prompts(split))
+    chat = list(chat_pairs(split))
+    shuffled.shuffle(code)
+    shuffled.shuffle(chat)
+    prompts: list[list[int]] = []
+    for code_text, pair in zip_longest(code, chat):
+        if len(prompts) >= count:
+            break
+        if code_text is not None:
+            ids = tokenizer(code_text[-4 * PROMPT_TOKENS :], add_special_tokens=False).input_ids[-PROMPT_TOKENS:]
+            prompts.append(ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids])
+        if pair is not None:
+            prompts.append(model.chat_prompt(pair.messages[:1]))
+    return prompts[:count]
+
+
+def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
+    """Token ids of the conversations of a sample file, up to their first answers.
+
+    Raises:
+        ValueError: A record without a prompt.
+    """
+    return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(path)]
+
+
+def conversations(path: str | Path) -> Iterator[Prompt]:
+    """The conversations of a sample file (see ``data.sources``) without their answers; no token ids yet.
+
+    Raises:
+        ValueError: A record without a prompt.
+    """
+    for number, record in read_records(path):
+        asked = _questions(_turns(record))
+        if not asked or not all(isinstance(turn.get("content"), str) for group in asked for turn in group):
+            raise ValueError(f"{path}, line {number}: no prompt; give messages that begin with a user turn, or prompt")
+        yield Prompt(asked)
+
+
+def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:
+    """The prompts that leave room for an answer in the base's context, shortest first, with their token ids.
+
+    Raises:
+        ValueError: None of them does, or the base's chat template refuses one.
+    """
+    encoded = [prompt if prompt.ids else Prompt(prompt.asked, _encode(model, prompt)) for prompt in prompts]
+    room = model.base.context_length - max_new_tokens
+    found = sorted((prompt for prompt in encoded if len(prompt.ids) <= room), key=lambda prompt: len(prompt.ids))
+    if not found:
+        raise ValueError(f"prompts ({len(encoded)}) leave no room for {max_new_tokens} tokens; shorten them")
+    return found
+
+
+def _encode(model: MedusaModel, prompt: Prompt) -> tuple[int, ...]:
+    return tuple(model.chat_prompt(prompt.asked[0]))
+
+
+def _turns(record: Mapping[str, Any]) -> Sequence[Message]:
+    return record.get("messages") or [{"role": "user", "content": record.get("prompt")}]
+
+
+def _questions(turns: Iterable[Message]) -> tuple[tuple[Message, ...], ...]:
+    """The messages before each answer, whoever gave it; an unanswered last turn is a question too.
+
+    The conversation ends before the first turn of a tool: it answers a call that the base may not make.
+    """
+    groups: list[tuple[Message, ...]] = []
+    group: list[Message] = []
+    for turn in turns:
+        role = turn.get("role")
+        if role not in ("user", "assistant", *INSTRUCTIONS):
+            break
+        if role != "assistant":
+            group.append(turn)
+        elif any(asked["role"] not in INSTRUCTIONS for asked in group):
+            groups.append(tuple(group))
+            group = []
+    if any(asked["role"] not in INSTRUCTIONS for asked in group):
+        groups.append(tuple(group))
+    return tuple(groups)
