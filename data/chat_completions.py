@@ -23,6 +23,8 @@ GIVE_UP_AFTER = 16
 
 EXACT = "return_token_ids"
 """Asks vLLM for the very tokens that the base read and wrote."""
+ENDED = ("stop", "eos_token")
+"""Reasons for an end that the base itself wrote; others (a limit, a filter, an abort) cut it off."""
 PROMPT_REFUSED = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
 
@@ -44,7 +46,7 @@ class Completion(NamedTuple):
 
     text: str
     cut: bool
-    """The limit on tokens ended it, not the base."""
+    """The server ended it (a limit on tokens, mostly), not the base."""
     prompt_ids: list[int]
     """Tokens that the base read; empty where the server does not tell them and the next ones."""
     ids: list[int]
@@ -147,8 +149,8 @@ class ChatClient:
         try:
             body = response.json()
             choice = body["choices"][0]
-            message, cut = choice["message"], choice["finish_reason"] == "length"
-            text, ids, prompt_ids = message["content"] or "", choice.get("token_ids"), body.get("prompt_token_ids")
+            message, cut = choice["message"], choice.get("finish_reason") not in ENDED
+            text, ids, prompt_ids = message.get("content") or "", choice.get("token_ids"), body.get("prompt_token_ids")
             reasoning = message.get("reasoning") or message.get("reasoning_content")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise EndpointError(

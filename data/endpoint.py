@@ -100,7 +100,7 @@ class EndpointAnswerer:
 
     def _without_end(self, answer: list[int]) -> list[int]:
         """An answer up to its last special token, with which the template ended the turn."""
-        special = set(self._tokenizer.all_special_ids)
+        special = {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         ends = [place for place, token in enumerate(answer) if token in special]
         return answer[: ends[-1]] if ends else answer
 

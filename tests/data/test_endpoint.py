@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from data import chat_completions
 from data.__main__ import main
@@ -22,6 +25,10 @@ from data.regenerate import Part, regenerate
 from tests.data.fake_server import completion, fake_server
 
 ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}END{% endgeneration %}"
+    "{% else %}{{ m.content }}END{% endif %}{% endfor %}"
+)
 QUICK = EndpointSettings(concurrency=4, retries=2, timeout=10)
 
 
@@ -38,7 +45,7 @@ def no_waiting(monkeypatch):
 
 @pytest.fixture
 def answerer(server, tokenizer):
-    def make(endpoint=QUICK, **changes):
+    def make(endpoint=QUICK, tokenizer=tokenizer, **changes):
         options = {"url": server.url, "model": "m", "settings": Settings(seed=3), "endpoint": endpoint, "key": None}
         return EndpointAnswerer(partial(ChatClient, **options | changes), tokenizer, endpoint.concurrency, seed=3)
 
@@ -236,6 +243,31 @@ def test_an_answer_that_the_limit_cut_has_no_end_of_turn(server, answerer, token
     regenerate([conversation("a", "b")], answerer(), tmp_path / "a.jsonl", {})
     (sample,) = lines(tmp_path / "a.jsonl")
     assert spans(sample, tokenizer) == "a<end>[and so]<end>b<end>[and so]", "the template's own end is not learned"
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "abort", None])
+def test_an_end_of_turn_of_any_name_is_dropped_where_the_base_did_not_end(server, answerer, reason):
+    letters = ["<eos>", "<turn>", *"abc"]
+    raw = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    turns = TEMPLATE.replace("END", "<turn>")
+    named = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<eos>", extra_special_tokens=["<turn>"], chat_template=turns
+    )
+    server.reply = lambda request: (200, {}, completion("bc", finish_reason=reason))
+    ((_, exchanges),) = answerer(tokenizer=named).answer(numbered(conversation("a")))
+    assert exchanges == [([2, 1], [3, 4])]
+
+
+def test_a_template_that_renders_no_answer_ends_at_once_and_later_fails_alone(server, answerer, tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(EndpointError, match="has no chat template"):
+        list(answerer(tokenizer=bare).answer(numbered(conversation("a"))))
+    bare.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}" + TEMPLATE
+    one = EndpointSettings(concurrency=1, retries=0, timeout=10)
+    answers = dict(answerer(one, tokenizer=bare).answer(numbered(conversation("a"), conversation("b"))))
+    assert len(answers[0]) == 1
+    assert "no b" in str(answers[1])
 
 
 def test_the_servers_own_tokens_are_taken_where_it_tells_them(server, answerer, tmp_path):
