@@ -82,7 +82,7 @@ class ChatClient:
         self._reached, self._failures = False, 0
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=endpoint.concurrency),
+            limits=httpx.Limits(max_connections=None),  # who asks decides how many requests run at a time
             timeout=httpx.Timeout(endpoint.timeout, connect=min(endpoint.timeout, CONNECT_TIMEOUT)),
         )
 

@@ -109,6 +109,7 @@ def test_seeds_are_those_of_the_prompts_whatever_their_order(server, answerer):
         list(answerer().answer(order))
         seeds.append({request["messages"][0]["content"]: request["seed"] for request in server.requests})
     assert seeds[0] == seeds[1]
+    assert len(set(seeds[0].values())) == 3
     assert seeds[2] == {"b": seeds[0]["b"]}
 
 
@@ -199,6 +200,27 @@ def test_a_server_that_went_down_stops_the_run(server, answerer):
     with pytest.raises(EndpointError, match=r"failed 16 prompts in a row, at last: 502 Bad Gateway: down"):
         list(answers)
     assert len(server.requests) < 80
+
+
+def test_failures_that_are_not_in_a_row_do_not_stop_it(server, answerer):
+    failing = EndpointSettings(concurrency=1, retries=0, timeout=10)
+    server.reply = lambda request: (
+        (200, {}, completion("yes")) if request["messages"][0]["content"] == "15" else (503, {}, "")
+    )
+    answers = dict(answerer(failing).answer(numbered(*(conversation(str(number)) for number in range(31)))))
+    assert [number for number, answered in answers.items() if not isinstance(answered, UnansweredError)] == [15]
+
+
+def test_a_connection_that_is_lost_later_is_tried_again(answerer):
+    one = EndpointSettings(concurrency=1, retries=1, timeout=10)
+    with fake_server() as server:
+        server.reply = lambda request: (200, {"connection": "close"}, completion("yes"))
+        answers = answerer(one, url=server.url).answer(numbered(conversation("a"), conversation("b")))
+        assert len(next(answers)[1]) == 1
+    _, answered = next(answers)
+    assert isinstance(answered, UnansweredError)
+    assert "failed 2 times" in str(answered)
+    answers.close()
 
 
 @pytest.mark.parametrize(
