@@ -1,4 +1,4 @@
-"""``python -m data regenerate ...``: make training data."""
+"""``python -m data regenerate ...``: make training data; ``python -m data inspect ...``: look at it."""
 
 import argparse
 import logging
@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data import EMBEDDED, resolve_base_name
 from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
@@ -22,6 +21,10 @@ EMBEDDED_COUNT = 2000
 SPLITS = ("train", "heldout")
 
 
+class UsageError(ValueError):
+    """Options that are right alone and wrong together."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -31,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     logger = logging.getLogger("data")
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if problem := _conflict(options):
-        parser.error(problem)
+    options = _parser().parse_args(arguments)
     try:
-        _regenerate(options, logger)
+        options.run(options, logger)
+    except UsageError as error:
+        logger.error("%s", error)
+        return 2
     except KeyboardInterrupt:
         logger.error("stopped; the same command goes on where it was")
         return 130
@@ -47,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
+    _check(options)
     if Path(options.out).exists():
         logger.info("%s is there already; remove it to make it again", options.out)
         return
@@ -64,15 +68,15 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
 def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
     """Prompts, who answers them, and the name of the base: it runs in this process."""
     from data.local import LocalAnswerer
-    from data.prompts import conversations, embedded_prompts, fitting
+    from data.prompts import embedded_prompts, fitting
     from medusa import MedusaModel
 
-    model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base), device=options.device)
+    model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base or EMBEDDED), device=options.device)
     if options.prompts in SPLITS:
         ids = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
         prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
     else:
-        prompts = list(islice(conversations(options.prompts), options.count))
+        prompts = _prompts(options)
     answerer = LocalAnswerer(model, settings, options.batch)
     return fitting(model, prompts, settings.max_new_tokens), answerer, model.base.name
 
@@ -81,7 +85,6 @@ def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Pro
     """Prompts, who answers them, and the name of the base: a server runs it."""
     from data.chat_completions import ChatClient
     from data.endpoint import EndpointAnswerer
-    from data.prompts import conversations
 
     model = options.model or options.base
     key = os.environ[options.api_key_env].strip() if options.api_key_env else None
@@ -89,7 +92,7 @@ def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Pro
     connect = partial(ChatClient, options.endpoint, model, settings, endpoint, key)
     tokenizer = _tokenizer(resolve_base_name(options.base))
     answerer = EndpointAnswerer(connect, tokenizer, options.concurrency, options.seed)
-    return list(islice(conversations(options.prompts), options.count)), answerer, model
+    return _prompts(options), answerer, f"{model} (tokens of {options.base})"
 
 
 def _tokenizer(base: str) -> "PreTrainedTokenizerBase":
@@ -101,36 +104,66 @@ def _tokenizer(base: str) -> "PreTrainedTokenizerBase":
         raise ValueError(f"tokenizer of the base ({base}) cannot be loaded: {error}; give its directory") from error
 
 
-def _conflict(options: argparse.Namespace) -> str | None:
-    """What is wrong with options that are right alone."""
+def _check(options: argparse.Namespace) -> None:
+    """Raise what is wrong with options that are right alone."""
     variable = options.api_key_env
     if not options.endpoint:
         given = [f"--{name}" for name in ("model", "api-key-env") if getattr(options, name.replace("-", "_"))]
-        return f"{given[0]} belongs to a server; give --endpoint too" if given else None
-    if options.prompts in SPLITS:
-        return f"--prompts ({options.prompts}) holds code to continue, and --endpoint chats; give a file"
+        if given:
+            raise UsageError(f"{given[0]} belongs to a server; give --endpoint too")
+    elif not options.base:
+        raise UsageError("--endpoint needs --base, the model that the server runs: its tokenizer makes the token ids")
+    elif options.prompts in SPLITS:
+        raise UsageError(f"--prompts ({options.prompts}) holds code to continue, and --endpoint chats; give a file")
     if variable and not os.environ.get(variable):
-        return f"--api-key-env ({variable}) is not set; export {variable}=KEY"
-    return None
+        raise UsageError(f"--api-key-env ({variable}) is not set; export {variable}=KEY")
+    if options.streaming and not options.count:
+        raise UsageError("--streaming needs --count, the number of prompts to read; give it")
+
+
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    """The conversations of a source."""
+    from data.prompts import conversations
+    from data.sources import Source
+
+    return list(
+        conversations(Source(options.prompts, options.split, options.subset, options.streaming, options.count or 0))
+    )
+
+
+def _inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
+    from data.inspect import inspect
+
+    inspect(options, logger)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="medusa-data", description="Make training data for draft heads.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_inspect(commands)
+    _add_regenerate(commands)
+    return parser
+
+
+def _add_regenerate(commands: Any) -> None:
     regenerate = commands.add_parser(
         "regenerate",
         help="let the base answer prompts; its own answers are the training data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    regenerate.set_defaults(run=_regenerate)
     add = regenerate.add_argument
-    add("--base", default=EMBEDDED, help='directory, Hub id, or "embedded"')
+    add("--base", help=f'directory, Hub id, or "{EMBEDDED}", which is the default in this process')
     add(
         "--prompts",
         default="train",
-        help='"train" or "heldout": prompts from the standard library; or a file of conversations, every user turn of'
-        " which is answered",
+        help='"train" or "heldout": prompts from the standard library; or a file, a directory of files or a Hub'
+        " data set of conversations, every user turn of which is answered",
     )
-    add("--count", type=_positive, default=None, help=f"prompts; default: all of a file, {EMBEDDED_COUNT}")
+    add("--split", default="train", help="of a Hub data set")
+    add("--subset", default="", help="of a Hub data set")
+    add("--streaming", action="store_true", help="do not download a Hub data set whole; needs --count")
+    add("--count", type=_positive, default=None, help=f"prompts; default: all of a source, {EMBEDDED_COUNT}")
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     add("--max-new-tokens", type=_positive, default=Settings.max_new_tokens, help="tokens per answer")
     add("--temperature", type=float, default=Settings.temperature, help="0 = greedy")
@@ -146,7 +179,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=_positive, default=EndpointSettings.concurrency, help="requests under way at a time")
     add("--retries", type=_whole, default=EndpointSettings.retries, help="more tries of a request that failed")
     add("--timeout", type=_seconds, default=EndpointSettings.timeout, help="seconds per request")
-    return parser
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="show samples with what is trained on marked, and count tokens",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=_inspect)
+    parser.add_argument("--base", default=EMBEDDED, help='whose tokenizer: directory, Hub id, or "embedded"')
+    parser.add_argument("--source", required=True, help="a file, a directory of files, or a Hub data set")
+    parser.add_argument("--split", default="train", help="of a Hub data set")
+    parser.add_argument("--subset", default="", help="of a Hub data set")
+    parser.add_argument("--streaming", action="store_true", help="do not download a Hub data set whole")
+    parser.add_argument("--limit", type=_whole, default=1000, help="records that are read; 0 = all")
+    parser.add_argument("--index", type=_whole, default=0, help="first sample that is shown")
+    parser.add_argument("--count", type=_whole, default=3, help="samples that are shown")
+    parser.add_argument("--row-tokens", type=_whole, default=1024, help="length of a packed row")
+    parser.add_argument("--json", metavar="FILE", help="write samples and figures here instead")
 
 
 def _whole(text: str, low: int = 0) -> int:

@@ -1,13 +1,14 @@
 """What the base is asked: prompts from the standard library, or conversations without their answers."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from data.exchange import Message, Prompt
-from data.sources import read_records
+from data.shapes import conversation, present
+from data.sources import Source
 from data.stdlib import Split, chat_pairs, completion_prompts
 from medusa import MedusaModel
 
@@ -46,19 +47,23 @@ def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
     Raises:
         ValueError: A record without a prompt.
     """
-    return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(path)]
+    return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(Source(str(path)))]
 
 
-def conversations(path: str | Path) -> Iterator[Prompt]:
-    """The conversations of a sample file (see ``data.sources``) without their answers; no token ids yet.
+def conversations(source: Source) -> Iterator[Prompt]:
+    """The conversations of a source without their answers (a record needs none); no token ids yet.
 
     Raises:
-        ValueError: A record without a prompt.
+        ValueError: A record without a prompt; names its place.
     """
-    for number, record in read_records(path):
-        asked = _questions(_turns(record))
-        if not asked or not all(isinstance(turn.get("content"), str) for group in asked for turn in group):
-            raise ValueError(f"{path}, line {number}: no prompt; give messages that begin with a user turn, or prompt")
+    for place, record in source.records():
+        try:
+            # A pair's question is a prompt without the answer, too.
+            turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        if not (asked := _questions(turns or ())):
+            raise ValueError(f"{place}: no prompt; give messages that begin with a user turn, or prompt")
         yield Prompt(asked)
 
 
@@ -80,11 +85,7 @@ def _encode(model: MedusaModel, prompt: Prompt) -> tuple[int, ...]:
     return tuple(model.chat_prompt(prompt.asked[0]))
 
 
-def _turns(record: Mapping[str, Any]) -> Sequence[Message]:
-    return record.get("messages") or [{"role": "user", "content": record.get("prompt")}]
-
-
-def _questions(turns: Iterable[Message]) -> tuple[tuple[Message, ...], ...]:
+def _questions(turns: Iterable[Mapping[str, Any]]) -> tuple[tuple[Message, ...], ...]:
     """The messages before each answer, whoever gave it; an unanswered last turn is a question too.
 
     The conversation ends before the first turn of a tool: it answers a call that the base may not make.
@@ -92,11 +93,11 @@ def _questions(turns: Iterable[Message]) -> tuple[tuple[Message, ...], ...]:
     groups: list[tuple[Message, ...]] = []
     group: list[Message] = []
     for turn in turns:
-        role = turn.get("role")
+        role = turn["role"]
         if role not in ("user", "assistant", *INSTRUCTIONS):
             break
         if role != "assistant":
-            group.append(turn)
+            group.append({"role": role, "content": turn["content"]})
         elif any(asked["role"] not in INSTRUCTIONS for asked in group):
             groups.append(tuple(group))
             group = []

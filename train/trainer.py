@@ -5,7 +5,6 @@ Shapes: K heads, C columns of the loss: the K heads, behind the base where it is
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from data import resolve_base_name
 from data.packing import PackedRows, pack
-from data.sources import Sample, read_samples
+from data.rows import open_rows
+from data.sources import Sample, Source, read_samples
 from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
@@ -75,7 +75,7 @@ class Trainer:
         options = load_options(recipe.base, workers.device)
         self.base = BaseModel.load(base_name, dtype=dtype, device=workers.device, load_options=options)
         self.packed = self._read_training_rows()
-        self.heldout = read_samples(recipe.data.heldout, self.base.tokenizer) if recipe.data.heldout else []
+        self.heldout = self._read_heldout()
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
         self.total = total_steps(recipe.optim, len(self.packed))
 
@@ -209,13 +209,19 @@ class Trainer:
                 write_report(self.directory.path)
 
     def _read_training_rows(self) -> PackedRows:
-        samples: Sequence[Sample] = read_samples(self.recipe.data.train, self.base.tokenizer)
-        packed = pack(samples, self.recipe.data.row_tokens)
-        LOGGER.info(
-            "%d samples in %d rows of %d tokens, %.1f %% filled",
-            len(samples), len(packed), self.recipe.data.row_tokens, 100 * packed.fill,
-        )  # fmt: skip
+        data = self.recipe.data
+        source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit)
+        packed = open_rows(source, self.base.tokenizer, data.row_tokens, data.cache)
+        LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         return packed
+
+    def _read_heldout(self) -> list[Sample]:
+        data = self.recipe.data
+        if not data.heldout:
+            return []
+        limit = data.limit if data.streaming else 0
+        source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
+        return read_samples(source, self.base.tokenizer)
 
     def _heads_config(self, base_name: str) -> HeadsConfig:
         heads = self.recipe.heads

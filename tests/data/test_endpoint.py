@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import os
 import signal
@@ -18,11 +19,14 @@ from transformers import PreTrainedTokenizerFast
 
 from data import chat_completions
 from data.__main__ import main
+from data.chat import documents, special_tokens
 from data.chat_completions import ChatClient, EndpointError
 from data.endpoint import EndpointAnswerer
 from data.exchange import EndpointSettings, Prompt, Settings, UnansweredError
 from data.regenerate import Part, regenerate
 from tests.data.fake_server import completion, fake_server
+from tests.data.test_golden import TOKENS, byte_tokenizer
+from tests.data.test_golden import conversation as golden_conversation
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -292,6 +296,39 @@ def test_a_template_that_renders_no_answer_ends_at_once_and_later_fails_alone(se
     assert "no b" in str(answers[1])
 
 
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_answers_end_under_real_templates_as_the_base_ended_them(server, answerer, tmp_path, name, reason):
+    recorded = golden_conversation(name)
+    asked = [tuple(turn for turn in recorded[:1] if turn["role"] == "system")]
+    answers = {turn["content"]: answer["content"] for turn, answer in itertools.pairwise(recorded)}
+    for turn in recorded:
+        if turn["role"] == "user":
+            asked[-1] += (turn,)
+        elif turn["role"] == "assistant":
+            asked.append(())
+    server.reply = lambda request: (
+        200, {}, completion(answers[request["messages"][-1]["content"]], finish_reason=reason),
+    )  # fmt: skip
+    tokenizer = byte_tokenizer(name)
+    regenerate([Prompt(tuple(asked[:-1]))], answerer(tokenizer=tokenizer), tmp_path / "a.jsonl", {})
+    found = [(sample["input_ids"], sample["loss_mask"]) for sample in lines(tmp_path / "a.jsonl")]
+    expected = spoken(tokenizer, documents(tokenizer, recorded))
+    if reason == "length":
+        assert all(special_tokens(tokenizer).search(text) for text in expected)
+        expected = [special_tokens(tokenizer).split(text)[0] for text in expected]
+    assert spoken(tokenizer, found) == expected
+
+
+def spoken(tokenizer, parts):
+    """The supervised stretches, in order."""
+    texts = []
+    for ids, mask in parts:
+        for marked, run in itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
+            texts += [tokenizer.decode([token for token, _ in run])] if marked else []
+    return texts
+
+
 def test_the_servers_own_tokens_are_taken_where_it_tells_them(server, answerer, tmp_path):
     server.reply = lambda request: (200, {}, completion("yes", token_ids=[9, 8, 0]) | {"prompt_token_ids": [5, 6, 7]})
     regenerate([conversation("a")], answerer(), tmp_path / "a.jsonl", {})
@@ -367,18 +404,19 @@ def test_a_stopped_run_asks_for_what_is_missing_only(server, answerer, tmp_path,
     assert lines(tmp_path / "cut.jsonl") == lines(tmp_path / "whole.jsonl")
 
 
-def test_the_command_line_asks_a_server(server, base_directory, tmp_path, monkeypatch, capsys):
+def test_the_command_line_asks_a_server(server, base_directory, tmp_path, monkeypatch, caplog):
     (tmp_path / "chats.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
     words = ["regenerate", "--base", str(base_directory), "--out", str(tmp_path / "a.jsonl"), "--endpoint", server.url]
-    with pytest.raises(SystemExit) as wrong:
-        main(words)
-    assert wrong.value.code == 2
-    assert "--prompts (train) holds code to continue" in capsys.readouterr().err
+    assert main([word for word in words if word not in ("--base", str(base_directory))]) == 2
+    assert "--endpoint needs --base" in caplog.text
+    assert main(words) == 2
+    assert "--prompts (train) holds code to continue" in caplog.text
     words += ["--prompts", str(tmp_path / "chats.jsonl"), "--model", "served", "--api-key-env", "SOME_KEY"]
     monkeypatch.delenv("SOME_KEY", raising=False)
-    with pytest.raises(SystemExit) as wrong:
-        main(words)
-    assert wrong.value.code == 2
+    assert main(words) == 2
+    assert "--api-key-env (SOME_KEY) is not set; export SOME_KEY=KEY" in caplog.text
+    assert main([word for word in words if word not in ("--endpoint", server.url)]) == 2
+    assert "--model belongs to a server" in caplog.text
     monkeypatch.setenv("SOME_KEY", "secret\n")
     assert main(words) == 0
     assert len(lines(tmp_path / "a.jsonl")) == 2

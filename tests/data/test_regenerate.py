@@ -9,6 +9,7 @@ from data.exchange import Exchange, Prompt, Settings, samples
 from data.local import LocalAnswerer
 from data.prompts import conversations, file_prompts, fitting
 from data.regenerate import Part, regenerate
+from data.sources import Source
 
 
 def lines(path):
@@ -50,7 +51,7 @@ def chats(tmp_path, *turns):
     """A file of one conversation with recorded answers, read again without them."""
     messages = [{"role": role, "content": content} for role, content in turns]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    return list(conversations(tmp_path / "chats.jsonl"))
+    return list(conversations(Source(str(tmp_path / "chats.jsonl"))))
 
 
 def test_every_user_turn_is_answered_behind_the_bases_own_answers(model, run, tmp_path):
@@ -136,6 +137,11 @@ def test_a_damaged_unfinished_file_is_said(tmp_path):
     [
         ({"prompt": "hi", "response": "there"}, "hi<end>"),
         ({"prompt": "hi"}, "hi<end>"),
+        ({"prompt": "hi", "response": None}, "hi<end>"),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, "hi<end>"),
+        ({"instruction": "hi", "input": "you"}, "hi\n\nyou<end>"),
+        ({"conversations": [{"from": "human", "value": "yo"}, {"from": "gpt", "value": "x"}]}, "yo<end>"),
+        ({"system": "s", "conversations": [{"from": "human", "value": "yo"}]}, "s<end>yo<end>"),
         ({"messages": [{"role": "user", "content": "yo"}]}, "yo<end>"),
         ({"messages": [{"role": "user", "content": "yo"}, {"role": "assistant", "content": "x"}]}, "yo<end>"),
     ],
@@ -147,11 +153,19 @@ def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path
     assert model.base.tokenizer.decode(ids) == prompt
 
 
-@pytest.mark.parametrize("record", [{"text": "a document"}, {"messages": []}, {"messages": [{"role": "assistant"}]}])
-def test_lines_without_a_prompt_are_named(model, tmp_path, record):
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a document"}, "no prompt; give messages that begin with a user turn, or prompt"),
+        ({"messages": []}, "no prompt"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no prompt"),
+        ({"messages": [{"role": "user"}]}, r"content \(None\) is no text"),
+    ],
+)
+def test_lines_without_a_prompt_are_named(model, tmp_path, record, message):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "fine"}\n' + json.dumps(record) + "\n")
-    with pytest.raises(ValueError, match="line 2: no prompt"):
+    with pytest.raises(ValueError, match=f"chats.jsonl, line 2: {message}"):
         file_prompts(model, path)
 
 
