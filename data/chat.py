@@ -130,7 +130,7 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) 
     whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
     special = special_tokens(tokenizer)
     said = whole.removeprefix(asked) if whole.startswith(asked) else _after_opening(special, asked, whole)
-    if said is None or not said:
+    if not said:
         raise ValueError(
             f"conversation ({_excerpt(messages)!r}): the chat template renders the answer otherwise than it asks for it"
             f" ({asked[-40:]!r} is not in {whole[-200:]!r}), so the assistant's tokens are unknown; put "
@@ -146,8 +146,10 @@ def _after_opening(special: re.Pattern[str], asked: str, whole: str) -> str | No
     marks = list(special.finditer(asked))
     if not marks:
         return None
-    before, opening, said = whole.rpartition(asked[marks[-1].start() :])
-    return said if before and opening else None
+    opening = asked[marks[-1].start() :]
+    if whole.count(opening) != asked.count(opening):  # not there, or in the answer's own words too
+        return None
+    return whole.rpartition(opening)[2]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:
