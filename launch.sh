@@ -28,7 +28,9 @@ usage: ./launch.sh [command] [arguments]
   chat           talk to a model with heads in the terminal
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
+  report         figures and curves of a training run
   bench          what a decode step costs on this machine, beside what it could cost at best
+  bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
@@ -130,8 +132,10 @@ case $command in
     test) run -m pytest "$@" ;;
     data) run -m data "$@" ;;
     train) train "$@" ;;
+    report) run -m train.report "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
+    bench-train) run -m train.bench "$@" ;;
     gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa import packed
+from medusa.adapter import apply_adapter
 from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass, RecompileLimitError
@@ -70,6 +71,8 @@ class BaseModel:
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
         int8: Its weights are rounded: this is another model than the one of that name.
+        adapter: Where the adapter is that joint training (Medusa-2) changed it by, and that makes it another model than
+            the one of that name; "" = there is none.
         attention: The backend that computes attention over tree rows.
         decoding: What it verifies exactly: any tree, chains only, or single rows only ("plain").
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
@@ -96,6 +99,7 @@ class BaseModel:
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.decoding: Decoding = "tree"
         self.int8 = self.explicit_mask = False
+        self.adapter = ""
         self._no_mask: Tensor | None = None
         if self.context_length < (longest := getattr(self.config, "max_position_embeddings", 0) or 0):
             logger.warning(
@@ -114,6 +118,7 @@ class BaseModel:
         int8: bool = False,
         attention: str = "auto",
         load_options: Mapping[str, Any] | None = None,
+        adapter: str | Path = "",
     ) -> "BaseModel":
         """Load a base and its tokenizer through transformers.
 
@@ -128,10 +133,12 @@ class BaseModel:
                 the reference on a CPU.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
                 devices and takes the place of ``device``, ``quantization_config`` quantises it.
+            adapter: Directory of an adapter that joint training made; it becomes part of the weights.
 
         Raises:
-            ValueError: There is no usable model or tokenizer, the attention backend does not run here, or there is
-                nothing to round to 8 bits or no way to compute with them.
+            FileNotFoundError: There is no such adapter.
+            ValueError: There is no usable model or tokenizer, the adapter is of another base, the attention backend
+                does not run here, or there is nothing to round to 8 bits or no way to compute with them.
         """
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -154,6 +161,8 @@ class BaseModel:
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
         spread = "device_map" in options
+        if adapter:
+            model = apply_adapter(model, adapter, merge=not quantised)
         if int8 and (device.type != "cpu" or spread):
             raise ValueError(f"int8 weights are for one CPU and device is {device}; leave int8 out, or pass device=cpu")
         if int8:
@@ -161,7 +170,7 @@ class BaseModel:
         if pack and device.type == "cpu" and not spread:
             packed.pack_linears(model, keep=model.get_output_embeddings())
         base = cls(model, tokenizer, str(name), attention)
-        base.int8 = int8
+        base.int8, base.adapter = int8, str(adapter)
         return base
 
     @property

@@ -121,6 +121,9 @@ class MedusaModel:
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
+        Heads of joint training (Medusa-2) bring an adapter that becomes part of the base, whichever is named: its
+        answers are no longer those of the original, and lossless decoding is exact towards the changed base.
+
         Args:
             heads: Directory of the heads; None loads a base alone.
             base: Directory or Hub id of the base; None = what the heads' config names.
@@ -152,8 +155,9 @@ class MedusaModel:
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
         base_model = BaseModel.load(
-            name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options
-        )
+            name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options,
+            adapter=config.base_adapter if config is not None else "",
+        )  # fmt: skip
         choose_decoding(base_model)
         if compiled:
             compile_base(base_model)
@@ -169,7 +173,7 @@ class MedusaModel:
         return CPU_NODES if self.base.device.type == "cpu" else GPU_NODES
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
-        """Write the heads (never the base) in the native format; returns the directory.
+        """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
 
         Raises:
             ValueError: There are no heads.
@@ -185,7 +189,7 @@ class MedusaModel:
     @overload
     def generate(self, prompts: Tensor, **options: Unpack[Options]) -> Output | list[Output]: ...
     def generate(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> Output | list[Output]:
-        """Complete one prompt or a batch of them.
+        """Complete one prompt or a batch of them; lossless towards ``base``, as it is after joint training too.
 
         Args:
             prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these.

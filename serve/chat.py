@@ -189,6 +189,8 @@ def describe(model: "MedusaModel", directory: str) -> str:
     lines.append(f"on     {base.device}, {dtype}, {base.attention.name} attention")
     if base.int8:
         lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")
+    if base.adapter:
+        lines.append("TUNED  the base was changed by training (Medusa-2): answers are not those of the original")
     return "\n".join(lines)
 
 

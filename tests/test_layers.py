@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 GROUND_FLOOR = {"medusa", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tqdm"}
 GROUND_FLOOR |= {"jinja2"}  # transformers cannot render a chat template without it
-OPTIONAL = {"flash_attn", "triton"}
+OPTIONAL = {"flash_attn", "peft", "triton"}
 
 
 def imported_packages(source: Path):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from train.recipe_file import RecipeError, describe, parse_overrides, read_recipe
 from train.stop import Stopped, StopRequest
 
-GRACE = 2.0
+GRACE = 10.0
 """Seconds that torchrun has to end a process whose error is only the echo of another one's."""
 
 

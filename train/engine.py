@@ -28,7 +28,7 @@ class Engine:
         optim: learning rate, weight decay, clipping.
         engine: ZeRO stage, offload and precision.
         device: where the module lives; torch.distributed is initialised already.
-        groups: parameters with their own learning rates, {"params": [...], "lr_ratio": 0.25}; None = all alike.
+        groups: trained parameters that share a learning rate; None = all alike.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Engine:
         optim: OptimRecipe,
         engine: EngineRecipe,
         device: torch.device,
-        groups: Sequence[Mapping[str, Any]] | None = None,
+        groups: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
         self._deepspeed = _import_deepspeed(device)
         self._module = module.to(device)
@@ -45,7 +45,7 @@ class Engine:
         self._parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
-            model_parameters=[dict(group) for group in groups] if groups else list(self._parameters.values()),
+            model_parameters=[{"params": list(group)} for group in groups or [[*self._parameters.values()]]],
             config=_config(optim, engine),
         )
         self._stage = engine.zero_stage
@@ -67,10 +67,10 @@ class Engine:
         # DeepSpeed averages over processes.
         self._engine.backward(loss * self._engine.dp_world_size, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> None:
-        """Step the optimizer with this learning rate (times each group's own `lr_ratio`), after the last backward."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
+    def step(self, *rates: float) -> None:
+        """Step the optimizer with the learning rate of each group, after the last backward."""
+        for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         if self._stage == 0:  # where DeepSpeed clips without telling the norm
             self._norm = nn.utils.get_total_norm(
                 [value.grad for value in self._parameters.values() if value.grad is not None]
@@ -153,7 +153,7 @@ class Engine:
             with self._whole():
                 nothing = torch.stack([parameter.sum() * 0.0 for parameter in self._parameters.values()]).sum()
                 self.backward(nothing, last=True)
-            self.step(lr=0.0)
+            self.step(*(0.0 for _ in self._engine.optimizer.param_groups))
             self._steps = 0
         if self._stage in (1, 2):  # DeepSpeed links parameters to their moments once the first group has some
             zero = self._engine.optimizer

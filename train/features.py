@@ -24,8 +24,8 @@ class Positions:
     """int64 [M, 1 + K]; column k is token t+1+k, or `IGNORE`."""
     path: Tensor
     """int64 [M, K]; the tokens t+1 .. t+K, which heads may read."""
-    per_row: Tensor
-    """int64 [B]; kept positions of each row."""
+    kept: Tensor
+    """bool [B, T]; where the M positions are."""
 
     @staticmethod
     def of(packed: PackedRows, rows_B: Tensor, num_heads: int) -> "Positions":
@@ -35,7 +35,12 @@ class Positions:
         ids_BT = packed.input_ids[rows_B].long()
         # What a head with a target reads is in the same document: a row's end never wraps into its view.
         path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)
-        return Positions(targets[kept_BT], path_BTK[kept_BT], kept_BT.sum(1))
+        return Positions(targets[kept_BT], path_BTK[kept_BT], kept_BT)
+
+    @property
+    def per_row(self) -> Tensor:
+        """int64 [B]; kept positions of each row."""
+        return self.kept.sum(1)
 
 
 class HiddenStates(Protocol):

@@ -6,7 +6,7 @@ What lies between runs over blocks of a chunk, so small that float32 temporaries
 Shapes: M positions, K heads, R rows (pairs of position and head) of a chunk, U teachers, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from data.packing import IGNORE
-from train.row_losses import replace_by_gradient
+from train.row_losses import RowTargets, replace_by_gradient
 
 LmHead = Callable[[Tensor], Tensor]
 
@@ -36,6 +36,14 @@ class Targets:
     def __post_init__(self) -> None:
         if self.kind != "ce" and (self.teacher_hidden is None or self.teacher_index is None):
             raise ValueError(f"loss ({self.kind}) needs the base's distributions; pass their hidden states and index")
+
+    def at(self, position_R: Tensor, head_R: Tensor, lm_head: LmHead) -> RowTargets:
+        """The targets of some pairs of position and head; only the teachers that they use go through `lm_head`."""
+        labels_R = self.labels[position_R, head_R]
+        if self.kind == "ce" or self.teacher_hidden is None or self.teacher_index is None:
+            return RowTargets(labels_R)
+        used_U, teacher_R = self.teacher_index[position_R, head_R].unique(return_inverse=True)
+        return RowTargets(labels_R, self.kind, lm_head(self.teacher_hidden[used_U]), teacher_R)
 
 
 def fused_loss(
@@ -71,21 +79,15 @@ class _FusedLoss(torch.autograd.Function):
         correct_K = targets.labels.new_zeros(len(features_KMD))
         grad_KMD = torch.zeros_like(features_KMD)
         grad_own_KVD = None if own_KVD is None else torch.zeros_like(own_KVD)
-        labelled_MK = targets.labels != IGNORE
-        if targets.kind != "ce":
-            chunk_rows = max(1, chunk_rows // 2)  # each may have a teacher of its own
-        # Heads that share a matrix share products; ordered by position, so that their targets share teachers.
-        for heads in [slice(0, None)] if own_KVD is None else [slice(k, k + 1) for k in range(len(own_KVD))]:
-            for chunk in labelled_MK[:, heads].nonzero().split(chunk_rows):
-                position_R, head_R = chunk[:, 0], chunk[:, 1] + heads.start
-                features_RD = features_KMD[head_R, position_R]
-                own_VD = None if own_KVD is None else own_KVD[heads.start]
-                loss_R, correct_R, grads = _chunk_loss(features_RD, own_VD, targets, lm_head, position_R, head_R)
-                loss_K.index_add_(0, head_R, loss_R.to(loss_K.dtype))
-                correct_K.index_add_(0, head_R, correct_R)
-                grad_KMD[head_R, position_R] = grads[0]
-                if grad_own_KVD is not None:
-                    grad_own_KVD[heads.start] += grads[1]
+        for position_R, head_R, own in _chunks(targets, chunk_rows, by_head=own_KVD is not None):
+            inputs = [features_KMD[head_R, position_R]] + ([] if own_KVD is None else [own_KVD[own]])
+            project = lm_head if own_KVD is None else functional.linear
+            loss_R, correct_R, grads = _chunk_loss(inputs, project, targets.at(position_R, head_R, lm_head))
+            loss_K.index_add_(0, head_R, loss_R.to(loss_K.dtype))
+            correct_K.index_add_(0, head_R, correct_R)
+            grad_KMD[head_R, position_R] = grads[0]
+            if grad_own_KVD is not None:
+                grad_own_KVD[own] += grads[1]
         ctx.save_for_backward(grad_KMD, grad_own_KVD)
         ctx.mark_non_differentiable(correct_K)
         return loss_K, correct_K
@@ -99,24 +101,25 @@ class _FusedLoss(torch.autograd.Function):
         return grad_KMD * scale_K11.to(grad_KMD.dtype), grad_own_KVD, None, None, None
 
 
+def _chunks(targets: Targets, chunk_rows: int, by_head: bool) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Labelled pairs (positions [R], heads [R]) of all heads, by position so that they share teachers; or by head.
+
+    Also the head, where `by_head`, else 0. There is at least one chunk, which may be empty.
+    """
+    rows = chunk_rows if targets.kind == "ce" else max(1, chunk_rows // 2)  # each may have a teacher of its own
+    labelled_MK = targets.labels != IGNORE
+    for first, group in enumerate(labelled_MK.split(1 if by_head else labelled_MK.shape[1], dim=1)):
+        for pairs in group.nonzero().split(rows):
+            yield pairs[:, 0], pairs[:, 1] + first, first
+
+
 def _chunk_loss(
-    features_RD: Tensor,
-    own_VD: Tensor | None,
-    targets: Targets,
-    lm_head: LmHead,
-    position_R: Tensor,
-    head_R: Tensor,
+    inputs: list[Tensor], project: Callable[..., Tensor], targets: RowTargets
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Losses [R], whether the label is best [R], and the gradients of the features and of an own matrix."""
-    teacher_UV = teacher_R = None
-    if targets.teacher_hidden is not None and targets.teacher_index is not None and targets.kind != "ce":
-        used_U, teacher_R = targets.teacher_index[position_R, head_R].unique(return_inverse=True)
-        teacher_UV = lm_head(targets.teacher_hidden[used_U])
+    """Losses [R] of `project(*inputs)`, whether the label is best [R], and the gradients of the inputs."""
     with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (features_RD, own_VD) if tensor is not None]
-        logits_RV = lm_head(*inputs) if own_VD is None else functional.linear(*inputs)
-    labels_R = targets.labels[position_R, head_R]
-    # Autograd needs the values of these logits no more; if an output layer's backward does, it says so.
-    loss_R, correct_R = replace_by_gradient(logits_RV.detach(), labels_R, targets.kind, teacher_UV, teacher_R)
-    del teacher_UV
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        logits_RV = project(*inputs)
+    # The values of the logits are not needed any more; an output layer whose gradient needs them makes autograd say so.
+    loss_R, correct_R = replace_by_gradient(logits_RV.detach(), targets)
     return loss_R, correct_R, torch.autograd.grad(logits_RV, inputs, logits_RV.detach())

@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, the exit status of the first worker that failed (1 where a signal killed it), or 128 + the signal received.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:

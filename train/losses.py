@@ -3,6 +3,7 @@
 Shapes: M positions, K heads, U teachers, D hidden size, V vocabulary.
 """
 
+import torch
 from torch import Tensor, nn
 
 from medusa.heads import DraftHeads, Vocabulary
@@ -12,22 +13,27 @@ CHUNK_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits that exist at a time: enough rows for a fast matrix product, whatever the size of the vocabulary."""
 
 
+def chunk_rows(loss_rows: int, vocab_size: int, device: torch.device) -> int:
+    """Rows of logits that exist at a time: `loss_rows`, or fewer where the vocabulary is large."""
+    return min(loss_rows, max(2, CHUNK_NUMEL[device.type] // vocab_size))
+
+
 class HeadsLoss(nn.Module):
     """Heads and their loss in one module, so that ZeRO sees every use of a parameter.
 
     Args:
         heads: the trained heads.
         vocabulary: both ends of the frozen base.
-        chunk_rows: most rows of logits that exist at a time; a large vocabulary lowers it.
+        loss_rows: most rows of logits that exist at a time; a large vocabulary lowers it.
         kind: targets: ce = the labels; kl, tv = the base's own distribution at the labels' places, by Kullback-Leibler
             or total variation distance (on which acceptance depends linearly; Leviathan et al. 2023, theorem 3.5).
     """
 
-    def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, chunk_rows: int, kind: str = "ce") -> None:
+    def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, loss_rows: int, kind: str = "ce") -> None:
         super().__init__()
         self.heads = heads
         self._vocabulary = vocabulary
-        self._chunk_rows = chunk_rows
+        self._loss_rows = loss_rows
         self._kind = kind
 
     def forward(
@@ -58,6 +64,6 @@ class HeadsLoss(nn.Module):
         """
         targets = Targets(labels_MK, self._kind, teacher_UD, teacher_MK)
         features_KMD = self.heads(hidden_MD, path_MK, self._vocabulary)
-        rows = min(self._chunk_rows, max(1, CHUNK_NUMEL[hidden_MD.device.type] // self.heads.config.vocab_size))
+        rows = chunk_rows(self._loss_rows, self.heads.config.vocab_size, hidden_MD.device)
         loss_K, correct_K = fused_loss(features_KMD, targets, self._vocabulary.logits, self.heads.lm_heads, rows)
         return (loss_K * weights_K).sum(), loss_K.detach(), correct_K

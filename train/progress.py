@@ -1,19 +1,13 @@
-"""What a run tells its user: progress bar or log lines, and Weights & Biases."""
+"""What a run tells its user: a progress bar, or log lines."""
 
 import logging
-import os
-import secrets
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
-
-from train.config import Recipe
-from train.recipe_file import resolved
 
 LOGGER = logging.getLogger("train")
 LINE_SECONDS = 10.0
@@ -58,50 +52,3 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class WandbReport:
-    """Weights & Biases on process 0; does nothing when the recipe says "off".
-
-    Args:
-        recipe: the mode and the project.
-        directory: the run directory, where all of its files go.
-        shown: False on the other processes.
-    """
-
-    def __init__(self, recipe: Recipe, directory: Path, shown: bool) -> None:
-        self._run: Any = None
-        if not shown or recipe.log.wandb == "off":
-            return
-        for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-            os.environ.setdefault(name, str(directory.resolve()))
-        os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
-
-        identity = directory / "wandb-id"
-        if not identity.is_file():
-            identity.write_text(secrets.token_hex(4), encoding="utf-8")
-        self._run = wandb.init(
-            project=recipe.log.wandb_project,
-            name=directory.name,
-            id=identity.read_text(encoding="utf-8"),
-            resume="allow",
-            mode=recipe.log.wandb,  # type: ignore[arg-type]
-            dir=str(directory),
-            config=resolved(recipe),
-        )
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Send one record of metrics.jsonl; lists become one curve per head."""
-        if self._run is None:
-            return
-        flat = {name: value for name, value in record.items() if not isinstance(value, list)}
-        for name, values in record.items():
-            if isinstance(values, list):
-                flat |= {f"{name}/{head}": value for head, value in enumerate(values, start=1)}
-        self._run.log(flat, step=record["step"])
-
-    def finish(self) -> None:
-        """Wait until everything is written."""
-        if self._run is not None:
-            self._run.finish()

@@ -1,31 +1,78 @@
-"""Where trained heads come from: recipe, versions, revision, figures."""
+"""Where trained heads come from: recipe, data, base, code, machine, figures."""
 
 import platform
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from data.packing import PackedRows
+from medusa.base_model import BaseModel
 from train.config import Recipe
 from train.recipe_file import resolved
+from train.report import read_report
+from train.workers import Workers
+
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "safetensors")
+"""Packages that may change a result."""
 
 
-def provenance(recipe: Recipe, figures: dict[str, Any], world_size: int) -> dict[str, Any]:
+def provenance(
+    recipe: Recipe, figures: dict[str, Any], base: BaseModel, rows: PackedRows, workers: Workers
+) -> dict[str, Any]:
     """What is written beside the heads.
 
     Args:
-        recipe: the recipe that trained them.
+        recipe: the recipe that trained them; its run directory tells the tokens and seconds of all starts together.
         figures: steps, seconds, held-out accuracy, tokens per step.
-        world_size: number of processes.
+        base: the frozen model.
+        rows: the training rows.
+        workers: the processes of the last start.
     """
-    packages = ("torch", "transformers", "deepspeed")
     return {
         "recipe": resolved(recipe),
+        "base": {
+            "name": base.name,
+            "revision": getattr(base.model.config, "_commit_hash", None),
+            "training": "changed by adapter/: its answers are not the original's" if recipe.lora.rank else "frozen",
+        },
         "figures": figures,
-        "processes": world_size,
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "totals": read_report(recipe.run)["totals"],
+        "data": {
+            "source": recipe.data.train,
+            "fingerprint": rows.fingerprint(),
+            "rows": len(rows),
+            "row_tokens": recipe.data.row_tokens,
+        },
+        "command": shlex.join(sys.orig_argv),
+        "processes": workers.world_size,
+        "device": _device(workers.device),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        **software(),
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of Python and of the packages that decide results, and this code's revision."""
+    return {
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "revision": _revision(),
     }
+
+
+def _device(device: torch.device) -> str:
+    """Name of process 0's GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processors = Path("/proc/cpuinfo")
+    lines = processors.read_text(encoding="utf-8").splitlines() if processors.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _version(package: str) -> str | None:

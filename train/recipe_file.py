@@ -77,6 +77,9 @@ def _conflicts(recipe: Recipe) -> list[str]:
             joint and cache != "online"
         ),
         f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0": joint and mix > 1,
+        "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0": (
+            joint and recipe.engine.zero_stage == 3
+        ),
         "base.shard holds a frozen base; set it to false, or lora.rank to 0": joint and recipe.base.shard,
         "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none": (
             recipe.base.shard and recipe.base.quantise != "none"

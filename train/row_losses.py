@@ -4,6 +4,7 @@ Shapes: R rows of a chunk, B rows of a block, U teachers, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,32 +13,43 @@ BLOCK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Logits that are looked at together: on a CPU they stay in its cache, on a GPU they keep it busy."""
 
 
-def replace_by_gradient(
-    logits_RV: Tensor, labels_R: Tensor, kind: str, teacher_UV: Tensor | None, teacher_R: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Overwrite logits with the gradient of their rows' losses, a block at a time in float32 or wider.
+@dataclass(frozen=True)
+class RowTargets:
+    """What R rows of logits should say."""
 
-    Args:
-        logits_RV: any floating dtype; changed in place.
-        labels_R: int64 token ids.
-        kind: a key of `ROW_LOSSES`.
-        teacher_UV: logits of the distributions that are the targets; None for ce.
-        teacher_R: int64, which of them is the row's; None for ce.
+    labels: Tensor
+    """int64 token ids [R]."""
+    kind: str = "ce"
+    """A key of `ROW_LOSSES`."""
+    teacher_logits: Tensor | None = None
+    """[U, V]; their softmax are the target distributions; None for ce."""
+    teacher_index: Tensor | None = None
+    """int64 rows of teacher_logits [R]; None for ce."""
+
+    def teacher(self, rows: slice) -> Tensor | None:
+        """The teachers' logits [B, V] of some rows."""
+        if self.teacher_logits is None or self.teacher_index is None:
+            return None
+        return self.teacher_logits[self.teacher_index[rows]]
+
+
+def replace_by_gradient(logits_RV: Tensor, targets: RowTargets) -> tuple[Tensor, Tensor]:
+    """Overwrite logits (any floating dtype) with the gradient of their rows' losses.
 
     Returns:
-        Losses [R], at least float32; int64 [R], 1 where the label has the highest logit.
+        Losses [R], float32 or wider; int64 [R], 1 where the label has the highest logit.
     """
     dtype = torch.promote_types(logits_RV.dtype, torch.float32)
-    loss_R, correct_R = logits_RV.new_zeros(len(logits_RV), dtype=dtype), torch.zeros_like(labels_R)
+    loss_R, correct_R = logits_RV.new_zeros(len(logits_RV), dtype=dtype), torch.zeros_like(targets.labels)
     block = max(1, BLOCK_NUMEL[logits_RV.device.type] // logits_RV.shape[1])
     for start in range(0, len(logits_RV), block):
         rows = slice(start, start + block)
-        scores_BV, labels_B1 = logits_RV[rows].to(dtype), labels_R[rows, None]
+        scores_BV, labels_B1, teacher_BV = logits_RV[rows].to(dtype), targets.labels[rows, None], targets.teacher(rows)
         scores_BV = scores_BV - scores_BV.amax(1, keepdim=True)  # the best score is 0: exponentials cannot overflow
-        teacher_BV = None if teacher_UV is None or teacher_R is None else teacher_UV[teacher_R[rows]].to(dtype)
-        loss_R[rows], gradient_BV = ROW_LOSSES[kind](scores_BV, labels_B1, teacher_BV)
+        if teacher_BV is not None:
+            teacher_BV = teacher_BV.to(dtype) - teacher_BV.to(dtype).amax(1, keepdim=True)
+        loss_R[rows], logits_RV[rows] = ROW_LOSSES[targets.kind](scores_BV, labels_B1, teacher_BV)
         correct_R[rows] = (scores_BV.gather(1, labels_B1) == 0).squeeze(1).long()
-        logits_RV[rows] = gradient_BV
     return loss_R, correct_R
 
 
@@ -50,7 +62,6 @@ def _cross_entropy(scores_BV: Tensor, labels_B1: Tensor, _: Tensor | None) -> tu
 
 def _divergence(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q) = sum p (log p - log q), p the teacher's distribution; its gradient is q - p."""
-    teacher_BV = teacher_BV - teacher_BV.amax(1, keepdim=True)
     probs_BV, normaliser_B1 = _softmax(scores_BV)
     target_BV, target_normaliser_B1 = _softmax(teacher_BV)
     loss_B1 = (target_BV * (teacher_BV - scores_BV)).sum(1, keepdim=True) - target_normaliser_B1 + normaliser_B1
@@ -60,7 +71,7 @@ def _divergence(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tenso
 def _total_variation(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor]:
     """1/2 sum |q - p|; with s = 1/2 sign(q - p) its gradient is q (s - sum q s)."""
     probs_BV, _normaliser = _softmax(scores_BV)
-    target_BV, _normaliser = _softmax(teacher_BV - teacher_BV.amax(1, keepdim=True))
+    target_BV, _normaliser = _softmax(teacher_BV)
     difference_BV = target_BV.neg_().add_(probs_BV)
     loss_B = difference_BV.abs().sum(1) / 2
     slope_BV = difference_BV.sign_().div_(2)
@@ -80,4 +91,4 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "kl": _divergence,
     "tv": _total_variation,
 }
-"""(scores [B, V] whose best is 0, labels [B, 1], the teacher's logits [B, V]) -> losses [B], gradients [B, V]."""
+"""(scores [B, V], labels [B, 1], the teachers' scores [B, V]) -> losses [B], gradients [B, V]; best scores are 0."""

@@ -95,12 +95,16 @@ class RunDirectory:
 
     def start(self, recipe: Recipe, step: int) -> None:
         """Write the resolved recipe and drop metrics of steps that will be done again."""
-        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
-        kept = [line for line in lines if (parsed := _parse(line)) is not None and parsed["step"] <= step]
+        kept = [json.dumps(record) for record in self.records() if record["step"] <= step]
         with self.writing():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             _replace(self._recipe, yaml.safe_dump(resolved(recipe), sort_keys=False))
             _replace(self._metrics, "".join(f"{line}\n" for line in kept))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The whole lines of metrics.jsonl."""
+        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
+        return [record for line in lines if (record := _parse(line)) is not None]
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""

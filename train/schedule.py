@@ -5,7 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from train.config import OptimRecipe
+from train.config import LoraRecipe, OptimRecipe
+
+ADAM_BETAS = (0.9, 0.999)
+"""torch's defaults, which the engine leaves."""
 
 
 def total_steps(optim: OptimRecipe, num_rows: int) -> int:
@@ -50,3 +53,35 @@ def head_weights(optim: OptimRecipe, counts_K: Tensor) -> Tensor:
     """
     lambda_K = optim.head_decay ** torch.arange(len(counts_K), dtype=torch.float32)
     return lambda_K / counts_K.clamp(min=1)
+
+
+def resting_steps(lora: LoraRecipe, total: int) -> int:
+    """Steps at the start that train the heads alone."""
+    return round(lora.heads_only * total)
+
+
+def heads_weight(lora: LoraRecipe, step: int, total: int) -> float:
+    """lambda_0: weight of all heads beside the base's loss in step 0..total-1."""
+    first = resting_steps(lora, total)
+    if lora.heads_schedule == "constant" or step < first:
+        return lora.heads_weight
+    return lora.heads_weight * math.sin(math.pi / 2 * (step + 1 - first) / (total - first))
+
+
+def adapters_rate(lora: LoraRecipe, step: int, total: int, lr: float) -> float:
+    """Learning rate of the adapters where that of the heads is `lr`; 0 while they rest.
+
+    Adam counts the resting steps too, in which the adapters' moments stay 0. It would take the first moments for
+    averages over all steps and make several times too large a change of them, so the rate holds the correction for the
+    steps that count (Kingma and Ba 2015, section 3).
+    """
+    first = resting_steps(lora, total)
+    if step < first:
+        return 0.0
+    return lr / lora.lr_ratio * _bias_correction(step + 1 - first) / _bias_correction(step + 1)
+
+
+def _bias_correction(steps: int) -> float:
+    """What Adam multiplies the learning rate by after so many steps."""
+    first, second = ADAM_BETAS
+    return math.sqrt(1.0 - second**steps) / (1.0 - first**steps)

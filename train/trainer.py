@@ -1,15 +1,16 @@
-"""The training job: frozen base -> hidden states -> heads -> loss -> DeepSpeed step.
+"""The training run: batches of a job -> loss -> DeepSpeed step, with evaluations and checkpoints between.
 
-Shapes: M kept positions, K heads, D hidden size.
+Shapes: K heads, C columns of the loss: the K heads, behind the base where it is trained too.
 """
 
 import logging
 import time
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from data import resolve_base_name
@@ -20,19 +21,19 @@ from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
-from train.blocks import Block
 from train.config import Recipe
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
-from train.features import BasePass, HiddenStates
-from train.hidden_cache import HiddenCache
-from train.losses import HeadsLoss
-from train.progress import Progress, WandbReport
+from train.jobs import build_job
+from train.progress import Progress
 from train.provenance import provenance
+from train.quantised import load_options
 from train.recipe_file import RecipeError
+from train.report import write_report
 from train.run_directory import Position, RunDirectory
-from train.schedule import head_weights, learning_rate, mixed_seed, total_steps
+from train.schedule import mixed_seed, total_steps
 from train.stop import StopRequest
+from train.trackers import Trackers
 from train.workers import Workers, lost_processes_named
 
 LOGGER = logging.getLogger("train")
@@ -58,8 +59,9 @@ def train(recipe: Recipe, stop: StopRequest) -> None:
         if workers.from_first(lambda: directory.finished(recipe)):
             LOGGER.info("run is finished; its heads are in %s", directory.heads)
             return
-        with directory.locked() if workers.rank == 0 else nullcontext():
-            Trainer(recipe, directory, workers).run()
+        writer = workers.rank == 0
+        with directory.locked() if writer else nullcontext(), Trackers(recipe, directory, writer) as trackers:
+            Trainer(recipe, directory, workers).run(trackers)
 
 
 class Trainer:
@@ -70,7 +72,8 @@ class Trainer:
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
         dtype = None if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
-        self.base = BaseModel.load(base_name, dtype=dtype, device=workers.device)
+        options = load_options(recipe.base, workers.device)
+        self.base = BaseModel.load(base_name, dtype=dtype, device=workers.device, load_options=options)
         self.packed = self._read_training_rows()
         self.heldout = self._read_heldout()
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
@@ -79,16 +82,15 @@ class Trainer:
         torch.manual_seed(recipe.optim.seed)
         heads = build_heads(self._heads_config(str(base_name)))
         heads.init_from_base(self.base.lm_head_weight)
-        loss = HeadsLoss(heads, self.base, recipe.engine.loss_rows, recipe.optim.loss)
-        self.engine = Engine(loss, recipe.optim, recipe.engine, workers.device)
+        self.job = build_job(recipe, self.base, heads, self.packed, workers, self.total, directory.path)
+        self.engine = Engine(self.job.module, recipe.optim, recipe.engine, workers.device, self.job.groups)
         self.step, self.seconds = 0, 0.0
         self._resume()
-        self.states = self._hidden_states()
-        self.block: Block | None = None
+        self.job.prepare()
         self.useful = 0  # labels of the base since this process began, for the tokens per second
         self._began = self.seconds
 
-    def run(self) -> None:
+    def run(self, trackers: Trackers) -> None:
         """Make the remaining steps, evaluate, and write the heads.
 
         Raises:
@@ -97,7 +99,6 @@ class Trainer:
         writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
             self.directory.start(self.recipe, self.step)
-        report = WandbReport(self.recipe, self.directory.path, writer)
         with stop.held(), Progress(self.step, self.total, writer) as progress:
             while self.step < self.total:
                 figures = self.train_step()
@@ -105,68 +106,48 @@ class Trainer:
                 if self._due(self.recipe.evaluate.every_steps) and self.step < self.total and not stop.agreed:
                     figures |= self.evaluate()
                 if writer:
-                    self.directory.log(figures)
-                    report.log(figures)
+                    self._log(figures, trackers)
                 if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total or stop.agreed:
                     self.save_checkpoint()
                 stop.raise_if_agreed(self.step)
-            self._finish(report)
+            self._finish(trackers)
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
         began = time.monotonic()
-        recipe, workers, num_heads = self.recipe, self.workers, self.recipe.heads.num_heads
-        torch.manual_seed(mixed_seed(recipe.optim.seed, self.step))  # randomness depends on the step: nothing to resume
-        block = self._block_of_step()
-        useful, *counts = block.label_counts(self.step).tolist()
-        counts_K = torch.tensor(counts)
-        weights_K = head_weights(recipe.optim, counts_K).to(workers.device)
-        lr = learning_rate(recipe.optim, self.step, self.total)
-
-        sums_2K = torch.zeros(2, num_heads, dtype=torch.float64, device=workers.device)
-        size = max(1, recipe.engine.loss_rows // num_heads)
-        for micro, last in block.micro_batches(self.step, self.states, size):
-            teacher = () if micro.teacher is None else (micro.teacher, micro.teacher_rows)
-            loss, loss_K, correct_K = self.engine(micro.hidden, micro.path, micro.labels, weights_K, *teacher)
+        recipe, workers, job, step = self.recipe, self.workers, self.job, self.step
+        torch.manual_seed(mixed_seed(recipe.optim.seed, step))  # randomness depends on the step: nothing to resume
+        counts = job.label_counts(step)
+        weights_C, rates = job.weights(step, counts), job.rates(step)
+        sums_2C = torch.zeros(2, len(weights_C), dtype=torch.float64, device=workers.device)
+        for inputs, last in job.micro_batches(step, weights_C.to(workers.device)):
+            loss, loss_C, correct_C = self.engine(*inputs)
             self.engine.backward(loss, last)
-            sums_2K += torch.stack([loss_K, correct_K])
-        self.engine.step(lr)
+            sums_2C += torch.stack([loss_C, correct_C])
+        self.engine.step(*rates)
 
-        loss_K, correct_K = workers.total(sums_2K)
+        sums_2C = workers.total(sums_2C)
         self.step += 1
         self.seconds += time.monotonic() - began
-        self.useful += useful
+        self.useful += int(counts[0])
         return {
             "step": self.step,
             "epoch": round(self.step * recipe.optim.rows_per_step / len(self.packed), 4),
-            "loss": float((loss_K * weights_K.cpu()).sum()),
-            "head_loss": (loss_K / counts_K.clamp(min=1)).tolist(),
-            "head_top1": (correct_K / counts_K.clamp(min=1)).tolist(),
-            "lr": lr,
+            "loss": float((sums_2C[0] * weights_C).sum()),
+            **_column_figures(sums_2C, counts, weights_C),
+            "lr": rates[0],
             "grad_norm": self.engine.gradient_norm,
-            "useful_tokens": useful,
+            "useful_tokens": int(counts[0]),
             "useful_tokens_per_s": self.useful / (self.seconds - self._began),
             "train_seconds": self.seconds,
         }
-
-    def _block_of_step(self) -> Block:
-        """The block of the next step; a new one when the last is used up."""
-        optim = self.recipe.optim
-        first = self.step - self.step % optim.mix_steps
-        if self.block is None or self.block.first != first:
-            steps = min(optim.mix_steps, self.total - first)
-            workers = self.workers
-            self.block = None  # its hidden states go before the next ones come
-            self.block = Block(
-                optim, self.packed, self.recipe.heads.num_heads, first, steps, workers.rank, workers.world_size
-            )
-        return self.block
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out accuracy per head and tokens per step as served; {} without held-out samples, or when stopped."""
         if self.heldout_packed is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
+        self.base.model.eval()  # joint training leaves dropout on
         heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
         rows = torch.arange(len(self.heldout_packed))[: options.rows or None]
         mine = rows[workers.rank :: workers.world_size]
@@ -185,7 +166,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; it counts from the moment when `latest` names it."""
-        self.states.flush()
+        self.job.flush()
         state = self.engine.state()
         if self.workers.rank == 0:
             position = Position(self.step, self.total, self.seconds, self.packed.fingerprint())
@@ -206,18 +187,26 @@ class Trainer:
         self.seconds = position.seconds
         LOGGER.info("resumed at step %d of %d", self.step, self.total)
 
-    def _finish(self, report: WandbReport) -> None:
+    def _finish(self, trackers: Trackers) -> None:
         figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | self.evaluate()
         self.workers.stop.raise_if_agreed(self.step)
         heads = self._trained_heads()
         if self.workers.rank == 0:
-            self.directory.log(figures)
-            report.log(figures)
+            self._log(figures, trackers, last=True)
             with self.directory.writing():
-                save_heads(heads, self.directory.heads, provenance(self.recipe, figures, self.workers.world_size))
+                adapter = self.job.save_adapter(self.directory.heads)
+                heads.config = replace(heads.config, base_adapter=adapter)
+                origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
+                save_heads(heads, self.directory.heads, origin)
             LOGGER.info("heads are in %s", self.directory.heads)
-        report.finish()
         self.workers.wait()
+
+    def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
+        self.directory.log(figures)
+        trackers.log(figures, last)
+        if last or "heldout_top1" in figures:
+            with self.directory.writing():
+                write_report(self.directory.path)
 
     def _read_training_rows(self) -> PackedRows:
         data = self.recipe.data
@@ -233,19 +222,6 @@ class Trainer:
         limit = data.limit if data.streaming else 0
         source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
         return read_samples(source, self.base.tokenizer)
-
-    def _hidden_states(self) -> HiddenStates:
-        cache, optim, num_heads = self.recipe.cache, self.recipe.optim, self.recipe.heads.num_heads
-        base = BasePass(self.base, self.packed, num_heads, optim.micro_rows)
-        if cache.mode == "online":
-            return base
-        directory = Path(cache.directory) if cache.directory else self.directory.path / "hidden"
-        states = HiddenCache(directory, self.base, self.packed, num_heads, base, cache.shard_mb * 10**6)
-        if cache.mode == "offline":
-            mine = torch.arange(len(self.packed)).tensor_split(self.workers.world_size)[self.workers.rank]
-            states.fill(mine, optim.micro_rows, shown=self.workers.rank == 0)
-            self.workers.wait()
-        return states
 
     def _heads_config(self, base_name: str) -> HeadsConfig:
         heads = self.recipe.heads
@@ -263,12 +239,24 @@ class Trainer:
         """A whole float32 copy of the heads on the CPU; all processes call it."""
         heads = build_heads(self._heads_config(str(resolve_base_name(self.recipe.base.name))))
         heads.load_state_dict({
-            name.removeprefix("heads."): value for name, value in self.engine.full_state().items()
+            name.removeprefix("heads."): value
+            for name, value in self.engine.full_state().items() if name.startswith("heads.")
         })  # fmt: skip
         return heads
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
+
+
+def _column_figures(sums_2C: Tensor, counts: Tensor, weights_C: Tensor) -> dict[str, Any]:
+    """Mean losses and shares of right answers: of each head, and of the base where it is trained."""
+    means_2C = sums_2C / counts[-len(weights_C) :].clamp(min=1)
+    num_heads = len(counts) - 1
+    loss_K, top1_K = means_2C[:, -num_heads:].tolist()
+    figures: dict[str, Any] = {"head_loss": loss_K, "head_top1": top1_K}
+    if len(weights_C) > num_heads and weights_C[0]:
+        figures |= {"base_loss": float(means_2C[0, 0]), "base_top1": float(means_2C[1, 0])}
+    return figures
 
 
 def _check_rows(recipe: Recipe, workers: Workers) -> None:

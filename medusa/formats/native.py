@@ -1,8 +1,12 @@
-"""This project's own format: ``config.json``, ``heads.safetensors`` and, where known, ``provenance.json``."""
+"""This project's own format: ``config.json``, ``heads.safetensors`` and, where known, ``provenance.json``.
+
+Heads that changed their base in training (Medusa-2) have its adapter beside them, in ``adapter/``.
+"""
 
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from medusa.heads import DraftHeads, HeadsConfig, build_heads
 WEIGHTS = "heads.safetensors"
 CONFIG = "config.json"
 PROVENANCE = "provenance.json"
+ADAPTER = "adapter"
 FORMAT = "medusa-heads"
 FORMAT_VERSION = 1
 
@@ -23,7 +28,8 @@ FORMAT_VERSION = 1
 def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
     """Write heads, file by file; every file appears whole under its name or not at all.
 
-    A base that is a local directory is stored relative to ``directory``: the two can move together.
+    A base that is a local directory is stored relative to ``directory``: the two can move together. An adapter of the
+    base is copied into it.
 
     Args:
         heads: The heads; their tensors are stored in the dtype they have.
@@ -38,6 +44,10 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
     config = dataclasses.asdict(heads.config)
     if heads.config.base and Path(heads.config.base).is_dir():
         config["base"] = os.path.relpath(heads.config.base, directory)
+    if heads.config.base_adapter:
+        config["base_adapter"] = ADAPTER
+        if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
+            shutil.copytree(heads.config.base_adapter, directory / ADAPTER, dirs_exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
     _replace(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
     if provenance is not None:
@@ -48,7 +58,7 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
 
 
 def load_config(directory: str | Path) -> HeadsConfig:
-    """Read and check ``config.json``.
+    """Read and check ``config.json``; an adapter of the base becomes a path that can be opened.
 
     Raises:
         FileNotFoundError: No such directory, or no heads in it.
@@ -69,9 +79,12 @@ def load_config(directory: str | Path) -> HeadsConfig:
     if (version := values.pop("format_version", None)) != FORMAT_VERSION:
         raise ValueError(f"heads format version ({version}) is not {FORMAT_VERSION}; update this package")
     try:
-        return HeadsConfig(**values)
+        config = HeadsConfig(**values)
     except TypeError as error:
         raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
+    if config.base_adapter:
+        config = dataclasses.replace(config, base_adapter=str((directory / config.base_adapter).resolve()))
+    return config
 
 
 def load_heads(

@@ -36,6 +36,8 @@ class HeadsConfig:
     """Directory or Hub id of the base that the heads were trained on."""
     architecture: str = "medusa"
     """A name in ``medusa.heads.ARCHITECTURES``."""
+    base_adapter: str = ""
+    """Directory of the adapter that the base was changed by in joint training (Medusa-2); "" = it was frozen."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):

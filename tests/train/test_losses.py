@@ -145,7 +145,7 @@ def test_an_own_matrix_allows_one_backward_pass() -> None:
         loss.sum().backward()
 
 
-def _module(kind: str, architecture: str, own_lm_heads: bool, chunk_rows: int = 4) -> HeadsLoss:
+def _module(kind: str, architecture: str, own_lm_heads: bool, loss_rows: int = 4) -> HeadsLoss:
     torch.manual_seed(0)
     config = HeadsConfig(HIDDEN, VOCABULARY, HEADS, own_lm_heads=own_lm_heads, architecture=architecture)
     heads = build_heads(config).double()
@@ -153,7 +153,7 @@ def _module(kind: str, architecture: str, own_lm_heads: bool, chunk_rows: int = 
         torch.nn.init.normal_(parameter, std=0.3)
     embeddings = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
     vocabulary = SimpleNamespace(logits=_linear(embeddings), embed=lambda tokens: embeddings[tokens])
-    return HeadsLoss(heads, vocabulary, chunk_rows, kind)
+    return HeadsLoss(heads, vocabulary, loss_rows, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,8 +1,11 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from train.config import OptimRecipe
-from train.schedule import head_weights, learning_rate, rows_of_step, total_steps
+from train.config import LoraRecipe, OptimRecipe
+from train.schedule import adapters_rate, head_weights, heads_weight, learning_rate, rows_of_step, total_steps
 
 
 def test_every_row_comes_once_per_epoch_in_another_order() -> None:
@@ -36,3 +39,31 @@ def test_total_steps() -> None:
 def test_heads_weigh_less_with_their_distance() -> None:
     weights = head_weights(OptimRecipe(head_decay=0.5), torch.tensor([4, 2, 0]))
     torch.testing.assert_close(weights, torch.tensor([0.25, 0.25, 0.25]))
+
+
+def test_lambda_is_constant_or_rises_along_a_sine_once_the_base_trains_too() -> None:
+    constant = LoraRecipe(heads_weight=0.2, heads_only=0.5)
+    assert {heads_weight(constant, step, 10) for step in range(10)} == {0.2}
+    sine = replace(constant, heads_schedule="sine")
+    values = [heads_weight(sine, step, 10) for step in range(10)]
+    assert values[:5] == [0.2] * 5
+    assert values[5:] == pytest.approx([0.2 * math.sin(math.pi / 2 * n / 5) for n in range(1, 6)])
+
+
+def test_adapters_rest_and_then_move_as_under_an_adam_of_their_own() -> None:
+    lora, total, resting = LoraRecipe(heads_only=0.75, lr_ratio=4.0), 200, 150
+    weight, own = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+    shared, alone = torch.optim.AdamW([weight]), torch.optim.AdamW([own], lr=1e-3 / 4)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(total):
+        shared.param_groups[0]["lr"] = adapters_rate(lora, step, total, lr=1e-3)
+        gradient = torch.randn(3, generator=generator, dtype=torch.float64)
+        weight.grad = torch.zeros_like(weight) if step < resting else gradient
+        shared.step()
+        if step < resting:
+            assert not weight.any()
+        else:
+            own.grad = gradient
+            alone.step()
+    torch.testing.assert_close(weight, own, rtol=2e-3, atol=0)
+    assert own.abs().min() > 1e-4

@@ -1,132 +1,62 @@
-"""Two processes under torchrun: SIGKILL and resume, and the agreement of the ZeRO stages."""
+"""Whole runs on two processes: agreement of ZeRO stages and numbers of processes, and what else torchrun changes."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
 
-from medusa.formats.native import load_heads
+from tests.train.jobs import ROOT, assert_same_run, finish, launch, metrics, train, write_recipe
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
+
+SEVERAL = """
+import json, sys
+from train.__main__ import main
+for arguments in json.loads(sys.argv[1]):
+    assert main(arguments) == 0
+"""
+"""Start-up costs most of a tiny run: several of them in one."""
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    values = {
-        "base": {"name": str(base), "dtype": "float32"},
-        "heads": {"num_heads": 3},
-        "data": {"train": str(samples), "row_tokens": 96},
-        "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 2, "steps": 40},
-        "engine": {"device": "cpu"},
-        "log": {"checkpoint_steps": 7},
-    }
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
+    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, {"optim": {"steps": 8}})
 
 
-def _start(recipe: Path, run: Path, *flags: str) -> "subprocess.Popen[bytes]":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "train.launch", "--nproc_per_node=2", f"--master_port={port}"]
-    arguments = ["-m", "train", "--recipe", str(recipe), "--recipe.run", str(run), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: Path) -> None:
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL, encoding="utf-8")
+    shapes = [
+        (str(stage), offload) for stage in range(4) for offload in ("false", "true") if stage or offload != "true"
+    ]
+    for processes in (1, 2):
+        runs = []
+        for architecture in ("medusa", "recurrent"):
+            for stage, offload in shapes if processes == 2 else shapes[:1]:
+                run = tmp_path / f"{architecture}-{processes}-{stage}-{offload}"
+                flags = {
+                    "run": run, "heads.own_lm_heads": "true", "heads.architecture": architecture,
+                    "engine.zero_stage": stage, "engine.offload": offload,
+                }  # fmt: skip
+                overrides = [text for key, value in flags.items() for text in (f"--recipe.{key}", str(value))]
+                runs.append(["--recipe", str(recipe), *overrides])
+        finish(launch([str(script), json.dumps(runs)], processes=processes))
+    for architecture in ("medusa", "recurrent"):
+        reference = tmp_path / f"{architecture}-1-0-false"
+        first, *_, last, _ = metrics(reference)
+        assert last["loss"] < first["loss"] - 0.1
+        for stage, offload in shapes:
+            assert_same_run(tmp_path / f"{architecture}-2-{stage}-{offload}", reference, tolerance=1e-5)
 
 
-def _finish(process: "subprocess.Popen[bytes]") -> str:
-    _, errors = process.communicate(timeout=400)
-    assert process.returncode == 0, errors.decode()
-    return errors.decode()
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def _assert_same_run(run: Path, reference: Path, tolerance: float) -> None:
-    for ours, theirs in zip(_metrics(run), _metrics(reference), strict=True):
-        assert ours["step"] == theirs["step"]
-        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=tolerance)
-    expected = load_heads(reference / "heads").state_dict()
-    for name, value in load_heads(run / "heads").state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance)
-
-
-def _workers(process: "subprocess.Popen[bytes]") -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in children.read_text(encoding="utf-8").split()]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _until(condition: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_killed_and_started_again_ends_like_an_uninterrupted_run(recipe: Path, tmp_path: Path) -> None:
-    _finish(_start(recipe, tmp_path / "whole"))
-
-    killed = tmp_path / "killed"
-    process = _start(recipe, killed)
-    _until(lambda: (killed / "metrics.jsonl").is_file() and len(_lines(killed)) >= 10, seconds=300)
-    workers = _workers(process)
-    process.kill()
-    process.communicate()
-    _until(lambda: not any(map(_alive, workers)), seconds=60)
-    assert len(workers) == 2
-    assert len(_lines(killed)) < 40
-    assert not (killed / "heads").exists()
-
-    assert "resumed at step" in _finish(_start(recipe, killed))
-    _assert_same_run(killed, tmp_path / "whole", tolerance=0.0)
-    assert "run is finished" in _finish(_start(recipe, killed))
-
-
-def _lines(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-
-
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
-def test_all_zero_stages_agree(recipe: Path, tmp_path: Path, architecture: str) -> None:
-    flags = ["--recipe.optim.steps", "8", "--recipe.heads.own_lm_heads", "true"]
-    flags += ["--recipe.heads.architecture", architecture, "--recipe.engine.zero_stage"]
-    for stage in range(4):
-        _finish(_start(recipe, tmp_path / str(stage), *flags, str(stage)))
-    first, *_, last, _ = _metrics(tmp_path / "0")
-    assert last["loss"] < first["loss"] - 0.1
-    for stage in range(1, 4):
-        _assert_same_run(tmp_path / str(stage), tmp_path / "0", tolerance=1e-5)
-
-
-def test_another_number_of_processes_is_refused_when_the_checkpoint_is_partitioned(
-    recipe: Path, tmp_path: Path
-) -> None:
-    _finish(_start(recipe, tmp_path, "--recipe.optim.steps", "2"))
-    (tmp_path / "heads" / "config.json").unlink()  # as if it had died just before it wrote the heads
-    arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.optim.steps", "2"]
-    alone = subprocess.run([sys.executable, "-m", "train", *arguments], cwd=ROOT, capture_output=True, check=False)
-    assert alone.returncode == 2
-    assert b"processes (1) differ from those that wrote the checkpoint (2)" in alone.stderr
+def test_an_error_of_one_process_is_told_once(recipe: Path, tmp_path: Path) -> None:
+    said = finish(train(recipe, tmp_path, "--recipe.data.train", "none.jsonl"), status=1)
+    assert said.count("sample file (none.jsonl) does not exist") == 1
+    said = finish(train(recipe, tmp_path, "--recipe.optim.rows_per_step", "1"), status=2)
+    assert said.count("optim.rows_per_step (1) leaves some of the processes (2) without a row") == 1
 
 
 def test_wandb_offline_writes_under_the_run_directory_only(recipe: Path, tmp_path: Path) -> None:

@@ -69,6 +69,13 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
     provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
     assert provenance["recipe"] == yaml.safe_load((finished / "recipe.yaml").read_text(encoding="utf-8"))
     assert provenance["figures"] == last
+    assert provenance["totals"]["useful_tokens"] == sum(line["useful_tokens"] for line in steps)
+    assert provenance["data"]["fingerprint"] == RunDirectory(finished).position().data
+    assert provenance["base"] == {"name": provenance["recipe"]["base"]["name"], "revision": None, "training": "frozen"}
+    assert "deepspeed" in provenance["versions"]
+    assert "--recipe" in provenance["command"] or "pytest" in provenance["command"]
+    report = json.loads((finished / "training.json").read_text(encoding="utf-8"))
+    assert report["evaluations"][-1]["heldout_tokens_per_step"] == last["heldout_tokens_per_step"]
 
 
 def test_a_finished_run_says_so(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:

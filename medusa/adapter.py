@@ -1,0 +1,48 @@
+"""The change that joint training (Medusa-2) made to a base: a LoRA adapter beside the heads."""
+
+import logging
+import warnings
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = True) -> PreTrainedModel:
+    """The model as it was after joint training.
+
+    Args:
+        model: The original; it is changed in place.
+        directory: Holds ``adapter_config.json`` and ``adapter_model.safetensors`` as peft writes them.
+        merge: Add the adapter to the weights. False keeps it beside them, where weights are rounded (quantised).
+
+    Raises:
+        FileNotFoundError: There is no adapter.
+        ValueError: peft is missing, or the adapter is damaged or belongs to another model.
+    """
+    if not (Path(directory) / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"adapter ({directory}) does not exist and the heads need it; copy the folder again")
+    try:
+        from peft import PeftModel, get_peft_model_state_dict
+        from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    except ImportError as error:
+        raise ValueError(f"adapter ({directory}) needs the package peft: {error}; pip install peft") from error
+    try:
+        with warnings.catch_warnings():  # peft asks for a name that transformers 6 will no longer have
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = PeftModel.from_pretrained(model, str(directory))
+        with safe_open(Path(directory) / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
+            stored = set(file.keys())
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"adapter ({directory}) cannot be added to the base: {error}; give its own base") from error
+    # peft passes over layers that only one side has.
+    if odd := stored ^ set(get_peft_model_state_dict(adapted)):
+        raise ValueError(f"adapter ({directory}) belongs to another base: {min(odd)} is on one side only; give its own")
+    logger.info(
+        "base (%s) is changed by %s, the adapter of training on %s: its answers are not the original's",
+        model.config._name_or_path, directory, adapted.active_peft_config.base_model_name_or_path,
+    )  # fmt: skip
+    changed: PreTrainedModel = adapted.merge_and_unload() if merge else adapted.base_model.model
+    return changed

@@ -1,0 +1,38 @@
+"""The engine under every ZeRO stage, with and without offload, on one process and on three."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.train import engine_agreement
+from tests.train.jobs import finish, launch
+from train.stop import StopRequest
+from train.workers import Workers
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_all_stages_train_like_plain_torch_and_go_on_from_each_other() -> None:
+    engine_agreement.main()
+
+
+@pytest.mark.slow
+def test_three_processes_train_like_plain_torch() -> None:
+    finish(launch(["-m", "tests.train.engine_agreement"], processes=3))
+
+
+def test_a_state_of_other_parameters_is_refused() -> None:
+    Workers.start("cpu", StopRequest())
+    engine = engine_agreement.make(1, offload=False)
+    state = {name: value for name, value in engine.state().items() if name != "exp_avg/first.bias"}
+    with pytest.raises(ValueError, match=r"checkpoint has no exp_avg/first\.bias; it is damaged"):
+        engine.load_state(state)
+    assert torch.equal(engine.state()["steps"], torch.tensor(0))

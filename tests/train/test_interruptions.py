@@ -1,0 +1,219 @@
+"""Runs that end before they are done: signals, a full disk, lost processes and machines; and how they go on."""
+
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.jobs import (
+    alive,
+    assert_same_run,
+    finish,
+    free_port,
+    metrics,
+    train,
+    until,
+    workers,
+    write_recipe,
+)  # fmt: skip
+from train import trainer as trainer_module
+from train.__main__ import main
+from train.run_directory import RunDirectory
+from train.trainer import Trainer
+
+SIGNALLED = [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGUSR1, 138, "SIGUSR1")]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+    sections = {
+        "data": {"heldout": str(samples)},
+        "optim": {"steps": 9},
+        "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6},
+        "log": {"checkpoint_steps": 4},
+    }
+    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, sections)
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path) -> Path:
+    assert main(_run(recipe, recipe.parent / "run")) == 0
+    return recipe.parent / "run"
+
+
+def _run(recipe: Path, run: Path, *flags: str) -> list[str]:
+    return ["--recipe", str(recipe), "--recipe.run", str(run), *flags]
+
+
+def _before_step(step: int, act: Callable[[], object]) -> Callable[[Trainer], dict[str, Any]]:
+    """A train_step that does something else first, once."""
+    train_step = Trainer.train_step
+
+    def patched(trainer: Trainer) -> dict[str, Any]:
+        if trainer.step == step:
+            act()
+        return train_step(trainer)
+
+    return patched
+
+
+def _arrives(number: int) -> Callable[..., None]:
+    return lambda *_, **__: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "status", "name"), SIGNALLED)
+def test_a_signal_ends_a_run_with_a_checkpoint(
+    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    number: int, status: int, name: str,
+) -> None:  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", _before_step(6, _arrives(number)))
+        assert main(_run(recipe, tmp_path)) == status
+    assert f"stopped by {name} at step 7; the same command goes on" in caplog.text
+    position = RunDirectory(tmp_path).position()
+    assert position is not None
+    assert position.step == 7
+    assert main(_run(recipe, tmp_path)) == 0
+    assert_same_run(tmp_path, finished, tolerance=1e-6)
+
+
+def test_a_signal_during_evaluation_is_not_kept_waiting(
+    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoded = []
+    generate = trainer_module.MedusaModel.generate
+
+    def interrupted(model: Any, prompt: list[int], **options: Any) -> Any:
+        decoded.append(prompt)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return generate(model, prompt, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.MedusaModel, "generate", interrupted)
+        assert main(_run(recipe, tmp_path)) == 143
+        assert main(_run(recipe, tmp_path, "--recipe.evaluate.every_steps", "0")) == 143
+    assert len(decoded) == 2  # one prompt of two, in the evaluation at step 6 and in the last one
+    assert "stopped by SIGTERM at step 6;" in caplog.text
+    assert "stopped by SIGTERM at step 9;" in caplog.text
+    assert main(_run(recipe, tmp_path)) == 0
+    assert_same_run(tmp_path, finished, tolerance=1e-6)
+
+
+def test_a_signal_while_the_base_is_loaded_ends_at_once(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(trainer_module.BaseModel, "load", _arrives(signal.SIGTERM))
+    assert main(_run(recipe, tmp_path)) == 143
+    assert "stopped by SIGTERM before training began; the same command goes on" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_full_disk_ends_a_run_with_one_sentence(
+    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full = _before_step(5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1])))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "train_step", full)
+            assert main(_run(recipe, tmp_path)) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"run directory ({tmp_path}) cannot be written: File too large" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-4"]
+    assert main(_run(recipe, tmp_path)) == 0
+    assert_same_run(tmp_path, finished, tolerance=1e-6)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def long_recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+    sections = {"optim": {"steps": 150}}
+    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, sections)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(long_recipe: Path) -> Path:
+    assert main(_run(long_recipe, long_recipe.parent / "whole")) == 0
+    return long_recipe.parent / "whole"
+
+
+def _last_step(run: Path) -> int:
+    lines = metrics(run)
+    return int(lines[-1]["step"]) if lines else 0
+
+
+@linux
+@pytest.mark.slow
+def test_five_deaths_on_changing_numbers_of_processes_change_nothing(
+    uninterrupted: Path, long_recipe: Path, tmp_path: Path
+) -> None:
+    chance = random.Random(0)
+    for life, (processes, stage) in enumerate([(2, 1), (2, 3), (1, 0), (2, 2), (1, 1)]):
+        goal = _last_step(tmp_path) + chance.randrange(4, 20)
+        job = train(long_recipe, tmp_path, "--recipe.engine.zero_stage", str(stage), processes=processes)
+        until(lambda goal=goal: _last_step(tmp_path) >= goal)  # type: ignore[misc]
+        children = workers(job)
+        assert len(children) == processes
+        if life % 2:
+            os.kill(job.pid if life == 1 else children[1], signal.SIGTERM)  # torchrun hands it on; the processes agree
+            said = finish(job, status=143)
+            assert f"stopped by SIGTERM at step {_last_step(tmp_path)}; the same" in said
+            assert RunDirectory(tmp_path).position().step == _last_step(tmp_path)  # type: ignore[union-attr]
+        else:
+            job.kill()
+            job.communicate()
+        until(lambda pids=children: not any(map(alive, pids)))  # type: ignore[misc]
+        assert not (tmp_path / "heads").exists()
+    assert "resumed at step" in finish(train(long_recipe, tmp_path, "--recipe.engine.offload", "true"))
+    assert_same_run(tmp_path, uninterrupted, tolerance=1e-5)
+
+
+@linux
+@pytest.mark.slow
+def test_a_killed_process_ends_the_run_with_one_sentence(long_recipe: Path, tmp_path: Path) -> None:
+    job = train(long_recipe, tmp_path)
+    until(lambda: _last_step(tmp_path) > 8)
+    os.kill(workers(job)[1], signal.SIGKILL)
+    said = finish(job, status=1).splitlines()
+    assert said[-1].startswith("process 1 was killed by SIGKILL")
+    assert not any("lost" in line or "another process" in line for line in said)
+    position = RunDirectory(tmp_path).position()
+    assert position is not None
+    assert RunDirectory(tmp_path).tensors(position)["steps"] == position.step
+
+
+@linux
+@pytest.mark.slow
+def test_two_machines_train_lose_a_process_and_resume(uninterrupted: Path, long_recipe: Path, tmp_path: Path) -> None:
+    def start() -> list[Any]:
+        port = free_port()
+        return [train(long_recipe, tmp_path, processes=1, node=node, port=port) for node in (0, 1)]
+
+    first, second = start()
+    until(lambda: _last_step(tmp_path) > 8)
+    os.kill(workers(second)[0], signal.SIGKILL)
+    assert "process 1 was killed by SIGKILL" in finish(second, status=1)
+    assert "another process of the run ended or cannot be reached any more" in finish(first, status=1)
+
+    first, second = start()
+    assert "resumed at step" in finish(first)
+    finish(second)
+    assert_same_run(tmp_path, uninterrupted, tolerance=1e-5)

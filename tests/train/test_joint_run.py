@@ -1,0 +1,197 @@
+"""Joint training (Medusa-2) as a whole run in one process, on a tiny base."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from medusa import MedusaModel
+from train.__main__ import main
+from train.recipe_file import RecipeError, build_recipe, read_recipe
+from train.run_directory import RunDirectory
+from train.stop import StopRequest
+from train.trainer import Trainer
+from train.workers import Workers
+
+ROOT = Path(__file__).parents[2]
+STEPS, RESTING = 12, 4
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+    path = tmp_path_factory.mktemp("joint") / "recipe.yaml"
+    values = {
+        "run": str(path.parent / "run"),
+        "base": {"name": str(base), "dtype": "float32"},
+        "heads": {"num_heads": 2},
+        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "optim": {"lr": 0.02, "rows_per_step": 6, "micro_rows": 2, "steps": STEPS, "weight_decay": 0.1},
+        "engine": {"device": "cpu"},
+        "lora": {"rank": 4, "dropout": 0.1, "heads_only": RESTING / STEPS, "base_loss": "ce"},
+        "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6, "rows": 4},
+        "log": {"checkpoint_steps": RESTING, "keep": 9},
+    }
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def _run(recipe: Path, run: Path, **overrides: Any) -> int:
+    flags = [word for key, value in overrides.items() for word in (f"--recipe.{key}", str(value))]
+    return main(["--recipe", str(recipe), "--recipe.run", str(run), *flags])
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _assert_same_run(run: Path, reference: Path, tolerance: float) -> None:
+    for ours, theirs in zip(_metrics(run), _metrics(reference), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=tolerance)
+    for name in ("heads.safetensors", "adapter/adapter_model.safetensors"):
+        expected = load_file(reference / "heads" / name)
+        for key, value in load_file(run / "heads" / name).items():
+            torch.testing.assert_close(value, expected[key], rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Path) -> Path:
+    assert _run(recipe, recipe.parent / "run") == 0
+    return recipe.parent / "run"
+
+
+def test_the_base_learns_after_its_rest_and_the_result_says_so(finished: Path) -> None:
+    *steps, last = _metrics(finished)
+    assert ["base_loss" in line for line in steps] == [step >= RESTING for step in range(STEPS)]
+    assert steps[-1]["base_loss"] < steps[RESTING]["base_loss"] - 0.1
+    assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0] - 0.1
+    assert "heldout_top1" in steps[5]
+    assert last["heldout_tokens_per_step"] >= 1.0
+    provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
+    assert provenance["base"]["training"].startswith("changed by adapter/")
+    assert json.loads((finished / "heads" / "config.json").read_text(encoding="utf-8"))["base_adapter"] == "adapter"
+
+
+def test_checkpoints_hold_what_is_trained_and_adapters_do_not_move_while_they_rest(finished: Path) -> None:
+    early, late = (
+        load_file(next((finished / "checkpoints" / f"step-{step}").glob("*.safetensors"))) for step in (RESTING, STEPS)
+    )
+    assert early.keys() == late.keys()
+    parameters = {name for name in early if name.startswith("parameter/")}
+    assert {name.split("/")[1].split(".")[0] for name in parameters} == {"heads", "adapters"}
+    for name in parameters:
+        if "lora_B" in name:
+            assert not early[name].any()
+            assert late[name].any()
+    for name in early:
+        if "adapters" in name and name.startswith("exp_avg"):
+            assert not early[name].any()
+
+
+@pytest.mark.parametrize("stop", [7, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_interrupted_run_resumes_exactly(
+    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    train_step = Trainer.train_step
+
+    def interrupted(trainer: Trainer) -> dict[str, Any]:
+        if trainer.step == stop:
+            raise KeyboardInterrupt
+        return train_step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        assert _run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 130
+    assert _run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 0
+    _assert_same_run(tmp_path, finished, tolerance=1e-6)
+
+
+def _trainer(recipe: Path, run: Path) -> Trainer:
+    """The run as it stands after its last step."""
+    return Trainer(read_recipe(recipe, {"run": str(run)}), RunDirectory(run), Workers.start("cpu", StopRequest()))
+
+
+def test_the_loaded_model_decodes_as_the_trained_one(finished: Path, recipe: Path, tmp_path: Path) -> None:
+    model = MedusaModel.from_pretrained(finished / "heads", dtype=torch.float32, device="cpu")
+    assert model.base.adapter
+    trainer = _trainer(recipe, finished)
+    prompts = [model.base.tokenizer(f"say {n}<end>").input_ids for n in range(3)]
+    for prompt in prompts:
+        greedy = trainer.base.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert model.generate(prompt, max_new_tokens=12).tokens == greedy[0, len(prompt) :].tolist()
+    ids = torch.tensor(prompts)[:, :6]
+    expected = trainer.base.hidden_states(ids)
+    torch.testing.assert_close(model.base.hidden_states(ids), expected, rtol=0, atol=1e-5)
+    copy = MedusaModel.from_pretrained(model.save_pretrained(tmp_path), dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(copy.base.hidden_states(ids), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("engine.zero_stage", 3, "engine.zero_stage (3) cannot split adapters"),
+        ("cache.mode", "offline", "cache.mode (offline) keeps hidden states"),
+        ("optim.mix_steps", 2, "optim.mix_steps (2) needs a base that stays the same"),
+        ("base.shard", True, "base.shard holds a frozen base"),
+    ],
+)
+def test_what_adapters_forbid_is_one_clear_error(key: str, value: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        build_recipe({"data.train": "x", "lora.rank": 4, key: value})
+    assert message in str(caught.value)
+    assert build_recipe({"data.train": "x", key: value})
+
+
+def test_four_bits_need_what_is_not_here(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert _run(recipe, tmp_path, **{"base.quantise": "4bit"}) == 1
+    assert "base.quantise (4bit) needs a CUDA device" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"engine.zero_stage": 0}, {"engine.zero_stage": 2}, {"engine.zero_stage": 2, "engine.offload": "true"}]
+)
+def test_every_stage_ends_the_same(finished: Path, recipe: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    assert _run(recipe, tmp_path, **options) == 0
+    _assert_same_run(tmp_path, finished, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_half_precision_own_vocabularies_and_soft_targets_train(recipe: Path, tmp_path: Path) -> None:
+    options = {"base.dtype": "bfloat16", "engine.precision": "bfloat16", "heads.own_lm_heads": "true",
+               "optim.loss": "kl", "lora.base_loss": "kl", "lora.heads_schedule": "sine"}  # fmt: skip
+    assert _run(recipe, tmp_path, **options) == 0
+    *steps, _ = _metrics(tmp_path)
+    assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0]
+    assert all(0.0 <= line["base_loss"] < 0.5 for line in steps[RESTING:])
+    assert load_file(tmp_path / "heads" / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_processes_with_unequal_shares_end_like_one(recipe: Path, tmp_path: Path) -> None:
+    options = {"optim.rows_per_step": 5, "optim.micro_rows": 1, "evaluate.every_steps": 0}
+    assert _run(recipe, tmp_path / "one", **options) == 0
+    flags = [word for key, value in options.items() for word in (f"--recipe.{key}", str(value))]
+    command = [sys.executable, "-m", "train.launch", "--nproc_per_node=2", "--master_port=29731", "-m", "train"]
+    command += ["--recipe", str(recipe), "--recipe.run", str(tmp_path / "two"), *flags]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    _assert_same_run(tmp_path / "two", tmp_path / "one", tolerance=1e-5)

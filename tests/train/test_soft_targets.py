@@ -1,0 +1,61 @@
+"""Soft targets through the trainer: each head learns what the base says at its own place."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data.packing import IGNORE, pack
+from data.sources import read_samples
+from medusa.base_model import BaseModel
+from train.__main__ import main
+from train.schedule import rows_of_step
+
+HEADS = 3
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _distances(kind: str, base: Path, samples: Path) -> list[float]:
+    """Mean distance per head between the base at t+k, the target, and at t, which is what fresh heads say."""
+    model = BaseModel.load(base, dtype=torch.float32, device="cpu")
+    packed = pack(read_samples(str(samples), model.tokenizer), 96)
+    rows = rows_of_step(0, 0, 8, len(packed))
+    with torch.no_grad():
+        logits = model.logits(model.hidden_states(packed.input_ids[rows].long(), packed.position_ids[rows].long()))
+    targets, found = packed.targets(rows, HEADS), [[] for _ in range(HEADS)]
+    for row, position, column in (targets != IGNORE).nonzero().tolist():
+        if column:
+            p, q = logits[row, position + column].log_softmax(0), logits[row, position].log_softmax(0)
+            kl, tv = (p.exp() * (p - q)).sum(), (p.exp() - q.exp()).abs().sum() / 2
+            found[column - 1].append(kl if kind == "kl" else tv)
+    return [float(torch.stack(values).mean()) for values in found]
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_fresh_heads_are_as_far_from_the_base_as_it_is_from_itself(
+    kind: str, tmp_path: Path, base: Path, samples: Path
+) -> None:
+    recipe = {
+        "run": str(tmp_path / "run"),
+        "base": {"name": str(base), "dtype": "float32"},
+        "heads": {"num_heads": HEADS},
+        "data": {"train": str(samples), "row_tokens": 96},
+        "optim": {"rows_per_step": 8, "micro_rows": 4, "steps": 1, "loss": kind},
+        "engine": {"device": "cpu", "loss_rows": 100},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert main(["--recipe", str(path)]) == 0
+    first, *_ = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first)["head_loss"] == pytest.approx(_distances(kind, base, samples), rel=1e-4)

@@ -1,0 +1,60 @@
+"""What trains inside the base (Medusa-2): LoRA adapters (Hu et al. 2021), through peft."""
+
+import warnings
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import nn
+
+from medusa.base_model import BaseModel
+from train.config import LoraRecipe
+
+
+class Adapters:
+    """Trained adapters on all linear layers of a frozen base but its output layer; they start as no change at all.
+
+    The base is changed in place: whoever holds it sees the adapted one, at every moment.
+
+    Args:
+        base: the frozen base.
+        lora: rank, scale, dropout, and whether activations are kept.
+
+    Raises:
+        ValueError: the base has no linear layers.
+    """
+
+    def __init__(self, base: BaseModel, lora: LoraRecipe) -> None:
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        self._config = config
+        with warnings.catch_warnings():  # of names that transformers 6 will no longer have
+            warnings.simplefilter("ignore", FutureWarning)
+            self._model = get_peft_model(base.model, config)
+            if lora.checkpoint_layers:
+                base.model.gradient_checkpointing_enable({"use_reentrant": False})
+        base.model.eval()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name."""
+        return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
+
+    def off(self) -> AbstractContextManager[None]:
+        """While it lasts, the base is the original."""
+        off: AbstractContextManager[None] = self._model.disable_adapter()
+        return off
+
+    def save(self, directory: Path) -> None:
+        """Write `adapter_model.safetensors` and `adapter_config.json`, as peft reads them."""
+        directory.mkdir(parents=True, exist_ok=True)
+        state = get_peft_model_state_dict(self._model)
+        state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        save_file(state, directory / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        self._config.save_pretrained(str(directory))

@@ -1,0 +1,1 @@
+"""Benchmarks of the trainer: `python -m train.bench {loss,speed,cache}`."""

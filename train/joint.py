@@ -1,0 +1,107 @@
+"""Joint training (Medusa-2): adapters change the base while the heads learn from it.
+
+    loss = base's loss + lambda_0 * sum over heads k of lambda_k * loss of head k
+
+The base's loss keeps it what it was: the distance of its next-token distribution to that of the original, which is
+itself without adapters, or the cross entropy of the text. Source: Cai et al. 2024, section 2.2.2 and equation 2.
+
+Shapes: B rows, T tokens, M kept positions, K heads, C = 1 + K columns (the base, then the heads), D hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base_model import BaseModel
+from medusa.heads import DraftHeads
+from train.adapters import Adapters
+from train.fused import Targets, fused_loss
+from train.losses import chunk_rows
+
+
+class JointLoss(nn.Module):
+    """Heads and adapters with their common loss; the base itself is no part of the module.
+
+    Args:
+        heads: the trained heads.
+        base: the base that the adapters are in.
+        adapters: the trained adapters.
+        base_loss: kl = distance to the original base; ce = cross entropy of the labels.
+        heads_loss: ce, kl or tv, as for `HeadsLoss`; the adapted base is the teacher.
+        loss_rows: most rows of logits that exist at a time.
+    """
+
+    def __init__(
+        self, heads: DraftHeads, base: BaseModel, adapters: Adapters, base_loss: str, heads_loss: str, loss_rows: int
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        # A dot must not be in a parameter's name.
+        named = {name.replace(".", "/"): parameter for name, parameter in adapters.parameters().items()}
+        self.adapters = nn.ParameterDict(named)
+        self._base, self._off = base, adapters.off
+        self._base_loss, self._heads_loss = base_loss, heads_loss
+        self._rows = chunk_rows(loss_rows, base.vocab_size, base.device)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        kept_BT: Tensor,
+        path_MK: Tensor,
+        targets_MC: Tensor,
+        weights_C: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss of some packed rows; M = 0 gives 0 with a gradient of zeros for every parameter.
+
+        Args:
+            input_ids_BT: int64.
+            position_ids_BT: int64; a 0 begins a document.
+            kept_BT: bool; M positions at which the base or a head has a target.
+            path_MK: int64; the tokens t+1 .. t+K after each of them.
+            targets_MC: int64 token ids t+1 .. t+1+K, `IGNORE` where there is no target.
+            weights_C: weight of each column / number of its targets in the whole optimizer step. Where the base's is 0
+                the heads train alone: the adapters get a gradient of zeros.
+
+        Returns:
+            loss [] = sum of weights_c * summed loss of column c; the sums [C]; how often the target had the highest
+            logit [C].
+        """
+        rows, adapting = (input_ids_BT, position_ids_BT, kept_BT), bool(weights_C[0])
+        original_MD = self._original(*rows) if adapting and self._base_loss == "kl" else None
+        with torch.set_grad_enabled(adapting):
+            hidden_MD = self._hidden(*rows, training=adapting)
+        loss_K, correct_K = self._of_heads(hidden_MD, path_MK, targets_MC[:, 1:])
+        loss_1, correct_1 = self._of_base(hidden_MD, targets_MC[:, :1], original_MD) if adapting else self._rest()
+        loss_C = torch.cat([loss_1, loss_K])
+        return (loss_C * weights_C).sum(), loss_C.detach(), torch.cat([correct_1, correct_K])
+
+    def _hidden(self, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor, training: bool = False) -> Tensor:
+        """Hidden states [M, D], at least float32; `training` drops out, in this pass and when it is computed again."""
+        self._base.model.train(training)
+        hidden_MD = self._base.hidden_states(ids_BT, positions_BT)[kept_BT]
+        return hidden_MD.to(torch.promote_types(hidden_MD.dtype, torch.float32))
+
+    @torch.no_grad()
+    def _original(self, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor) -> Tensor:
+        with self._off():
+            return self._hidden(ids_BT, positions_BT, kept_BT)
+
+    def _of_heads(self, hidden_MD: Tensor, path_MK: Tensor, labels_MK: Tensor) -> tuple[Tensor, Tensor]:
+        # Kept positions of one answer follow each other: what the base says at t+k stands k places on.
+        teacher_MK = _places(hidden_MD) + torch.arange(1, path_MK.shape[1] + 1, device=hidden_MD.device)
+        targets = Targets(labels_MK, self._heads_loss, hidden_MD.detach(), teacher_MK)
+        features_KMD = self.heads(hidden_MD, path_MK, self._base)
+        return fused_loss(features_KMD, targets, self._base.logits, self.heads.lm_heads, self._rows)
+
+    def _of_base(self, hidden_MD: Tensor, labels_M1: Tensor, original_MD: Tensor | None) -> tuple[Tensor, Tensor]:
+        targets = Targets(labels_M1, self._base_loss, original_MD, _places(hidden_MD))
+        return fused_loss(hidden_MD[None], targets, self._base.logits, chunk_rows=self._rows)
+
+    def _rest(self) -> tuple[Tensor, Tensor]:
+        """No loss of the base, but a gradient of zeros: ZeRO waits for one from every parameter."""
+        nothing = torch.stack([parameter.sum() for parameter in self.adapters.values()]).sum() * 0.0
+        return nothing[None], torch.zeros(1, dtype=torch.int64, device=nothing.device)
+
+
+def _places(hidden_MD: Tensor) -> Tensor:
+    return torch.arange(len(hidden_MD), device=hidden_MD.device)[:, None]
