@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import multiprocessing
@@ -100,6 +101,18 @@ def test_a_failure_leaves_nothing_behind(source: Source, tokenizer: PreTrainedTo
     assert not _entries(tmp_path / "cache")
     Path(source.path).write_text('{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 0]}\n')
     with pytest.raises(ValueError, match=r"samples\.jsonl \(1\) hold no supervised token"):
+        open_rows(source, tokenizer, 32, tmp_path / "cache")
+    assert not _entries(tmp_path / "cache")
+
+
+def test_a_full_disk_is_named(
+    source: Source, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("data.rows.pack_window", full)
+    with pytest.raises(OSError, match=r"disk of .*cache is full; free space"):
         open_rows(source, tokenizer, 32, tmp_path / "cache")
     assert not _entries(tmp_path / "cache")
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,12 @@ def test_the_fingerprint_follows_the_content(hub: str, tmp_path: Path) -> None:
 def test_a_stream_needs_an_end() -> None:
     with pytest.raises(ValueError, match=r"data \(team/chats\) is streamed without an end; give a limit"):
         Source("team/chats", streaming=True)
+
+
+@pytest.mark.parametrize(("package", "name"), [("datasets", "team/chats"), ("pyarrow", "a.parquet")])
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(ValueError, match=rf"{name}.* needs a package .*{package}.*; pip install"):
+        _ids(name)
