@@ -1,56 +1,191 @@
-"""Renders conversations with the tokenizer's chat template and marks what the assistant said."""
+"""Renders conversations with the tokenizer's chat template and marks what the assistant said.
+
+A template that marks the assistant's text with `{% generation %}` is believed. Any other is asked twice per answer: for
+the conversation up to the answer with the prompt that asks for it, and for the conversation with the answer. What the
+second has more is what the assistant writes: its words and the first special token after them, which ends its turn.
+
+Templates may rewrite what came before (Qwen3 drops earlier reasoning, Mistral moves the system turn to the last
+question). An answer that does not stand in the whole conversation as it was given becomes a document of its own, which
+ends with it: exactly what the base saw when it answered.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+Tokens = tuple[list[int], list[int]]
+"""Token ids, and 1 for each token that the assistant wrote, else 0."""
+Message = Mapping[str, Any]
+
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    """Render a conversation.
+class NoAnswerError(ValueError):
+    """A sample without a token that the assistant wrote: nothing is wrong with it, but nothing can be learnt."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One turn of the assistant as text."""
+
+    asked: str
+    """All that stands before it."""
+    said: str
+    """What the assistant writes, the end of its turn included."""
+
+    @property
+    def text(self) -> str:
+        return self.asked + self.said
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Tokens:
+    """The document of `documents` that ends with the last answer."""
+    return documents(tokenizer, messages)[-1]
+
+
+def documents(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Tokens]:
+    """Render a conversation: one document, or several where the template rewrites earlier turns.
+
+    Turns after the last answer and answers that nobody asked for (before the first question) are left out.
 
     Args:
-        tokenizer: a tokenizer whose chat template marks the assistant's text with `{% generation %}`.
+        tokenizer: a tokenizer with a chat template.
         messages: {"role", "content"} per turn.
 
     Returns:
-        Token ids, and 1 for each token that the assistant wrote, else 0.
+        Token ids and marks per document, in the order of their last answers; each answer is marked in one of them.
 
     Raises:
-        ValueError: no template, no generation marks, or a mask that marks nothing or everything (marks that the
-            tokenizer lost would silently train on the prompts).
+        NoAnswerError: no turn of the assistant.
+        ValueError: no template, a conversation that the template refuses, answers that cannot be told from the rest, or
+            a mask that marks nothing or everything.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             f"tokenizer ({tokenizer.name_or_path}) has no chat template; set one, or give samples as text or input_ids"
         )
-    if not _GENERATION.search(str(tokenizer.get_chat_template())):
-        raise ValueError(
-            f"chat template of the tokenizer ({tokenizer.name_or_path}) has no {{% generation %}} marks, so the "
-            "assistant's tokens are unknown; put {% generation %} ... {% endgeneration %} around them in the template"
-        )
+    messages = _answered(messages)
     try:
-        rendered: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], return_assistant_tokens_mask=True, return_dict=True
-        )
+        if _GENERATION.search(str(tokenizer.get_chat_template())):
+            found = [_marked(tokenizer, messages)]
+        else:
+            found = _compared(tokenizer, messages)
     except TemplateError as error:
         raise ValueError(
             f"conversation ({_excerpt(messages)!r}) is refused by the chat template: {error}; correct its turns"
         ) from error
-    ids, mask = list(rendered["input_ids"]), [int(mark) for mark in rendered["assistant_masks"]]
-    if all(mask) or not any(mask):
-        marked = "all" if ids and all(mask) else "none"
-        raise ValueError(
-            f"conversation ({_excerpt(messages)!r}) has {marked} of its {len(ids)} tokens marked as the assistant's; "
-            "give it a user turn and an assistant turn that is not empty"
+    for tokens in found:
+        _check(tokenizer, messages, *tokens)
+    return found
+
+
+@lru_cache(maxsize=2)  # large vocabularies hold hundreds, and every answer asks
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches any one special token in a text; nothing where there is none."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    longest_first = sorted({*added, *tokenizer.all_special_tokens}, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _answered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The conversation from its first question to its last answer."""
+    kept: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "assistant" or any(turn["role"] != "system" for turn in kept):
+            kept.append(dict(message))
+    while kept and kept[-1]["role"] != "assistant":
+        kept.pop()
+    if not kept:
+        raise NoAnswerError(
+            f"conversation ({_excerpt(messages)!r}) has no answer; give it a user turn and an assistant turn after it"
         )
+    return kept
+
+
+def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Tokens:
+    rendered: Any = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    return list(rendered["input_ids"]), [int(mark) for mark in rendered["assistant_masks"]]
+
+
+def _compared(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[Tokens]:
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    left = [_answer(tokenizer, messages[: place + 1]) for place in places]
+    found = []
+    while left:
+        text = left[-1].text
+        here = [answer for answer in left if text.startswith(answer.text)]
+        left = [answer for answer in left if answer not in here]
+        found.append(_tokens(tokenizer, text, [(len(answer.asked), len(answer.text)) for answer in here]))
+    return found[::-1]
+
+
+def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> _Answer:
+    """The last turn of a conversation that ends with the assistant's."""
+    asked = str(tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    special = special_tokens(tokenizer)
+    said = whole.removeprefix(asked) if whole.startswith(asked) else _after_opening(special, asked, whole)
+    if said is None or not said:
+        raise ValueError(
+            f"conversation ({_excerpt(messages)!r}): the chat template renders the answer otherwise than it asks for it"
+            f" ({asked[-40:]!r} is not in {whole[-200:]!r}), so the assistant's tokens are unknown; put "
+            "{% generation %} ... {% endgeneration %} around them in the template"
+        )
+    tail = re.search(rf"(?:{special.pattern}|\s)*\Z", said)
+    end = special.search(said, tail.start() if tail else 0)
+    return _Answer(asked, said[: end.end()] if end else said)
+
+
+def _after_opening(special: re.Pattern[str], asked: str, whole: str) -> str | None:
+    """What follows the last place where an answer is opened: the last special token of the question and the rest."""
+    marks = list(special.finditer(asked))
+    if not marks:
+        return None
+    before, opening, said = whole.rpartition(asked[marks[-1].start() :])
+    return said if before and opening else None
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:
+    """Tokens of a text; those that lie inside a span of characters are marked, one across its edge is not."""
+    if not tokenizer.is_fast:
+        return _tokens_by_length(tokenizer, text, spans)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+    mask = [int(any(start <= a < b <= stop for start, stop in spans)) for a, b in offsets]
+    return list(encoded["input_ids"]), mask
+
+
+def _tokens_by_length(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:
+    """The same without character offsets: the tokens before a cut are those of the text before it, or it is refused."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    mask = [0] * len(ids)
+    for span in spans:
+        before = [tokenizer(text[:cut], add_special_tokens=False)["input_ids"] for cut in span]
+        if any(ids[: len(part)] != part for part in before):
+            raise ValueError(
+                f"tokenizer ({tokenizer.name_or_path}) joins text across the edge of an answer ({text[slice(*span)]!r})"
+                " and tells no offsets; use its fast version"
+            )
+        start, stop = map(len, before)
+        mask[start:stop] = [1] * (stop - start)
     return ids, mask
 
 
-def _excerpt(messages: Sequence[Mapping[str, str]]) -> str:
+def _check(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ids: list[int], mask: list[int]) -> None:
+    if any(mask) and not all(mask):
+        return
+    marked, text = "all" if any(mask) else "none", str(tokenizer.decode(ids))[:400]
+    raise ValueError(
+        f"conversation ({_excerpt(messages)!r}) has {marked} of its {len(ids)} tokens marked as the assistant's in "
+        f"{text!r}; correct its turns, or the marks of the chat template"
+    )
+
+
+def _excerpt(messages: Sequence[Message]) -> str:
     text = " / ".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class PackedRows:
     """bool [R, T]; tokens that may be predicted. False on padding."""
     lengths: Tensor
     """int64 [R]; tokens of a row that are not padding."""
+    digest: str = ""
+    """The fingerprint of rows on disk, which are too large to be read for it; empty = computed."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -64,11 +67,22 @@ class PackedRows:
         """The heads' part of `targets`, int64 [B, T, K]."""
         return self.targets(rows, num_heads)[..., 1:]
 
+    def kept(self, rows: Tensor, num_heads: int) -> Tensor:
+        """Positions from which the base or a head predicts a token of the loss mask, bool [B, T].
+
+        Args:
+            rows: indices of rows [B].
+            num_heads: K; one of the tokens t+1 .. t+1+K of the same document is in the mask.
+        """
+        return (self.targets(rows, num_heads) != IGNORE).any(2)
+
     def fingerprint(self) -> str:
         """Digest of tokens, documents and masks: equal for equal training data."""
+        if self.digest:
+            return self.digest
         digest = hashlib.sha256()
         for tensor in (self.input_ids, self.position_ids, self.loss_mask):
-            digest.update(tensor.numpy().tobytes())
+            digest.update(np.ascontiguousarray(tensor.numpy()).data)  # no copy: the rows may be larger than memory
         return digest.hexdigest()[:16]
 
 
@@ -84,12 +98,17 @@ def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
     Raises:
         ValueError: nothing is left to train on.
     """
+    if packed := pack_window(samples, row_tokens):
+        return packed
+    raise ValueError(
+        f"samples ({len(samples)}) hold no supervised token past the second one; "
+        "give samples whose loss mask marks what the base answers"
+    )
+
+
+def pack_window(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+    """Pack samples as `pack` does, to no row where nothing is left."""
     pieces = [piece for sample in samples for piece in _cut(sample, row_tokens)]
-    if not pieces:
-        raise ValueError(
-            f"samples ({len(samples)}) hold no supervised token past the second one; "
-            "give samples whose loss mask marks what the base answers"
-        )
     rows = _best_fit([len(ids) for ids, _ in pieces], row_tokens)
     input_ids_RT = torch.zeros(len(rows), row_tokens, dtype=torch.int32)
     loss_mask_RT = torch.zeros(len(rows), row_tokens, dtype=torch.bool)

@@ -1,14 +1,17 @@
-"""Reads training samples: JSON lines in any of four shapes.
+"""Reads training samples out of files, directories and Hub data sets.
+
+A record is a conversation in one of the shapes of `data.shapes`, of which the assistant's turns are supervised, or
 
 - `{"input_ids": [...], "loss_mask": [0/1 ...]}`: tokens, as `data regenerate` writes them
-- `{"messages": [{"role", "content"}, ...]}`: a conversation; the assistant's turns are supervised
-- `{"prompt": "...", "response": "..."}`: a conversation of one turn
 - `{"text": "..."}`: a document; every token is supervised
 """
 
-import json
+import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import render
+from data.chat import NoAnswerError, Tokens, documents
+from data.files import SUFFIXES, Placed, file_records, sample_files
+from data.hub import HubData, is_saved
+from data.shapes import KNOWN, conversation, present
 
-SHAPES = "{input_ids, loss_mask}, {messages}, {prompt, response} or {text}"
+LOGGER = logging.getLogger("data")
 
 
 @dataclass(frozen=True)
@@ -37,83 +43,130 @@ class Sample:
         return self.input_ids[: int(supervised[0])].tolist() if len(supervised) else self.input_ids.tolist()
 
 
-def read_samples(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Read all samples of a .jsonl file.
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from."""
+
+    path: str
+    """A .jsonl, .json or .parquet file, a directory of them, or the name of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set; files have none."""
+    subset: str = ""
+    """Configuration of a Hub data set; empty = its default."""
+    streaming: bool = False
+    """Read a Hub data set as it arrives; needs a limit."""
+    limit: int = 0
+    """Most records; 0 = all."""
+
+    def __post_init__(self) -> None:
+        if self.streaming and not self.limit:
+            raise ValueError(f"data ({self.path}) is streamed without an end; give a limit (data.limit)")
+
+    def records(self) -> Iterator[Placed]:
+        """All records, each with the place by which errors name it.
+
+        Raises:
+            FileNotFoundError: a file that does not exist.
+            ValueError: records or a data set that cannot be read; names the place.
+        """
+        found = self._hub.records() if self._hub else file_records(self.path)
+        return islice(found, self.limit or None)
+
+    def fingerprint(self) -> str:
+        """Digest of the content: of the bytes of files, of the revision of a Hub data set."""
+        digest = hashlib.sha256(f"limit {self.limit}".encode())
+        if self._hub:
+            digest.update(self._hub.fingerprint().encode())
+            return digest.hexdigest()
+        for file in sample_files(Path(self.path)):
+            with file.open("rb") as stream:
+                digest.update(file.suffix.encode() + hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+    @cached_property
+    def _hub(self) -> HubData | None:
+        path = Path(self.path)
+        named_as_file = path.suffix in SUFFIXES or path.is_absolute() or len(path.parts) > 2  # the Hub's are OWNER/NAME
+        if (path.exists() or named_as_file) and not is_saved(path):
+            return None
+        return HubData(self.path, self.split, self.subset, self.streaming)
+
+
+def read_samples(source: str | Path | Source, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """All samples of a source that fits into memory; see `samples`."""
+    return list(samples(source if isinstance(source, Source) else Source(str(source)), tokenizer))
+
+
+def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+    """Tokenise a source, record by record.
+
+    Records without an answer are passed over and counted in one warning.
 
     Args:
-        path: the file.
+        source: where the records are.
         tokenizer: the base's tokenizer.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: an empty file, or a line that is no sample; names the line.
+        ValueError: an empty source, a record that is no sample (names its place), or no record with an answer.
     """
-    samples = []
-    for number, record in read_records(path):
+    total, skipped, reason = 0, 0, ""
+    for place, record in source.records():
+        total += 1
         try:
-            samples.append(_sample(record, tokenizer))
+            yield from record_samples(record, tokenizer)
+        except NoAnswerError as error:
+            skipped, reason = skipped + 1, reason or f"{place}: {error}"
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    return samples
+            raise ValueError(f"{place}: {error}") from error
+    if skipped == total:
+        raise ValueError(f"data ({source.path}): none of its {total} records has an answer to learn ({reason})")
+    if skipped:
+        LOGGER.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
+
+
+def record_samples(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The documents of one record: one, or one per answer where the chat template rewrites earlier turns.
+
+    Raises:
+        NoAnswerError: nothing is supervised.
+        ValueError: no known shape, or one that is broken.
+    """
+    return [_sample(ids, mask, len(tokenizer)) for ids, mask in _tokens(present(record), tokenizer)]
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and JSON objects of a .jsonl file; empty lines are passed over.
+    """Records of a file with the numbers of their lines (.json, .parquet: their own numbers).
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: an empty file, or a line that is no JSON object in UTF-8; names the line.
+        ValueError: an empty file, or a record that is no JSON object in UTF-8; names the place.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"sample file ({path}) does not exist; give a .jsonl file of {SHAPES}")
-    number = 0
-    with Path(path).open("rb") as file:
-        for number, line in ((n, text) for n, text in enumerate(file, start=1) if text.strip()):
-            try:
-                yield number, _record(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-    if not number:
-        raise ValueError(f"sample file ({path}) is empty; write one JSON object per line: {SHAPES}")
+    for place, record in file_records(path):
+        yield int(place.rpartition(" ")[2]), record
 
 
-def _record(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON at column {error.colno} ({error.msg}); write one JSON object per line") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} is no sample; write a JSON object: {SHAPES}")
-    return record
-
-
-def _sample(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Sample:
-    ids, mask = _tokens(record, tokenizer)
+def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:
     if len(ids) != len(mask):
         raise ValueError(f"input_ids ({len(ids)}) and loss_mask ({len(mask)}) differ in length; write one mark per id")
-    vocabulary = len(tokenizer)
     if not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
         raise ValueError(f"input_ids hold a value outside 0..{vocabulary - 1}; tokenize with the base's own tokenizer")
     if not set(mask) <= {0, 1}:
         raise ValueError("loss_mask holds a value other than 0 and 1; write 1 for each token to be predicted, else 0")
+    if not any(mask):
+        raise NoAnswerError(f"loss_mask marks none of its {len(mask)} tokens")
     return Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool))
 
 
-def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[Any], list[Any]]:
+def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     if "input_ids" in record and "loss_mask" in record:
-        return list(record["input_ids"]), list(record["loss_mask"])
-    if "messages" in record:
-        return render(tokenizer, record["messages"])
-    if "prompt" in record and "response" in record:
-        turns = ("user", record["prompt"]), ("assistant", record["response"])
-        return render(tokenizer, [{"role": role, "content": content} for role, content in turns])
+        return [(list(record["input_ids"]), list(record["loss_mask"]))]
+    turns = conversation(record)
+    if turns is not None:
+        return documents(tokenizer, turns)
     if "text" in record:
         ids: list[int] = list(tokenizer(record["text"])["input_ids"])
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
-        return ids, [1] * len(ids)
-    raise ValueError(f"keys ({', '.join(map(str, record))}) are no known sample; write {SHAPES}")
+        return [(ids, [1] * len(ids))]
+    raise ValueError(f"keys ({', '.join(map(str, record))}) are no known sample; write {KNOWN}")

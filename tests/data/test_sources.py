@@ -60,9 +60,10 @@ def test_the_four_shapes(tmp_path: Path, record: dict[str, Any], ids: list[int],
         ({"input_ids": [1, 2], "loss_mask": [1]}, r"line 2: input_ids \(2\) and loss_mask \(1\) differ"),
         ({"input_ids": [1, 99], "loss_mask": [1, 1]}, r"line 2: input_ids hold a value outside 0\.\.5"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, r"line 2: loss_mask holds a value other than"),
-        ({"messages": CHAT[:1]}, r"line 2: conversation \('user: who are you'\) has none of its 4 tokens"),
-        ({"messages": CHAT[1:]}, r"line 2: conversation \('assistant: hi'\) has all of its 2 tokens"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, r"line 2: conversation .* refused .* no such role"),
+        (
+            {"messages": [{"role": "robot", "content": "hi"}, CHAT[1]]},
+            r"line 2: conversation .* refused .* no such role",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -75,12 +76,6 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
         read_samples(_file(tmp_path, b"  "), _tokenizer())
     with pytest.raises(FileNotFoundError, match=r"sample file \(.*none\.jsonl\) does not exist; give"):
         read_samples(tmp_path / "none.jsonl", _tokenizer())
-
-
-def test_a_template_without_generation_marks_is_refused() -> None:
-    bare = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ValueError, match=r"chat template of the tokenizer \(tiny\) has no \{% generation %\} marks"):
-        render(_tokenizer(bare), CHAT)
 
 
 def test_no_template_at_all_is_refused() -> None:

@@ -29,8 +29,8 @@ class Net(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor]:
         return (((self.second(torch.tanh(self.first(inputs))) - targets) ** 2).sum() / ROWS,)
 
-    def groups(self) -> list[dict[str, object]]:
-        return [{"params": list(self.first.parameters())}, {"params": [self.second.weight], "lr_ratio": 0.5}]
+    def groups(self) -> list[list[nn.Parameter]]:
+        return [list(self.first.parameters()), [self.second.weight]]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -38,17 +38,18 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 7, generator=data), torch.randn(ROWS, 3, generator=data)
 
 
-def rate(step: int) -> float:
-    return 0.05 / (1 + step)
+def rates(step: int) -> list[float]:
+    """One for each group."""
+    return [0.05 / (1 + step), 0.025 / (1 + step)]
 
 
 def plain() -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms of all steps, and the state after them, in plain torch."""
     net, figures = Net(), []
-    optimizer = torch.optim.AdamW(net.groups(), weight_decay=OPTIM.weight_decay)
+    optimizer = torch.optim.AdamW([{"params": group} for group in net.groups()], weight_decay=OPTIM.weight_decay)
     for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step) * group.get("lr_ratio", 1.0)
+        for group, rate in zip(optimizer.param_groups, rates(step), strict=True):
+            group["lr"] = rate
         optimizer.zero_grad()
         (loss,) = net(*batch(step))
         loss.backward()
@@ -75,7 +76,7 @@ def train_step(engine: Engine, step: int) -> list[float]:
         (loss,) = engine(*micro)
         engine.backward(loss, last=number == count)
         total += loss.detach()
-    engine.step(rate(step))
+    engine.step(*rates(step))
     dist.all_reduce(total)
     return [float(total), engine.gradient_norm]
 

@@ -1,0 +1,115 @@
+"""Records of .jsonl, .json and .parquet files, and of directories of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.shapes import KNOWN
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+PARQUET_ROWS = 1024
+"""Rows of a .parquet file that are in memory at a time."""
+
+Placed = tuple[str, dict[str, Any]]
+"""Where a record stands, as errors name it, and the record."""
+
+
+def sample_files(path: Path) -> list[Path]:
+    """The files of a directory by name, or the one file.
+
+    Raises:
+        FileNotFoundError: no such file, or a directory without one.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"sample file ({path}) does not exist; give a {', '.join(SUFFIXES)} file of {KNOWN}")
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise FileNotFoundError(f"directory ({path}) holds no sample file; put {', '.join(SUFFIXES)} files into it")
+    return files
+
+
+def file_records(path: str | Path) -> Iterator[Placed]:
+    """All records of a file, or of the files of a directory by name; empty lines are passed over.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: an empty or damaged file, or a record that is no JSON object in UTF-8; names the place.
+    """
+    for file in sample_files(Path(path)):
+        placed = None
+        for placed in {".parquet": _parquet, ".json": _json}.get(file.suffix, _lines)(file):
+            yield placed
+        if placed is None:
+            raise ValueError(f"sample file ({file}) is empty; write one JSON object per line: {KNOWN}")
+
+
+def _lines(file: Path) -> Iterator[Placed]:
+    """Records of a file of JSON lines."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                place = f"{file}, line {number}"
+                try:
+                    yield place, _object(_parse(line))
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from error
+
+
+def _json(file: Path) -> Iterator[Placed]:
+    """A list of records, alone or under `data`; many a .json file holds JSON lines."""
+    content = file.read_bytes()
+    if not content.strip():
+        return
+    try:
+        whole = json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from _lines(file)
+            return
+        raise ValueError(f"{file}, line {error.lineno}: not JSON ({error.msg}); write a list of objects") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    found = whole.get("data", [whole]) if isinstance(whole, dict) else whole
+    if not isinstance(found, list):
+        raise ValueError(f'{file}: holds no list of records; write [{{...}}, ...] or {{"data": [{{...}}, ...]}}')
+    for number, record in enumerate(found, start=1):
+        place = f"{file}, record {number}"
+        try:
+            yield place, _object(record)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
+def _parquet(file: Path) -> Iterator[Placed]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, record {number}", record
+    except ArrowException as error:
+        raise ValueError(f"{file}: no readable .parquet file ({error}); write it again") from error
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at column {error.colno} ({error.msg}); write one JSON object per line") from None
+
+
+def _object(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__} is no sample; write a JSON object: {KNOWN}")
+    return record

@@ -1,0 +1,76 @@
+"""Records of data sets of the Hugging Face Hub, and of those that `datasets` saved to disk."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from data.files import Placed
+
+SAVED = ("state.json", "dataset_dict.json")
+"""Files by which a directory of `save_to_disk` is known."""
+
+
+class HubData:
+    """One split of a data set."""
+
+    def __init__(self, name: str, split: str, subset: str, streaming: bool) -> None:
+        self._name, self._split, self._subset, self._streaming = name, split, subset, streaming
+
+    def records(self) -> Iterator[Placed]:
+        """All records, downloaded whole first, or as they arrive when streaming.
+
+        Raises:
+            ValueError: the data set or its split cannot be found or read.
+        """
+        for number, record in zip(count(1), self._opened(), strict=False):
+            yield f"{self._name} [{self._split}], record {number}", dict(record)
+
+    def fingerprint(self) -> str:
+        """Changes with the content: from the revision of the repository, or the saved table."""
+        if isinstance(self._builder, str):
+            return str(self._opened()._fingerprint)
+        return f"{self._builder.hash}/{self._builder.config_id}/{self._split}"
+
+    @cached_property
+    def _builder(self) -> Any:
+        """What knows the data set; a directory for a saved one."""
+        if is_saved(Path(self._name)):
+            return self._name
+        from datasets import load_dataset_builder
+
+        with _one_sentence(self._name):
+            return load_dataset_builder(self._name, self._subset or None)
+
+    def _opened(self) -> Any:
+        from datasets import DatasetDict, load_from_disk
+
+        builder = self._builder
+        with _one_sentence(self._name):
+            if isinstance(builder, str):
+                saved = load_from_disk(builder)
+                return saved[self._split] if isinstance(saved, DatasetDict) else saved
+            if self._streaming:
+                return builder.as_streaming_dataset(split=self._split)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=self._split)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `datasets` saved the directory."""
+    return any((path / name).is_file() for name in SAVED)
+
+
+@contextmanager
+def _one_sentence(name: str) -> Iterator[None]:
+    """What `datasets` raises for a name, subset or split that does not exist, said in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"data ({name}) is no file here, and as a data set of the Hub it cannot be read ({reason}); correct its "
+            "name, subset or split, or download it to a directory"
+        ) from error

@@ -1,0 +1,144 @@
+"""Tokenised, packed rows on disk: made once for equal data, then opened without reading them.
+
+A directory `<cache>/<digest>` holds one raw file per tensor of `PackedRows` and a manifest. It appears under its name
+when it is whole. Processes that want the same rows wait on a lock of the file system for the one that makes them, not
+at a barrier, which would give up before a large data set is tokenised.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from data.packing import PackedRows, pack_window
+from data.sources import Sample, Source, samples
+
+LOGGER = logging.getLogger("data")
+
+FORMAT = 1
+"""Version of the files and of all that decides what is in them: shapes, masks, packing."""
+WINDOW = 8192
+"""Samples that are in memory at a time; each window is packed by itself."""
+TENSORS = {"input_ids": np.int32, "position_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64}
+"""Fields of `PackedRows` and what their files hold."""
+MANIFEST = "manifest.json"
+
+
+def open_rows(
+    source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, cache: str | Path, window: int = WINDOW
+) -> PackedRows:
+    """Rows of a source, mapped from disk; made first where the cache lacks them or holds damaged ones.
+
+    Any number of processes may call this at once: one makes the rows.
+
+    Args:
+        source: the samples.
+        tokenizer: the base's tokenizer.
+        row_tokens: T.
+        cache: directory of all rows.
+        window: samples that are packed together.
+
+    Raises:
+        FileNotFoundError: no such source.
+        ValueError: samples that cannot be read, or nothing to train on.
+        OSError: the cache cannot be written.
+    """
+    key = _key(source, tokenizer, row_tokens, window)
+    directory = Path(cache) / key
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(directory.with_suffix(".lock")):
+        if (packed := _opened(directory)) is not None:
+            return packed
+        if directory.exists():
+            LOGGER.warning("rows in %s are damaged; they are made again", directory)
+            shutil.rmtree(directory)
+        _make(directory, samples(source, tokenizer), source.path, row_tokens, window)
+        packed = _opened(directory)
+    if packed is None:
+        raise OSError(f"rows in {directory} cannot be read back; free space on its disk, or change data.cache")
+    return packed
+
+
+def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, window: int) -> str:
+    """Digest of all that decides what is in the rows."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+        words = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    words += [source.fingerprint(), f"{FORMAT}/{row_tokens}/{window}"]
+    return hashlib.sha256("/".join(words).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _opened(directory: Path) -> PackedRows | None:
+    """The rows of a directory; None where it is missing or damaged."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        rows, row_tokens = int(manifest["rows"]), int(manifest["row_tokens"])
+        tensors = {
+            name: np.memmap(directory / name, kind, "c", shape=(rows,) if name == "lengths" else (rows, row_tokens))
+            for name, kind in TENSORS.items()
+            if (directory / name).stat().st_size == manifest["bytes"][name]
+        }
+        found = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        return PackedRows(**found, digest=manifest["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
+    """Write the rows beside their place and move them there."""
+    temporary = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+    try:
+        manifest = _write(temporary, found, name, row_tokens, window)
+        _describe(temporary, manifest)
+        if (packed := _opened(temporary)) is not None:
+            _describe(temporary, manifest | {"fingerprint": packed.fingerprint()})
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _describe(directory: Path, manifest: dict[str, Any]) -> None:
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> dict[str, Any]:
+    """Write the files of the tensors window by window; returns the manifest without the fingerprint."""
+    rows = seen = tokens = 0
+    shown = tqdm(found, desc=f"samples of {name} tokenised", unit="", disable=None, delay=1, leave=False)
+    with ExitStack() as stack:
+        files = {field: stack.enter_context((directory / field).open("wb")) for field in TENSORS}
+        stream = iter(shown)
+        while members := list(islice(stream, window)):
+            packed = pack_window(members, row_tokens)
+            rows, seen, tokens = rows + len(packed), seen + len(members), tokens + int(packed.lengths.sum())
+            for field, file in files.items():
+                file.write(getattr(packed, field).numpy().tobytes())
+    if not rows:
+        raise ValueError(
+            f"samples of {name} ({seen}) hold no supervised token past the second one; "
+            "give samples whose loss mask marks what the base answers"
+        )
+    return {
+        "samples": seen, "rows": rows, "row_tokens": row_tokens, "tokens": tokens, "source": name,
+        "bytes": {field: (directory / field).stat().st_size for field in TENSORS}, "fingerprint": "",
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+"""Finds the conversation in a record, whatever its keys are called.
+
+- OpenAI: `messages` of {"role", "content"}; content is text or a list of {"type": "text", "text"} parts
+- ShareGPT: `conversations` of {"from", "value"}; human, gpt and their like are renamed
+- question and answer: `prompt` with `response` or `completion`; `instruction` (and `input`) with `output`
+
+Tables give every record the keys of all; a key whose value is None counts as missing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
+"""Keys of a question and its answer."""
+ROLES = {
+    "human": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "function": "tool", "observation": "tool",
+}  # fmt: skip
+"""ShareGPT's names; other names are left as they are, for the chat template to judge."""
+KNOWN = "{input_ids, loss_mask}, {messages}, {conversations}, {prompt, response}, {instruction, output} or {text}"
+
+
+def present(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record without the keys whose value is None."""
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def conversation(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The turns of a record as {"role", "content"}, other keys of a turn (tool calls, reasoning) kept.
+
+    Args:
+        record: a JSON object or the row of a table; its `system` key, where it has one, becomes the first turn.
+
+    Returns:
+        The turns; None where the record holds none of the known keys.
+
+    Raises:
+        ValueError: turns that are not as described above.
+    """
+    record = present(record)
+    turns = next((record[key] for key in CONVERSATIONS if key in record), None)
+    if turns is None:
+        turns = next((_pair(record, *keys) for keys in PAIRS if all(key in record for key in keys)), None)
+    if turns is None:
+        return None
+    if not isinstance(turns, list):
+        raise ValueError(f"conversation ({turns!r:.60}) is no list; write one {{role, content}} per turn")
+    found = [_turn(turn) for turn in turns]
+    if record.get("system") and not any(turn["role"] == "system" for turn in found):
+        found.insert(0, {"role": "system", "content": _text(record["system"])})
+    return found
+
+
+def _pair(record: Mapping[str, Any], question: str, answer: str) -> list[Any]:
+    asked, said = record[question], record[answer]
+    if question == "instruction" and record.get("input"):
+        asked = f"{asked}\n\n{record['input']}"
+    first = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    return first + (said if isinstance(said, list) else [{"role": "assistant", "content": said}])
+
+
+def _turn(turn: Any) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"turn ({turn!r:.60}) is no object; write {{role, content}} or {{from, value}}")
+    rest = present(turn)
+    role = rest.pop("role", None) or rest.pop("from", None)
+    if not isinstance(role, str):
+        raise ValueError(f"turn ({turn!r:.60}) names no role; write {{role, content}} or {{from, value}}")
+    content = rest.pop("content", None)
+    content = rest.pop("value", "" if "tool_calls" in rest else None) if content is None else content
+    return {"role": ROLES.get(role, role), "content": _text(content)} | rest
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        return "".join(_text(part.get("text")) for part in content)
+    raise ValueError(f"content ({content!r:.60}) is no text; give text, or a list of {{type: text, text}} parts")
