@@ -148,7 +148,7 @@ def grid() -> list[Case]:
     """
     axes = {
         "nodes": (1, 8, 26, 64, 128),
-        "lengths": ((0,), (1,), (63, 0), (64, 17), (65, 200)),
+        "lengths": ((64, 17), (65, 200), (0,), (1,), (63, 0)),
         "groups": (1, 4, 8),
         "dim": (64, 96, 128, 256),
         "shape": ("random", "chain", "star", "borders"),
@@ -157,5 +157,7 @@ def grid() -> list[Case]:
     for i, j in product(range(5), repeat=2):
         columns = zip(axes.items(), (i, j, i + j, i + 2 * j, i + 3 * j), strict=True)
         values = {name: axis[column % 5 % len(axis)] for (name, axis), column in columns}
-        cases.append(Case(**values, kv_heads=1 if values["groups"] == 8 else 2))
-    return cases + [Case(seed=seed, nodes=40) for seed in range(1, 6)]
+        rows = values["nodes"] * values["groups"]
+        cases.append(Case(**values, kv_heads=1 if rows > 64 else 2))
+    more = [Case(seed=seed, nodes=40) for seed in range(1, 5)]
+    return [*cases, *more, Case(nodes=40, groups=4)]  # several blocks of rows for each of several key heads
