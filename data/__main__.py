@@ -2,15 +2,27 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data import EMBEDDED, resolve_base_name
+from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
+SPLITS = ("train", "heldout")
+
+
+class UsageError(ValueError):
+    """Options that are right alone and wrong together."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     logger = logging.getLogger("data")
     options = _parser().parse_args(arguments)
     try:
         options.run(options, logger)
+    except UsageError as error:
+        logger.error("%s", error)
+        return 2
     except KeyboardInterrupt:
         logger.error("stopped; the same command goes on where it was")
         return 130
@@ -34,23 +50,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
+    _check(options)
     if Path(options.out).exists():
         logger.info("%s is there already; remove it to make it again", options.out)
         return
     from transformers.utils.logging import disable_progress_bar
 
-    from data.regenerate import Settings, embedded_prompts, file_prompts, regenerate
-    from medusa import MedusaModel
+    from data.regenerate import regenerate
 
     disable_progress_bar()
-    model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base), device=options.device)
-    if options.prompts in ("train", "heldout"):
-        prompts = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
+    settings = Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    prompts, answerer, base = (_endpoint if options.endpoint else _local)(options, settings)
+    report = regenerate(prompts, answerer, options.out, {"base": base, **vars(settings)})
+    logger.info("%d tokens that the base wrote are in %s", report.tokens, options.out)
+
+
+def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+    """Prompts, who answers them, and the name of the base: it runs in this process."""
+    from data.local import LocalAnswerer
+    from data.prompts import embedded_prompts, fitting
+    from medusa import MedusaModel
+
+    model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base or EMBEDDED), device=options.device)
+    if options.prompts in SPLITS:
+        ids = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
+        prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
     else:
-        prompts = file_prompts(model, options.prompts)[: options.count]
-    settings = Settings(options.max_new_tokens, options.temperature, options.seed, options.batch)
-    tokens = regenerate(model, prompts, options.out, settings)
-    logger.info("%d tokens that the base wrote are in %s", tokens, options.out)
+        prompts = _prompts(options)
+    answerer = LocalAnswerer(model, settings, options.batch)
+    return fitting(model, prompts, settings.max_new_tokens), answerer, model.base.name
+
+
+def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+    """Prompts, who answers them, and the name of the base: a server runs it."""
+    from data.chat_completions import ChatClient
+    from data.endpoint import EndpointAnswerer
+
+    model = options.model or options.base
+    key = os.environ[options.api_key_env].strip() if options.api_key_env else None
+    endpoint = EndpointSettings(options.concurrency, options.retries, options.timeout)
+    connect = partial(ChatClient, options.endpoint, model, settings, endpoint, key)
+    tokenizer = _tokenizer(resolve_base_name(options.base))
+    answerer = EndpointAnswerer(connect, tokenizer, options.concurrency, options.seed)
+    return _prompts(options), answerer, f"{model} (tokens of {options.base})"
+
+
+def _tokenizer(base: str) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer of the base ({base}) cannot be loaded: {error}; give its directory") from error
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise what is wrong with options that are right alone."""
+    variable = options.api_key_env
+    if not options.endpoint:
+        given = [f"--{name}" for name in ("model", "api-key-env") if getattr(options, name.replace("-", "_"))]
+        if given:
+            raise UsageError(f"{given[0]} belongs to a server; give --endpoint too")
+    elif not options.base:
+        raise UsageError("--endpoint needs --base, the model that the server runs: its tokenizer makes the token ids")
+    elif options.prompts in SPLITS:
+        raise UsageError(f"--prompts ({options.prompts}) holds code to continue, and --endpoint chats; give a file")
+    if variable and not os.environ.get(variable):
+        raise UsageError(f"--api-key-env ({variable}) is not set; export {variable}=KEY")
+    if options.streaming and not options.count:
+        raise UsageError("--streaming needs --count, the number of prompts to read; give it")
+
+
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    """The conversations of a source."""
+    from data.prompts import conversations
+    from data.sources import Source
+
+    return list(
+        conversations(Source(options.prompts, options.split, options.subset, options.streaming, options.count or 0))
+    )
 
 
 def _inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
@@ -63,28 +141,44 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="medusa-data", description="Make training data for draft heads.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_inspect(commands)
+    _add_regenerate(commands)
+    return parser
+
+
+def _add_regenerate(commands: Any) -> None:
     regenerate = commands.add_parser(
         "regenerate",
         help="let the base answer prompts; its own answers are the training data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     regenerate.set_defaults(run=_regenerate)
-    regenerate.add_argument("--base", default=EMBEDDED, help='directory, Hub id, or "embedded"')
-    regenerate.add_argument(
+    add = regenerate.add_argument
+    add("--base", help=f'directory, Hub id, or "{EMBEDDED}", which is the default in this process')
+    add(
         "--prompts",
         default="train",
-        help='"train" or "heldout": prompts from the standard library; or a .jsonl file of conversations',
+        help='"train" or "heldout": prompts from the standard library; or a file, a directory of files or a Hub'
+        " data set of conversations, every user turn of which is answered",
     )
-    regenerate.add_argument(
-        "--count", type=_positive, default=None, help=f"prompts; default: all of a file, {EMBEDDED_COUNT}"
-    )
-    regenerate.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to write")
-    regenerate.add_argument("--max-new-tokens", type=_positive, default=128, help="tokens per answer")
-    regenerate.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
-    regenerate.add_argument("--seed", type=int, default=0, help="of the choice of prompts and of sampled answers")
-    regenerate.add_argument("--batch", type=_positive, default=64, help="prompts decoded together")
-    regenerate.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
-    return parser
+    add("--split", default="train", help="of a Hub data set")
+    add("--subset", default="", help="of a Hub data set")
+    add("--streaming", action="store_true", help="do not download a Hub data set whole; needs --count")
+    add("--count", type=_positive, default=None, help=f"prompts; default: all of a source, {EMBEDDED_COUNT}")
+    add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
+    add("--max-new-tokens", type=_positive, default=Settings.max_new_tokens, help="tokens per answer")
+    add("--temperature", type=float, default=Settings.temperature, help="0 = greedy")
+    add("--top-p", type=_share, default=Settings.top_p, help="draw from the likeliest tokens of this probability")
+    add("--seed", type=int, default=Settings.seed, help="of the choice of prompts and of sampled answers")
+    here = regenerate.add_argument_group("the base runs in this process")
+    here.add_argument("--batch", type=_positive, default=BATCH, help="prompts decoded together")
+    here.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    add = regenerate.add_argument_group("an OpenAI-compatible server runs the base").add_argument
+    add("--endpoint", metavar="URL", help="its address, as http://localhost:8000/v1; --base then names the tokenizer")
+    add("--model", metavar="NAME", help="the base's name on the server; default: that of --base")
+    add("--api-key-env", metavar="VAR", help="environment variable that holds the key; default: no key")
+    add("--concurrency", type=_positive, default=EndpointSettings.concurrency, help="requests under way at a time")
+    add("--retries", type=_whole, default=EndpointSettings.retries, help="more tries of a request that failed")
+    add("--timeout", type=_seconds, default=EndpointSettings.timeout, help="seconds per request")
 
 
 def _add_inspect(commands: Any) -> None:
@@ -106,16 +200,30 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write samples and figures here instead")
 
 
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least 0")
+def _whole(text: str, low: int = 0) -> int:
+    if not text.isdigit() or int(text) < low:
+        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least 1")
-    return int(text)
+    return _whole(text, low=1)
+
+
+def _share(text: str) -> float:
+    return _number(text, 1.0)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 86400.0)
+
+
+def _number(text: str, high: float) -> float:
+    """A number above 0."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= high:
+            return value
+    raise argparse.ArgumentTypeError(f"value ({text}) must be a number above 0, at most {high:g}")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from data.regenerate import embedded_prompts
+    from data.prompts import embedded_prompts
     from medusa import MedusaModel
     from serve.compare import compare, identical, medusa_engine, repeated_share, transformers_engine
 

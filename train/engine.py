@@ -43,6 +43,7 @@ class Engine:
         self._module = module.to(device)
         self._device = device
         self._parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        assert all(value.dtype == torch.float32 for value in self._parameters.values()), "state() holds master weights"
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
             model_parameters=[{"params": list(group)} for group in groups or [[*self._parameters.values()]]],

@@ -6,6 +6,7 @@ common act of all processes; `train.features.EvenPasses` makes them do equally m
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,18 +67,20 @@ def _config(dtype: torch.dtype, hidden_size: int) -> dict[str, Any]:
 
 @contextmanager
 def _partitioned_from_the_start(config: dict[str, Any]) -> Iterator[None]:
-    """Let transformers build the model in parts (its ZeRO-3 loading, without the Trainer that it expects)."""
-
-    class Zero3:
-        def __init__(self) -> None:
-            self.config = config
-
-        def is_zero3(self) -> bool:
-            return True
-
-    asked = Zero3()
+    """Let transformers load the model in parts; it reads a global that its own Trainer would set."""
+    asked = _Zero3(config)  # the global is a weak reference
     transformers_deepspeed.set_hf_deepspeed_config(asked)
     try:
         yield
     finally:
         transformers_deepspeed.unset_hf_deepspeed_config()
+
+
+@dataclass(frozen=True)
+class _Zero3:
+    """What transformers asks a configuration of DeepSpeed."""
+
+    config: dict[str, Any]
+
+    def is_zero3(self) -> bool:
+        return True

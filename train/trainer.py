@@ -97,7 +97,8 @@ class Trainer:
         writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
             self.directory.start(self.recipe, self.step)
-        with stop.held(), Progress(self.step, self.total, writer) as progress:
+        stop.hold()
+        with Progress(self.step, self.total, writer) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)

@@ -95,7 +95,7 @@ def _trace(options: argparse.Namespace) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from data.regenerate import embedded_prompts, file_prompts
+    from data.prompts import embedded_prompts, file_prompts
     from medusa import MedusaModel
     from serve.bench.trace import record, save_trace
 

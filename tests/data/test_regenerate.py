@@ -5,7 +5,11 @@ import pytest
 from data import EMBEDDED, resolve_base_name
 from data import regenerate as module
 from data.__main__ import main
-from data.regenerate import Settings, file_prompts, regenerate
+from data.exchange import Exchange, Prompt, Settings, samples
+from data.local import LocalAnswerer
+from data.prompts import conversations, file_prompts, fitting
+from data.regenerate import Part, regenerate
+from data.sources import Source
 
 
 def lines(path):
@@ -14,25 +18,75 @@ def lines(path):
 
 @pytest.fixture
 def prompts(base):
-    return [base.tokenizer(text).input_ids for text in ("def f", "a", "import os, sys", "x = 1", "class B")]
+    return [
+        Prompt(ids=tuple(base.tokenizer(text).input_ids))
+        for text in ("def f", "a", "import os, sys", "x = 1", "class B")
+    ]
 
 
-def test_answers_are_the_bases_own_and_only_they_are_supervised(model, prompts, tmp_path):
-    tokens = regenerate(model, prompts, tmp_path / "a.jsonl", Settings(max_new_tokens=12, batch=2))
-    samples = lines(tmp_path / "a.jsonl")
-    assert len(samples) == len(prompts)
-    assert tokens == sum(sum(s["loss_mask"]) for s in samples)
-    for sample in samples:
-        start = sample["loss_mask"].index(1)
-        prompt, answer = sample["input_ids"][:start], sample["input_ids"][start:]
-        assert prompt in prompts
-        assert answer == model.generate(prompt, max_new_tokens=12, nodes=1).tokens
-        assert set(sample["loss_mask"][start:]) == {1}
+@pytest.fixture
+def run(model, tmp_path):
+    """Answer in this process; returns the samples."""
+
+    def run(prompts, name="a.jsonl", batch=2, **settings):
+        chosen = Settings(**{"max_new_tokens": 8} | settings)
+        fit = fitting(model, prompts, chosen.max_new_tokens)
+        regenerate(fit, LocalAnswerer(model, chosen, batch), tmp_path / name, vars(chosen))
+        return lines(tmp_path / name)
+
+    return run
 
 
-def test_a_stopped_run_goes_on_and_gives_the_same_file(model, prompts, tmp_path, monkeypatch):
-    settings = Settings(max_new_tokens=8, batch=2)
-    regenerate(model, prompts, tmp_path / "whole.jsonl", settings)
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_p": 0.5}])
+def test_answers_are_the_bases_own_and_only_they_are_supervised(model, prompts, run, settings):
+    samples = run(prompts, **settings)
+    shortest_first = sorted((list(prompt.ids) for prompt in prompts), key=len)
+    seed = settings.pop("seed", 0)
+    for number, (prompt, sample) in enumerate(zip(shortest_first, samples, strict=True)):
+        answer = model.generate(prompt, max_new_tokens=8, nodes=1, seed=seed + number, **settings).tokens
+        assert sample == {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+
+
+def chats(tmp_path, *turns):
+    """A file of one conversation with recorded answers, read again without them."""
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    return list(conversations(Source(str(tmp_path / "chats.jsonl"))))
+
+
+def test_every_user_turn_is_answered_behind_the_bases_own_answers(model, run, tmp_path):
+    long = chats(tmp_path, ("user", "ab"), ("assistant", "RECORDED"), ("user", "cd"), ("assistant", "X"), ("user", "e"))
+    short = chats(tmp_path, ("system", "s"), ("user", "q"), ("assistant", "RECORDED"))
+    found = run([*long, *short])
+    read = model.chat_prompt([{"role": "user", "content": "ab"}])
+    history = [{"role": "user", "content": "ab"}]
+    for question in ("cd", "e", None):
+        output = model.generate(read, max_new_tokens=8, nodes=1)
+        (sample,) = [s for s in found if s["input_ids"][: len(read) + len(output.tokens)] == read + output.tokens]
+        assert sample["loss_mask"][len(read) :][: len(output.tokens)] == [1] * len(output.tokens)
+        if question:
+            history += [{"role": "assistant", "content": output.text}, {"role": "user", "content": question}]
+            read = model.chat_prompt(history)
+    assert "RECORDED" not in "".join(model.base.tokenizer.decode(sample["input_ids"]) for sample in found)
+    assert model.base.tokenizer.decode(found[-1]["input_ids"]).startswith("s<end>q<end>")
+
+
+def test_a_conversation_ends_where_the_context_does(model, run, tmp_path):
+    samples = run(chats(tmp_path, ("user", "ab"), ("assistant", ""), ("user", "x" * 300)))
+    assert len(samples) == 1
+    assert sum(samples[0]["loss_mask"]) <= 8
+
+
+def test_exchanges_join_while_each_prompt_begins_with_all_that_was_said():
+    told = [Exchange([1, 2], [3]), Exchange([1, 2, 3, 4], [5, 6])]
+    assert samples(told) == [{"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 0, 1, 1]}]
+    rewritten = [*told, Exchange([1, 2, 9, 4, 5, 6], [7])]
+    assert samples(rewritten)[1:] == [{"input_ids": [1, 2, 9, 4, 5, 6, 7], "loss_mask": [0, 0, 0, 0, 0, 0, 1]}]
+    assert told[0] == ([1, 2], [3]), "what it is given stays"
+
+
+def test_a_stopped_run_goes_on_and_gives_the_same_file(model, prompts, run, tmp_path, monkeypatch):
+    whole = run(prompts, "whole.jsonl")
     calls = []
     generate = model.generate
 
@@ -44,19 +98,38 @@ def test_a_stopped_run_goes_on_and_gives_the_same_file(model, prompts, tmp_path,
 
     monkeypatch.setattr(model, "generate", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        regenerate(model, prompts, tmp_path / "cut.jsonl", settings)
+        run(prompts, "cut.jsonl")
     part = tmp_path / "cut.jsonl.part"
-    part.write_text(part.read_text() + '{"input_ids": [1, 2')
-    regenerate(model, prompts, tmp_path / "cut.jsonl", settings)
-    assert lines(tmp_path / "cut.jsonl") == lines(tmp_path / "whole.jsonl")
+    part.write_text(part.read_text() + '{"prompt": 1, "sam')
+    assert run(prompts, "cut.jsonl") == whole
     assert len(calls) == 4, "the first batch was not answered again"
     assert not part.exists()
 
 
-def test_an_unfinished_file_of_other_settings_is_refused(model, prompts, tmp_path):
-    (tmp_path / "a.jsonl.part").write_text('{"other": 1}\n')
-    with pytest.raises(ValueError, match="begun with other prompts"):
-        regenerate(model, prompts, tmp_path / "a.jsonl", Settings(max_new_tokens=8))
+def test_prompts_without_room_for_an_answer_are_left_out(run, prompts):
+    assert len(run([*prompts, Prompt(ids=(5,) * 250)])) == len(prompts)
+    with pytest.raises(ValueError, match=r"prompts \(1\) leave no room for 8 tokens"):
+        run([Prompt(ids=(5,) * 250)])
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"top_p": 0.5}, {"first": 7}])
+def test_an_unfinished_file_of_other_prompts_or_settings_is_refused(model, prompts, run, monkeypatch, changed):
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(prompts)
+    monkeypatch.setattr(model, "generate", generate)
+    first = changed.pop("first", None)
+    with pytest.raises(ValueError, match=r"a.jsonl.part\) was begun with other prompts or settings; remove it"):
+        run([Prompt(ids=(first,)), *prompts[1:]] if first else prompts, **changed)
+
+
+def test_a_damaged_unfinished_file_is_said(tmp_path):
+    part = Part(tmp_path / "a.part", {})
+    part.close()
+    (tmp_path / "a.part").write_text('{}\n{"prompt": 1}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"a.part\) is damaged \(b'nonsense.*remove it"):
+        Part(tmp_path / "a.part", {})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +137,11 @@ def test_an_unfinished_file_of_other_settings_is_refused(model, prompts, tmp_pat
     [
         ({"prompt": "hi", "response": "there"}, "hi<end>"),
         ({"prompt": "hi"}, "hi<end>"),
+        ({"prompt": "hi", "response": None}, "hi<end>"),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, "hi<end>"),
+        ({"instruction": "hi", "input": "you"}, "hi\n\nyou<end>"),
+        ({"conversations": [{"from": "human", "value": "yo"}, {"from": "gpt", "value": "x"}]}, "yo<end>"),
+        ({"system": "s", "conversations": [{"from": "human", "value": "yo"}]}, "s<end>yo<end>"),
         ({"messages": [{"role": "user", "content": "yo"}]}, "yo<end>"),
         ({"messages": [{"role": "user", "content": "yo"}, {"role": "assistant", "content": "x"}]}, "yo<end>"),
     ],
@@ -75,23 +153,37 @@ def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path
     assert model.base.tokenizer.decode(ids) == prompt
 
 
-@pytest.mark.parametrize("record", [{"text": "a document"}, {"messages": []}, {"messages": [{"role": "assistant"}]}])
-def test_lines_without_a_prompt_are_named(model, tmp_path, record):
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a document"}, "no prompt; give messages that begin with a user turn, or prompt"),
+        ({"messages": []}, "no prompt"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no prompt"),
+        ({"messages": [{"role": "user"}]}, r"content \(None\) is no text"),
+    ],
+)
+def test_lines_without_a_prompt_are_named(model, tmp_path, record, message):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "fine"}\n' + json.dumps(record) + "\n")
-    with pytest.raises(ValueError, match="line 2: no prompt"):
+    with pytest.raises(ValueError, match=f"chats.jsonl, line 2: {message}"):
         file_prompts(model, path)
 
 
-def test_other_prompts_do_not_continue_a_file(model, prompts, tmp_path, monkeypatch):
-    generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
-    settings = Settings(max_new_tokens=8, batch=2)
-    with pytest.raises(KeyboardInterrupt):
-        regenerate(model, prompts, tmp_path / "a.jsonl", settings)
-    monkeypatch.setattr(model, "generate", generate)
-    with pytest.raises(ValueError, match="begun with other prompts"):
-        regenerate(model, [[7], *prompts[1:]], tmp_path / "a.jsonl", settings)
+@pytest.mark.parametrize(
+    ("turns", "asked"),
+    [
+        ("s u a u a", ["s u", "u"]),
+        ("u a u", ["u", "u"]),
+        ("a u a", ["u"]),
+        ("u u a a s u", ["u u", "s u"]),
+        ("s a u", ["s u"]),
+        ("u a t u a", ["u"]),
+    ],
+)
+def test_questions_are_what_stands_between_answers(tmp_path, turns, asked):
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    (prompt,) = chats(tmp_path, *((roles[turn], "text") for turn in turns.split()))
+    assert [" ".join(message["role"][0] for message in group) for group in prompt.asked] == asked
 
 
 def test_the_command_line_writes_a_file_once(base_directory, tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_
     heads = tmp_path / "heads"
     save_heads(make_heads(5), heads, {"figures": {"heldout_top1": [0.5], "heldout_top5": [0.6], "heldout_top10": [0.7],
                                                   "steps": 1, "train_seconds": 1.0}})  # fmt: skip
-    monkeypatch.setattr("data.regenerate.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
+    monkeypatch.setattr("data.prompts.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 12)
     values = demo._compare(tmp_path, 3, 1, compiled=False)
     assert list(values["drafters"]) == list(demo.LABELS) == list(GREEDY_DRAFTERS)

@@ -1,0 +1,200 @@
+"""A client of OpenAI-compatible chat completions that outlasts a busy or restarting server."""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any, NamedTuple, Self
+
+import httpx
+
+from data.exchange import EndpointSettings, Message, Settings, UnansweredError
+
+FIRST_WAIT = 1.0
+"""Seconds before a request is tried again; each further wait is twice as long."""
+LONGEST_WAIT = 60.0
+"""Seconds; a server may ask for more."""
+CONNECT_TIMEOUT = 30.0
+"""Seconds."""
+GIVE_UP_AFTER = 16
+"""Prompts in a row that fail in spite of all retries: the server is down, and the rest would fail too."""
+
+EXACT = "return_token_ids"
+"""Asks vLLM for the very tokens that the base read and wrote."""
+ENDED = ("stop", "eos_token")
+"""Reasons for an end that the base itself wrote; others (a limit, a filter, an abort) cut it off."""
+PROMPT_REFUSED = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
+BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
+
+
+class EndpointError(ValueError):
+    """Why the server will answer no prompt at all."""
+
+
+class _BusyError(Exception):
+    """A request met a busy or broken server, which may ask for a pause of so many seconds."""
+
+    def __init__(self, reason: str, pause: float | None = None) -> None:
+        super().__init__(reason)
+        self.pause = pause
+
+
+class Completion(NamedTuple):
+    """What the server answered."""
+
+    text: str
+    cut: bool
+    """The server ended it (a limit on tokens, mostly), not the base."""
+    prompt_ids: list[int]
+    """Tokens that the base read; empty where the server does not tell them and the next ones."""
+    ids: list[int]
+    """Tokens that the base wrote."""
+
+
+class ChatClient:
+    """Asks one model of one server; an asynchronous context.
+
+    Args:
+        url: Of the API, up to its version: "http://localhost:8000/v1".
+        model: Name under which the server knows the base.
+        settings: How to answer.
+        endpoint: How to ask.
+        key: Sent as a bearer token.
+
+    Raises:
+        ValueError: The address is no http(s) address.
+    """
+
+    def __init__(self, url: str, model: str, settings: Settings, endpoint: EndpointSettings, key: str | None) -> None:
+        if not _is_address(url):
+            raise ValueError(f"endpoint ({url}) is no address; give one like http://localhost:8000/v1")
+        self._name, self._url = f"endpoint ({url}, model {model})", f"{url.rstrip('/')}/chat/completions"
+        self._tries = endpoint.retries + 1
+        self._request = {
+            "model": model,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            EXACT: True,
+        }
+        self._reached, self._failures = False, 0
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=None),  # who asks decides how many requests run at a time
+            timeout=httpx.Timeout(endpoint.timeout, connect=min(endpoint.timeout, CONNECT_TIMEOUT)),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def complete(self, messages: Sequence[Message], seed: int) -> Completion:
+        """Answer a conversation, in spite of a busy server.
+
+        Raises:
+            UnansweredError: The server refuses this conversation, or was busy or broken at every try.
+            EndpointError: It cannot be reached, refuses the key, does not know the model, or is down.
+        """
+        reason = ""
+        for tried in range(self._tries):
+            try:
+                completion = await self._try({**self._request, "messages": messages, "seed": seed})
+            except _BusyError as error:
+                reason = str(error)
+                if tried + 1 < self._tries:
+                    await asyncio.sleep(_wait(tried, error.pause))
+            else:
+                self._failures = 0
+                return completion
+        self._failures += 1
+        if self._failures >= GIVE_UP_AFTER:
+            raise EndpointError(f"{self._name} failed {self._failures} prompts in a row, at last: {reason}; look there")
+        raise UnansweredError(f"{self._name} failed {self._tries} times, at last: {reason}")
+
+    async def _try(self, request: Mapping[str, Any]) -> Completion:
+        try:
+            response = await self._http.post(self._url, json=request)
+        except httpx.RequestError as error:
+            if not self._reached and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                raise EndpointError(
+                    f"{self._name} cannot be reached ({_reason(error)}); start the server, or correct the address"
+                ) from error
+            raise _BusyError(_reason(error)) from error
+        self._reached = True
+        if response.status_code == HTTPStatus.OK:
+            return self._completion(response)
+        if response.status_code in PROMPT_REFUSED and EXACT in response.text and EXACT in request:
+            self._request.pop(EXACT, None)  # a strict server that does not know it
+            return await self._try({name: value for name, value in request.items() if name != EXACT})
+        raise self._failure(response)
+
+    def _failure(self, response: httpx.Response) -> Exception:
+        """What an answer with another status than 200 means."""
+        status = response.status_code
+        message = f"{status} {response.reason_phrase}: {_excerpt(response.text)}"
+        if status in PROMPT_REFUSED:
+            return UnansweredError(f"{self._name} refused it: {message}")
+        if status in BUSY or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return _BusyError(message, _retry_after(response))
+        remedy = "give the address up to /v1, and --model as the server names it (GET /v1/models)"
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            remedy = "name the environment variable that holds its key with --api-key-env"
+        return EndpointError(f"{self._name} says {message}; {remedy}")
+
+    def _completion(self, response: httpx.Response) -> Completion:
+        try:
+            body = response.json()
+            choice = body["choices"][0]
+            message, cut = choice["message"], choice.get("finish_reason") not in ENDED
+            text, ids, prompt_ids = message.get("content") or "", choice.get("token_ids"), body.get("prompt_token_ids")
+            reasoning = message.get("reasoning") or message.get("reasoning_content")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise EndpointError(
+                f"{self._name} sent no chat completion ({_excerpt(response.text)}); give the address up to /v1"
+            ) from None
+        if ids and prompt_ids:
+            return Completion(text, cut, prompt_ids, ids)
+        if reasoning:
+            raise EndpointError(
+                f"{self._name} splits the reasoning from its answer and returns no token ids, so the base's own text"
+                " is unknown; start the server without a reasoning parser"
+            )
+        return Completion(text, cut, [], [])
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        return False
+
+
+def _wait(tried: int, pause: float | None) -> float:
+    """Seconds until the next try, spread so that requests which failed together do not come back together."""
+    backoff = min(LONGEST_WAIT, FIRST_WAIT * 2**tried) / 2
+    return (backoff if pause is None else pause) + random.uniform(0, backoff)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds that the server asks to wait: a number, or a date."""
+    value = response.headers.get("retry-after", "")
+    try:
+        if value.strip().isdigit():
+            return float(value)
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()
+
+
+def _excerpt(text: str) -> str:
+    """What a server says, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:197]}..."

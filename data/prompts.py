@@ -1,0 +1,106 @@
+"""What the base is asked: prompts from the standard library, or conversations without their answers."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from data.exchange import Message, Prompt
+from data.shapes import conversation, present
+from data.sources import Source
+from data.stdlib import Split, chat_pairs, completion_prompts
+from medusa import MedusaModel
+
+PROMPT_TOKENS = 160
+"""Most tokens of an embedded code prompt; longer ones lose their beginning."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles that ask for nothing by themselves."""
+
+
+def embedded_prompts(model: MedusaModel, split: Split, count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of ``count`` prompts from the standard library, half code to continue and half chat requests.
+
+    The choice is a pure function of the split and the seed, and shorter lists are beginnings of longer ones.
+    """
+    tokenizer = model.base.tokenizer
+    shuffled = random.Random(seed)
+    code = list(completion_prompts(split))
+    chat = list(chat_pairs(split))
+    shuffled.shuffle(code)
+    shuffled.shuffle(chat)
+    prompts: list[list[int]] = []
+    for code_text, pair in zip_longest(code, chat):
+        if len(prompts) >= count:
+            break
+        if code_text is not None:
+            ids = tokenizer(code_text[-4 * PROMPT_TOKENS :], add_special_tokens=False).input_ids[-PROMPT_TOKENS:]
+            prompts.append(ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids])
+        if pair is not None:
+            prompts.append(model.chat_prompt(pair.messages[:1]))
+    return prompts[:count]
+
+
+def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
+    """Token ids of the conversations of a sample file, up to their first answers.
+
+    Raises:
+        ValueError: A record without a prompt.
+    """
+    return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(Source(str(path)))]
+
+
+def conversations(source: Source) -> Iterator[Prompt]:
+    """The conversations of a source without their answers (a record needs none); no token ids yet.
+
+    Raises:
+        ValueError: A record without a prompt; names its place.
+    """
+    for place, record in source.records():
+        try:
+            # A pair's question is a prompt without the answer, too.
+            turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        if not (asked := _questions(turns or ())):
+            raise ValueError(f"{place}: no prompt; give messages that begin with a user turn, or prompt")
+        yield Prompt(asked)
+
+
+def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:
+    """The prompts that leave room for an answer in the base's context, shortest first, with their token ids.
+
+    Raises:
+        ValueError: None of them does, or the base's chat template refuses one.
+    """
+    encoded = [prompt if prompt.ids else Prompt(prompt.asked, _encode(model, prompt)) for prompt in prompts]
+    room = model.base.context_length - max_new_tokens
+    found = sorted((prompt for prompt in encoded if len(prompt.ids) <= room), key=lambda prompt: len(prompt.ids))
+    if not found:
+        raise ValueError(f"prompts ({len(encoded)}) leave no room for {max_new_tokens} tokens; shorten them")
+    return found
+
+
+def _encode(model: MedusaModel, prompt: Prompt) -> tuple[int, ...]:
+    return tuple(model.chat_prompt(prompt.asked[0]))
+
+
+def _questions(turns: Iterable[Mapping[str, Any]]) -> tuple[tuple[Message, ...], ...]:
+    """The messages before each answer, whoever gave it; an unanswered last turn is a question too.
+
+    The conversation ends before the first turn of a tool: it answers a call that the base may not make.
+    """
+    groups: list[tuple[Message, ...]] = []
+    group: list[Message] = []
+    for turn in turns:
+        role = turn["role"]
+        if role not in ("user", "assistant", *INSTRUCTIONS):
+            break
+        if role != "assistant":
+            group.append({"role": role, "content": turn["content"]})
+        elif any(asked["role"] not in INSTRUCTIONS for asked in group):
+            groups.append(tuple(group))
+            group = []
+    if any(asked["role"] not in INSTRUCTIONS for asked in group):
+        groups.append(tuple(group))
+    return tuple(groups)

@@ -1,0 +1,94 @@
+"""An OpenAI-compatible server in a thread: answers every conversation with its last message, backwards."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, dict[str, str], Any]
+
+
+def backwards(request: dict[str, Any]) -> str:
+    """What the server's model says."""
+    return request["messages"][-1]["content"][::-1]
+
+
+def completion(text: str, finish_reason: str = "stop", **more: Any) -> dict[str, Any]:
+    """A chat completion; ``more`` goes to its only choice."""
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason, **more}]}
+
+
+class FakeServer:
+    """What arrived, and how to reply to it.
+
+    Attributes:
+        reply: Request -> status, headers, body (a string, or anything for JSON).
+        requests: Bodies in the order of their arrival.
+        authorization: Their headers of that name.
+        most: Most requests that were under way at a time.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.reply: Callable[[dict[str, Any]], Reply] = lambda request: (200, {}, completion(backwards(request)))
+        self.requests: list[dict[str, Any]] = []
+        self.authorization: list[str | None] = []
+        self.most = self.now = 0
+        self.lock = threading.Lock()
+
+    @property
+    def asked(self) -> list[str]:
+        """The last message of every request."""
+        return [request["messages"][-1]["content"] for request in self.requests]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        fake: FakeServer = self.server.fake  # type: ignore[attr-defined]
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with fake.lock:
+            fake.requests.append(request)
+            fake.authorization.append(self.headers["authorization"])
+            fake.now += 1
+            fake.most = max(fake.most, fake.now)
+        status, headers, body = (
+            fake.reply(request) if self.path == "/v1/chat/completions" else (404, {}, "no such path")
+        )
+        with fake.lock:
+            fake.now -= 1
+        content = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that hang up are part of the tests."""
+
+
+@contextmanager
+def fake_server() -> Iterator[FakeServer]:
+    """A running server."""
+    server = _Server(("127.0.0.1", 0), _Handler)
+    fake = server.fake = FakeServer(f"http://127.0.0.1:{server.server_port}/v1")  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
