@@ -70,13 +70,12 @@ def _heldout(axes: Axes, report: Mapping[str, Any]) -> None:
         return _empty(axes, "held-out accuracy", "no evaluation yet: data.heldout, evaluate.every_steps")
     last = report["evaluations"][-1]
     heads = range(1, len(last["heldout_top1"]) + 1)
-    for rank, colour, offset in ((10, GREY, 6), (5, ORANGE, None), (1, BLUE, -14)):
+    for rank, colour, offset in ((10, GREY, 6), (5, ORANGE, 0), (1, BLUE, -14)):
         values = last[f"heldout_top{rank}"]
         axes.plot(heads, values, marker="o", color=colour, label=f"top {rank}")
-        for head, value in zip(heads, values, strict=True) if offset else ():
-            axes.annotate(
-                f"{value:.2f}", (head, value), (0, offset), textcoords="offset points", ha="center", fontsize=8
-            )
+        if offset:
+            for head, value in zip(heads, values, strict=True):
+                _mark(axes, head, value, offset)
     axes.set_xticks(list(heads))
     axes.set_xlabel("head (head k guesses token t+1+k)")
     axes.set_ylabel("share of tokens")
