@@ -33,14 +33,14 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
     assert read_recipe(path).data.train
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_samples_of_a_recipe_are_made_by_the_command_in_its_comment(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    comments = "\n".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#"))
-    for command in re.findall(r"^ *\./launch\.sh data (regenerate .*)", comments.replace("\\\n", ""), re.MULTILINE):
-        made = data_parser().parse_args(shlex.split(command, comments=True))
-        recipe = read_recipe(path)
-        assert (made.base, made.out) == (recipe.base.name, recipe.data.train)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b", "qwen3-8b"])
+def test_the_samples_of_a_recipe_are_made_by_the_command_in_its_comment(name: str) -> None:
+    path = RECIPES[0].with_name(f"{name}.yaml")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = "\n".join(line.removeprefix("#") for line in lines if line.startswith("#")).replace("\\\n", "")
+    (command,) = re.findall(r"^ *\./launch\.sh data (regenerate .*)", comments, re.MULTILINE)
+    made, recipe = data_parser().parse_args(shlex.split(command, comments=True)), read_recipe(path)
+    assert (made.base, made.out) == (recipe.base.name, recipe.data.train)
 
 
 def test_the_handbook_names_keys_that_exist() -> None:
