@@ -10,6 +10,7 @@ ends with it: exactly what the base saw when it answered.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,7 +109,10 @@ def _answered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Tokens:
-    rendered: Any = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    quiet = {"verbose": False}  # rows are cut: a text that is longer than the base's context is no fault
+    rendered: Any = tokenizer.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True, tokenizer_kwargs=quiet
+    )
     return list(rendered["input_ids"]), [int(mark) for mark in rendered["assistant_masks"]]
 
 
@@ -130,15 +134,23 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) 
     whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
     special = special_tokens(tokenizer)
     said = whole.removeprefix(asked) if whole.startswith(asked) else _after_opening(special, asked, whole)
-    if said is None or not said:
+    if not said:
         raise ValueError(
             f"conversation ({_excerpt(messages)!r}): the chat template renders the answer otherwise than it asks for it"
             f" ({asked[-40:]!r} is not in {whole[-200:]!r}), so the assistant's tokens are unknown; put "
             "{% generation %} ... {% endgeneration %} around them in the template"
         )
-    tail = re.search(rf"(?:{special.pattern}|\s)*\Z", said)
-    end = special.search(said, tail.start() if tail else 0)
-    return _Answer(asked, said[: end.end()] if end else said)
+    return _Answer(asked, _turn(special, said))
+
+
+def _turn(special: re.Pattern[str], said: str) -> str:
+    """An answer up to the first of the special tokens behind its words; whole where it ends without one."""
+    stop, words = len(said), len(said)
+    for mark in reversed(list(special.finditer(said))):
+        if said[mark.end() : words].strip():
+            break
+        stop, words = mark.end(), mark.start()
+    return said[:stop]
 
 
 def _after_opening(special: re.Pattern[str], asked: str, whole: str) -> str | None:
@@ -146,17 +158,22 @@ def _after_opening(special: re.Pattern[str], asked: str, whole: str) -> str | No
     marks = list(special.finditer(asked))
     if not marks:
         return None
-    before, opening, said = whole.rpartition(asked[marks[-1].start() :])
-    return said if before and opening else None
+    opening = asked[marks[-1].start() :]
+    if whole.count(opening) != asked.count(opening):  # not there, or in the answer's own words too
+        return None
+    return whole.rpartition(opening)[2]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:
     """Tokens of a text; those that lie inside a span of characters are marked, one across its edge is not."""
     if not tokenizer.is_fast:
         return _tokens_by_length(tokenizer, text, spans)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"]
-    mask = [int(any(start <= a < b <= stop for start, stop in spans)) for a, b in offsets]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    firsts, ends = zip(*encoded["offset_mapping"], strict=True)
+    mask = [0] * len(firsts)
+    for start, stop in spans:
+        for place in range(bisect_left(firsts, start), bisect_left(firsts, stop)):
+            mask[place] = int(firsts[place] < ends[place] <= stop)
     return list(encoded["input_ids"]), mask
 
 

@@ -84,9 +84,11 @@ def _json(file: Path) -> Iterator[Placed]:
 
 
 def _parquet(file: Path) -> Iterator[Placed]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ValueError(f"{file} needs a package ({error}); pip install 'medusa-decoding[train]'") from error
     number = 0
     try:
         with ParquetFile(file) as table:

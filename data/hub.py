@@ -39,16 +39,16 @@ class HubData:
         """What knows the data set; a directory for a saved one."""
         if is_saved(Path(self._name)):
             return self._name
-        from datasets import load_dataset_builder
-
         with _one_sentence(self._name):
+            from datasets import load_dataset_builder
+
             return load_dataset_builder(self._name, self._subset or None)
 
     def _opened(self) -> Any:
-        from datasets import DatasetDict, load_from_disk
-
         builder = self._builder
         with _one_sentence(self._name):
+            from datasets import DatasetDict, load_from_disk
+
             if isinstance(builder, str):
                 saved = load_from_disk(builder)
                 return saved[self._split] if isinstance(saved, DatasetDict) else saved
@@ -68,7 +68,13 @@ def _one_sentence(name: str) -> Iterator[None]:
     """What `datasets` raises for a name, subset or split that does not exist, said in one sentence."""
     try:
         yield
-    except (ValueError, OSError, KeyError) as error:
+    except ImportError as error:
+        raise ValueError(f"data ({name}) needs a package ({error}); pip install 'medusa-decoding[train]'") from error
+    except Exception as error:
+        from datasets.exceptions import DatasetsError
+
+        if not isinstance(error, ValueError | OSError | KeyError | DatasetsError):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"data ({name}) is no file here, and as a data set of the Hub it cannot be read ({reason}); correct its "

@@ -5,6 +5,7 @@ when it is whole. Processes that want the same rows wait on a lock of the file s
 at a barrier, which would give up before a large data set is tokenised.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -113,6 +114,10 @@ def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, 
         if (packed := _opened(temporary)) is not None:
             _describe(temporary, manifest | {"fingerprint": packed.fingerprint()})
         temporary.rename(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"disk of {directory.parent} is full; free space, or move data.cache") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

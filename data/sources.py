@@ -165,7 +165,7 @@ def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> li
     if turns is not None:
         return documents(tokenizer, turns)
     if "text" in record:
-        ids: list[int] = list(tokenizer(record["text"])["input_ids"])
+        ids: list[int] = list(tokenizer(record["text"], verbose=False)["input_ids"])
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
         return [(ids, [1] * len(ids))]

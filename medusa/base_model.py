@@ -216,6 +216,12 @@ class BaseModel:
         return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
     @property
+    def decoder(self) -> nn.Module:
+        """What is between token ids and the output layer."""
+        decoder: nn.Module = self._decoder
+        return decoder
+
+    @property
     def lm_head_weight(self) -> Tensor:
         """[V, D] weight of the output layer."""
         weight: Tensor = self._lm_head.weight

@@ -16,7 +16,8 @@ from train.config import LoraRecipe
 class Adapters:
     """Trained adapters on all linear layers of a frozen base but its output layer; they start as no change at all.
 
-    The base is changed in place: whoever holds it sees the adapted one, at every moment.
+    The base is changed in place: whoever holds it sees the adapted one, at every moment. Routers of experts stay
+    as they are where they are linear layers of a kind of their own.
 
     Args:
         base: the frozen base.
@@ -32,6 +33,7 @@ class Adapters:
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules="all-linear",
+            exclude_modules=_routers(base) or None,
             task_type="CAUSAL_LM",
         )
         self._config = config
@@ -58,3 +60,9 @@ class Adapters:
         state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         save_file(state, directory / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
         self._config.save_pretrained(str(directory))
+
+
+def _routers(base: BaseModel) -> list[str]:
+    """Names of those linear layers that choose experts; they return more than a product."""
+    layers = ((name, module) for name, module in base.model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name, module in layers if "Router" in type(module).__name__]

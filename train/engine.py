@@ -39,10 +39,11 @@ class Engine:
         device: torch.device,
         groups: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
-        self._deepspeed = _import_deepspeed(device)
+        self._deepspeed = import_deepspeed(device)
         self._module = module.to(device)
         self._device = device
         self._parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        assert all(value.dtype == torch.float32 for value in self._parameters.values()), "state() holds master weights"
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
             model_parameters=[{"params": list(group)} for group in groups or [[*self._parameters.values()]]],
@@ -189,7 +190,8 @@ class Engine:
             self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, moment)
 
 
-def _import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, quiet and without builds on first use; nothing else imports it."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it probes, and warns when it finds only a CPU
     # DeepSpeed calls collectives under names that torch 2.13 is about to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

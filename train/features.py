@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from data.packing import IGNORE, PackedRows
 from medusa.base_model import BaseModel
@@ -77,6 +78,32 @@ class BasePass:
             hidden_BTD = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
             kept.append(hidden_BTD[kept_BT.to(base.device)])
         return torch.cat(kept)
+
+    def flush(self) -> None:
+        """Nothing is in memory only."""
+
+
+class EvenPasses:
+    """Hidden states from a sharded base: processes with fewer rows go along with a row that is thrown away.
+
+    Args:
+        passes: one pass of the base per `micro_rows` rows.
+        micro_rows: rows per pass.
+        device: where this process computes.
+    """
+
+    def __init__(self, passes: HiddenStates, micro_rows: int, device: torch.device) -> None:
+        self._passes, self._micro_rows, self._device = passes, micro_rows, device
+
+    def read(self, rows_B: Tensor) -> Tensor:
+        """Hidden states [M, D] of the kept positions of rows; all processes call it, with one row at least."""
+        mine = -(-len(rows_B) // self._micro_rows)
+        most = torch.tensor(mine, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        hidden_MD = self._passes.read(rows_B)
+        for _ in range(int(most) - mine):
+            self._passes.read(rows_B[:1])
+        return hidden_MD
 
     def flush(self) -> None:
         """Nothing is in memory only."""

@@ -88,6 +88,7 @@ class _FusedLoss(torch.autograd.Function):
             grad_KMD[head_R, position_R] = grads[0]
             if grad_own_KVD is not None:
                 grad_own_KVD[own] += grads[1]
+            del grads  # may hold a matrix, which the next chunk has no room for
         ctx.save_for_backward(grad_KMD, grad_own_KVD)
         ctx.mark_non_differentiable(correct_K)
         return loss_K, correct_K

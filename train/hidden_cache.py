@@ -26,6 +26,7 @@ from tqdm import tqdm
 from data.packing import PackedRows
 from medusa.base_model import BaseModel
 from train.features import HiddenStates, Positions
+from train.run_directory import disk_errors_named
 
 LOGGER = logging.getLogger("train")
 FORMAT = 1
@@ -132,8 +133,12 @@ class HiddenCache:
         }
         path = self._directory / f"{secrets.token_hex(8)}.safetensors"
         temporary = path.with_suffix(".tmp")
-        save_file(shard, temporary)
-        temporary.replace(path)
+        try:
+            with disk_errors_named(f"hidden-state cache ({self._directory})"):
+                save_file(shard, temporary)
+                temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self._pending, self._pending_bytes = {}, 0
         self._look()
 

@@ -15,7 +15,7 @@ from medusa.base_model import BaseModel
 from medusa.heads import DraftHeads
 from train.blocks import Block
 from train.config import Recipe
-from train.features import BasePass, HiddenStates
+from train.features import BasePass, EvenPasses, HiddenStates
 from train.hidden_cache import HiddenCache
 from train.losses import HeadsLoss
 from train.schedule import head_weights, learning_rate
@@ -138,7 +138,9 @@ class HeadsJob:
 
 def _hidden_states(recipe: Recipe, base: BaseModel, packed: PackedRows, run: Path) -> HiddenStates:
     cache, num_heads = recipe.cache, recipe.heads.num_heads
-    online = BasePass(base, packed, num_heads, recipe.optim.micro_rows)
+    online: HiddenStates = BasePass(base, packed, num_heads, recipe.optim.micro_rows)
+    if recipe.base.shard:
+        online = EvenPasses(online, recipe.optim.micro_rows, base.device)
     if cache.mode == "online":
         return online
     directory = Path(cache.directory) if cache.directory else run / "hidden"

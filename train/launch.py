@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
+LOGGER = logging.getLogger("train")
 DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for a checkpoint; torchrun's own 30 may be too few
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the workers
@@ -38,14 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _status(*error.get_first_failure())
     except SignalException as signal:
         return 128 + int(signal.sigval)
+    except (DistError, RendezvousError) as error:
+        LOGGER.error("processes cannot meet: %s; check MASTER_ADDR, MASTER_PORT and every machine's NODE_RANK", error)
+        return 1
     return 0
 
 
 def _status(rank: int, failure: ProcessFailure) -> int:
     if failure.exitcode < 0:
-        logging.getLogger("train").error(
-            "process %d was killed by %s (%s); the same command goes on from the last checkpoint",
-            rank, failure.signal_name(), "from outside, or because memory ran out",
+        LOGGER.error(
+            "process %d was killed by %s (from outside, or because memory ran out); the same command goes on from the "
+            "last checkpoint",
+            rank, failure.signal_name(),
         )  # fmt: skip
     return max(failure.exitcode, 1)
 

@@ -26,7 +26,7 @@ class HeadsLoss(nn.Module):
         vocabulary: both ends of the frozen base.
         loss_rows: most rows of logits that exist at a time; a large vocabulary lowers it.
         kind: targets: ce = the labels; kl, tv = the base's own distribution at the labels' places, by Kullback-Leibler
-            or total variation distance (on which acceptance depends linearly; Leviathan et al. 2023, theorem 3.5).
+            or total variation distance (1 - acceptance of drawn drafts; Leviathan et al. 2023, theorem 3.5).
     """
 
     def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, loss_rows: int, kind: str = "ce") -> None:

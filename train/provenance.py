@@ -51,7 +51,7 @@ def provenance(
         },
         "command": shlex.join(sys.orig_argv),
         "processes": workers.world_size,
-        "device": _device(workers.device),
+        "device": device_name(workers.device),  # of process 0
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         **software(),
     }
@@ -65,8 +65,8 @@ def software() -> dict[str, Any]:
     }
 
 
-def _device(device: torch.device) -> str:
-    """Name of process 0's GPU, or of the processor."""
+def device_name(device: torch.device) -> str:
+    """Name of a GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     processors = Path("/proc/cpuinfo")

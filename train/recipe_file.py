@@ -81,6 +81,8 @@ def _conflicts(recipe: Recipe) -> list[str]:
             joint and recipe.engine.zero_stage == 3
         ),
         "base.shard holds a frozen base; set it to false, or lora.rank to 0": joint and recipe.base.shard,
+        f"cache.mode ({cache}) lets processes skip a pass that base.shard makes them share; set it to online, or "
+        "base.shard to false": recipe.base.shard and cache != "online",
         "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none": (
             recipe.base.shard and recipe.base.quantise != "none"
         ),

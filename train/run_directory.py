@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,14 +122,17 @@ class RunDirectory:
         final, temporary = self.checkpoints / position.tag, self.checkpoints / f".{position.tag}"
         for leftover in (final, *self.checkpoints.glob(".step-*")):
             shutil.rmtree(leftover, ignore_errors=True)
-        with self.writing(remove=temporary):
-            temporary.mkdir(parents=True)
-            save_file(dict(tensors), temporary / "checkpoint.safetensors")
-            (temporary / "state.json").write_text(json.dumps(asdict(position)), encoding="utf-8")
-            for path in (*temporary.iterdir(), temporary):
-                _sync(path)
-            temporary.rename(final)
-            _replace(self._latest, position.tag)
+        try:
+            with self.writing():
+                temporary.mkdir(parents=True)
+                save_file(dict(tensors), temporary / "checkpoint.safetensors")
+                (temporary / "state.json").write_text(json.dumps(asdict(position)), encoding="utf-8")
+                for path in (*temporary.iterdir(), temporary):
+                    _sync(path)
+                temporary.rename(final)
+                _replace(self._latest, position.tag)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # what was written before the disk was full
         older = sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
         for path in older[:-keep]:
             shutil.rmtree(path)
@@ -147,19 +150,9 @@ class RunDirectory:
         except (OSError, SafetensorError):
             raise self._damaged(position.tag) from None
 
-    @contextmanager
-    def writing(self, remove: Path | None = None) -> Iterator[None]:
-        """Turn what goes wrong with the disk into one sentence, and delete what was written in part."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            if remove is not None:
-                shutil.rmtree(remove, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-            raise OSError(
-                f"run directory ({self.path}) cannot be written: {reason}; make room for it, then the same command "
-                "goes on from the last checkpoint"
-            ) from error
+    def writing(self) -> AbstractContextManager[None]:
+        """See `disk_errors_named`, for files of this directory."""
+        return disk_errors_named(f"run directory ({self.path})")
 
     def _check(self, recipe: Recipe) -> None:
         if self.position() is None or not self._recipe.is_file():
@@ -173,10 +166,27 @@ class RunDirectory:
             )
 
     def _damaged(self, tag: str) -> ValueError:
-        path = self.checkpoints / tag
         return ValueError(
-            f"checkpoint ({path}) is damaged; delete {self.checkpoints} to start again, or name another in latest"
+            f"checkpoint ({self.checkpoints / tag}) is damaged; write the name of another one into {self._latest}, or "
+            f"delete {self.path} to start again"
         )
+
+
+@contextmanager
+def disk_errors_named(what: str) -> Iterator[None]:
+    """Turn what goes wrong while `what` is written into one sentence, whoever writes.
+
+    Raises:
+        OSError: says what to do.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+        raise OSError(
+            f"{what} cannot be written: {reason}; make room for it, then the same command goes on from the last "
+            "checkpoint"
+        ) from error
 
 
 def _parse(line: str) -> dict[str, Any] | None:

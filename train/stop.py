@@ -43,7 +43,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals; they raise `Stopped` unless they are held."""
+        """Take the signals; until `hold` they raise `Stopped`."""
         before = {number: signal.signal(number, self._arrived) for number in SIGNALS}
         try:
             yield
@@ -51,14 +51,9 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Only note a signal, since the processes have to end together."""
+    def hold(self) -> None:
+        """Only note a signal from now on, since the processes have to end together."""
         self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
 
     def unless_asked(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items up to the signal: for long work whose result is not needed after it."""

@@ -21,7 +21,7 @@ from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
-from train.config import Recipe
+from train.config import BaseRecipe, Recipe
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
 from train.jobs import build_job
@@ -71,9 +71,7 @@ class Trainer:
         _check_rows(recipe, workers)
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
-        dtype = None if recipe.base.dtype == "auto" else getattr(torch, recipe.base.dtype)
-        options = load_options(recipe.base, workers.device)
-        self.base = BaseModel.load(base_name, dtype=dtype, device=workers.device, load_options=options)
+        self.base = _load_base(str(base_name), recipe.base, workers.device)
         self.packed = self._read_training_rows()
         self.heldout = self._read_heldout()
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
@@ -99,7 +97,8 @@ class Trainer:
         writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
             self.directory.start(self.recipe, self.step)
-        with stop.held(), Progress(self.step, self.total, writer) as progress:
+        stop.hold()
+        with Progress(self.step, self.total, writer) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)
@@ -149,12 +148,13 @@ class Trainer:
         options, workers = self.recipe.evaluate, self.workers
         self.base.model.eval()  # joint training leaves dropout on
         heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
+        together = self.recipe.base.shard  # all processes read the same rows, since they share each pass
         rows = torch.arange(len(self.heldout_packed))[: options.rows or None]
-        mine = rows[workers.rank :: workers.world_size]
+        mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout_packed, mine, self.recipe.optim.micro_rows)
-        accuracy = accuracy_figures(workers.total(counts).long())
-        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy.items()}
-        if options.prompts:
+        counts = workers.total(counts).long() // (workers.world_size if together else 1)
+        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy_figures(counts).items()}
+        if options.prompts and not together:
             longest = max(1, self.base.context_length - options.max_new_tokens)
             prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
             model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
@@ -257,6 +257,16 @@ def _column_figures(sums_2C: Tensor, counts: Tensor, weights_C: Tensor) -> dict[
     if len(weights_C) > num_heads and weights_C[0]:
         figures |= {"base_loss": float(means_2C[0, 0]), "base_top1": float(means_2C[1, 0])}
     return figures
+
+
+def _load_base(name: str, base: BaseRecipe, device: torch.device) -> BaseModel:
+    dtype = None if base.dtype == "auto" else getattr(torch, base.dtype)
+    if not base.shard:
+        return BaseModel.load(name, dtype=dtype, device=device, load_options=load_options(base, device))
+    from train.sharded_base import load_sharded
+
+    LOGGER.info("base is divided among the processes: held-out tokens per step are left out, as decoding may part them")
+    return load_sharded(name, dtype, device)
 
 
 def _check_rows(recipe: Recipe, workers: Workers) -> None:

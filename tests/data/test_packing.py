@@ -67,3 +67,36 @@ def test_more_heads_than_tokens_in_a_row() -> None:
 def test_nothing_to_train_on_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"samples \(1\) hold no supervised token"):
         pack([_sample([1, 2, 3], [1, 1, 0])], row_tokens=8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_target_crosses_a_document(seed: int) -> None:
+    """Against documents that are looked at one by one, in one window or several."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 30, (40,), generator=generator).tolist()
+    samples = []
+    for number, length in enumerate(lengths):
+        ids = torch.arange(length, dtype=torch.int32) + 100 * (number + 1)  # a token tells its document and place
+        samples.append(Sample(ids, torch.rand(length, generator=generator) < 0.5))
+    for windows in ([samples], [samples[:13], samples[13:]]):
+        supervised = 0
+        for window in windows:
+            packed = pack(window, row_tokens=16)
+            rows = torch.arange(len(packed))
+            targets = packed.targets(rows, num_heads=3)
+            for row, place in (packed.input_ids > 0).nonzero().tolist():
+                token = int(packed.input_ids[row, place])
+                mask = samples[token // 100 - 1].loss_mask
+                for ahead, target in enumerate(targets[row, place].tolist(), start=1):
+                    inside = token % 100 % 16 + ahead < 16 and token % 100 + ahead < len(mask)
+                    wanted = token + ahead if inside and mask[token % 100 + ahead] else IGNORE
+                    assert target == wanted
+                    supervised += wanted != IGNORE
+            assert (targets[packed.input_ids == 0] == IGNORE).all(), "padding"
+        assert supervised > 100
+
+
+def test_kept_positions_see_a_supervised_token() -> None:
+    packed = pack([_sample([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 0]), _sample([7, 8, 9], [1, 0, 1])], row_tokens=12)
+    kept = packed.kept(torch.tensor([0]), num_heads=2)[0].int().tolist()
+    assert kept == [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]

@@ -1,6 +1,7 @@
 """Inputs for attention backends and what must come out, computed row by row in float64."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -141,14 +142,22 @@ THIN = [
 
 
 def grid() -> list[Case]:
-    """Every pair of (nodes, groups) with every cached length, every head size with every length, and every shape."""
-    lengths = [(0,), (1,), (63, 0), (64, 17), (65, 200)]
-    cases = [
-        Case(nodes=nodes, groups=groups, lengths=length, kv_heads=1 if groups == 8 else 2)
-        for nodes in (1, 8, 26, 64, 128)
-        for groups in (1, 4, 8)
-        for length in lengths
-    ]
-    cases += [Case(dim=dim, lengths=length, nodes=26) for dim in (96, 128, 256) for length in lengths]
-    cases += [Case(shape=shape, nodes=nodes) for shape in ("chain", "star", "borders") for nodes in (26, 64, 128)]
-    return cases + [Case(seed=seed, nodes=40) for seed in range(1, 6)]
+    """Every value of each axis with every value of each other axis, and a few more random trees.
+
+    The columns i, j, i + j, i + 2j, i + 3j (mod 5) hold every pair of values in any two of them: 25 cases.
+    """
+    axes = {
+        "nodes": (1, 8, 26, 64, 128),
+        "lengths": ((64, 17), (65, 200), (0,), (1,), (63, 0)),
+        "groups": (1, 4, 8),
+        "dim": (64, 96, 128, 256),
+        "shape": ("random", "chain", "star", "borders"),
+    }
+    cases = []
+    for i, j in product(range(5), repeat=2):
+        columns = zip(axes.items(), (i, j, i + j, i + 2 * j, i + 3 * j), strict=True)
+        values = {name: axis[column % 5 % len(axis)] for (name, axis), column in columns}
+        rows = values["nodes"] * values["groups"]
+        cases.append(Case(**values, kv_heads=1 if rows > 64 else 2))
+    more = [Case(seed=seed, nodes=40) for seed in range(1, 5)]
+    return [*cases, *more, Case(nodes=40, groups=4)]  # several blocks of rows for each of several key heads

@@ -92,19 +92,26 @@ def check(figures: list[float], state: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6, msg=name)
 
 
-def main() -> None:
+def hand_on() -> None:
+    """Each step under another ZeRO stage, from the state of the one before."""
     Workers.start("cpu", StopRequest())
-    handed_on = make(*SHAPES[-1]).state()  # before any step
-    figures_handed_on = []
+    state, figures = make(*SHAPES[-1]).state(), []  # before any step
     for step, shape in enumerate(SHAPES):
-        whole = make(*shape)
-        check([figure for step in range(STEPS) for figure in train_step(whole, step)], whole.state())
         engine = make(*shape)
-        engine.load_state(handed_on)
-        figures_handed_on += train_step(engine, step)
-        handed_on = engine.state()
-    check(figures_handed_on, handed_on)
+        engine.load_state(state)
+        figures += train_step(engine, step)
+        state = engine.state()
+    check(figures, state)
+
+
+def every_stage() -> None:
+    """All steps under one ZeRO stage, for each."""
+    Workers.start("cpu", StopRequest())
+    for shape in SHAPES:
+        engine = make(*shape)
+        check([figure for step in range(STEPS) for figure in train_step(engine, step)], engine.state())
 
 
 if __name__ == "__main__":
-    main()
+    hand_on()
+    every_stage()

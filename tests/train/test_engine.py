@@ -20,8 +20,13 @@ def clean_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def test_all_stages_train_like_plain_torch_and_go_on_from_each_other() -> None:
-    engine_agreement.main()
+def test_every_stage_goes_on_from_another_like_plain_torch() -> None:
+    engine_agreement.hand_on()
+
+
+@pytest.mark.slow
+def test_every_stage_trains_like_plain_torch() -> None:
+    engine_agreement.every_stage()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Hidden states on disk: the same as the base's, written whole, refused where they belong to something else."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: Ba
     cache = _cache(tmp_path, frozen, packed)
     cache.read(torch.tensor([0]))
     assert _asked(cache) == [0]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    cache = _cache(tmp_path, frozen, packed)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"hidden-state cache .* cannot be written: File too large.*; make room"):
+            cache.fill(torch.arange(4), rows_at_a_time=2, shown=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_another_identity_is_refused(

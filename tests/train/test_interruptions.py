@@ -27,8 +27,6 @@ from train.__main__ import main
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
 
-SIGNALLED = [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGUSR1, 138, "SIGUSR1")]
-
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
@@ -75,15 +73,13 @@ def _arrives(number: int) -> Callable[..., None]:
     return lambda *_, **__: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "status", "name"), SIGNALLED)
 def test_a_signal_ends_a_run_with_a_checkpoint(
-    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    number: int, status: int, name: str,
-) -> None:  # fmt: skip
+    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", _before_step(6, _arrives(number)))
-        assert main(_run(recipe, tmp_path)) == status
-    assert f"stopped by {name} at step 7; the same command goes on" in caplog.text
+        patch.setattr(Trainer, "train_step", _before_step(6, _arrives(signal.SIGTERM)))
+        assert main(_run(recipe, tmp_path)) == 143
+    assert "stopped by SIGTERM at step 7; the same command goes on" in caplog.text
     position = RunDirectory(tmp_path).position()
     assert position is not None
     assert position.step == 7
@@ -113,14 +109,16 @@ def test_a_signal_during_evaluation_is_not_kept_waiting(
     assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
+@pytest.mark.parametrize(("number", "status", "name"), [(15, 143, "SIGTERM"), (signal.SIGUSR1, 138, "SIGUSR1")])
 def test_a_signal_while_the_base_is_loaded_ends_at_once(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(trainer_module.BaseModel, "load", _arrives(signal.SIGTERM))
-    assert main(_run(recipe, tmp_path)) == 143
-    assert "stopped by SIGTERM before training began; the same command goes on" in caplog.text
-    assert signal.getsignal(signal.SIGTERM) is handler
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    number: int, status: int, name: str,
+) -> None:  # fmt: skip
+    handler = signal.getsignal(number)
+    monkeypatch.setattr(trainer_module.BaseModel, "load", _arrives(number))
+    assert main(_run(recipe, tmp_path)) == status
+    assert f"stopped by {name} before training began; the same command goes on" in caplog.text
+    assert signal.getsignal(number) is handler
 
 
 def test_a_full_disk_ends_a_run_with_one_sentence(

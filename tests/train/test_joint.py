@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.packing import PackedRows, pack
 from data.sources import Sample
@@ -119,6 +120,16 @@ def test_what_is_trained_is_every_linear_layer_but_the_output_and_no_weight_of_t
     trained = {id(parameter) for parameter in joint.parameters()}
     heads = {id(parameter) for parameter in joint.heads.parameters()}
     assert {id(p) for p in joint._base.model.parameters() if p.requires_grad} == trained - heads
+
+
+def test_routers_of_experts_are_left_alone(base: Path) -> None:
+    config = AutoConfig.for_model(
+        "phimoe", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_local_experts=2, vocab_size=257,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = BaseModel(AutoModelForCausalLM.from_config(config), _load(base).tokenizer)
+    assert {name.split(".")[-5] for name in Adapters(model, LoraRecipe(rank=2)).parameters()} == {"self_attn"}
+    assert model.hidden_states(torch.arange(9)[None]).isfinite().all()
 
 
 def test_while_the_base_rests_adapters_get_zeros_and_heads_what_a_frozen_base_gives(

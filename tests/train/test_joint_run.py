@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -187,11 +188,32 @@ def test_half_precision_own_vocabularies_and_soft_targets_train(recipe: Path, tm
 def test_two_processes_with_unequal_shares_end_like_one(recipe: Path, tmp_path: Path) -> None:
     options = {"optim.rows_per_step": 5, "optim.micro_rows": 1, "evaluate.every_steps": 0}
     assert _run(recipe, tmp_path / "one", **options) == 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "train.launch", "--nproc_per_node=2", f"--master_port={port}", "-m", "train"]
     flags = [word for key, value in options.items() for word in (f"--recipe.{key}", str(value))]
-    command = [sys.executable, "-m", "train.launch", "--nproc_per_node=2", "--master_port=29731", "-m", "train"]
-    command += ["--recipe", str(recipe), "--recipe.run", str(tmp_path / "two"), *flags]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=False
-    )
+    command = [*launch, "--recipe", str(recipe), "--recipe.run", str(tmp_path / "two"), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr.decode()
     _assert_same_run(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_heads_learn_more_beside_a_base_that_meets_them_and_the_base_stays_close(recipe: Path, tmp_path: Path) -> None:
+    options = {
+        "optim.steps": 60,
+        "optim.lr": 0.01,
+        "lora.base_loss": "kl",
+        "lora.lr_ratio": 1.0,
+        "lora.heads_only": 0.1,
+    }
+    options |= {"evaluate.prompts": 0, "evaluate.rows": 0, "evaluate.every_steps": 0}
+    top1 = {}
+    for rank in (0, 8):
+        assert _run(recipe, tmp_path / str(rank), **options, **{"lora.rank": rank}) == 0
+        *_, step, last = _metrics(tmp_path / str(rank))
+        top1[rank] = torch.tensor(last["heldout_top1"])
+        assert step.get("base_loss", 0.0) < 0.5
+    assert (top1[8] > top1[0] + 0.1).all()

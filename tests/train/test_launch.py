@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -27,6 +28,19 @@ def test_a_workers_exit_status_is_handed_on(monkeypatch, exit_code, status):
 def test_a_signal_to_the_launcher_is_its_exit_status(monkeypatch):
     monkeypatch.setattr(launch, "run", raising(SignalException("stopped", 2)))
     assert launch.main(["-m", "train"]) == 130
+
+
+def test_a_killed_worker_is_named_since_it_cannot_speak(monkeypatch, caplog):
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=-9, error_file="/nowhere")
+    monkeypatch.setattr(launch, "run", raising(ChildFailedError("train", {11: failure})))
+    assert launch.main(["-m", "train"]) == 1
+    assert "process 11 was killed by SIGKILL" in caplog.text
+
+
+def test_machines_that_cannot_meet_are_one_sentence(monkeypatch, caplog):
+    monkeypatch.setattr(launch, "run", raising(DistNetworkError("address already in use")))
+    assert launch.main(["-m", "train"]) == 1
+    assert "processes cannot meet: address already in use; check MASTER_ADDR" in caplog.text
 
 
 @pytest.mark.slow

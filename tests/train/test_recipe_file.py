@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +29,15 @@ def _write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_valid(path: Path) -> None:
     assert read_recipe(path).data.train
+
+
+def test_the_handbook_names_keys_that_exist() -> None:
+    text = (RECIPES[0].parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    keys = {key for key, _ in leaves(Recipe)}
+    sections = "|".join({key.partition(".")[0] for key in keys if "." in key})
+    named = re.findall(r"--recipe\.([\w.]+)", text) + re.findall(rf"`((?:{sections})\.[a-z_.]+)`", text)
+    assert len(named) > 30
+    assert set(named) - keys == {"heads.safetensors"}
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

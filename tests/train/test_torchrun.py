@@ -52,6 +52,20 @@ def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: P
             assert_same_run(tmp_path / f"{architecture}-2-{stage}-{offload}", reference, tolerance=1e-5)
 
 
+def test_a_sharded_base_gives_the_same_run(recipe: Path, samples: Path, tmp_path: Path) -> None:
+    flags = ["--recipe.data.heldout", str(samples), "--recipe.evaluate.rows", "9", "--recipe.evaluate.prompts", "2"]
+    flags += ["--recipe.evaluate.max_new_tokens", "8", "--recipe.heads.architecture", "recurrent"]
+    flags += ["--recipe.optim.rows_per_step", "5", "--recipe.optim.micro_rows", "1", "--recipe.optim.loss", "kl"]
+    finish(train(recipe, tmp_path / "whole", *flags, processes=1))
+    said = finish(train(recipe, tmp_path / "sharded", *flags, "--recipe.base.shard", "true"))
+    assert "base is divided among the processes" in said
+    assert_same_run(tmp_path / "sharded", tmp_path / "whole", tolerance=1e-5)
+    ours, theirs = metrics(tmp_path / "sharded")[-1], metrics(tmp_path / "whole")[-1]
+    assert ours["heldout_top5"] == pytest.approx(theirs["heldout_top5"])
+    assert ours["heldout_samples"] == theirs["heldout_samples"]
+    assert theirs.keys() - ours.keys() == {"heldout_tokens_per_step"}
+
+
 def test_an_error_of_one_process_is_told_once(recipe: Path, tmp_path: Path) -> None:
     said = finish(train(recipe, tmp_path, "--recipe.data.train", "none.jsonl"), status=1)
     assert said.count("sample file (none.jsonl) does not exist") == 1

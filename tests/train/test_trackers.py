@@ -4,6 +4,7 @@ import json
 import logging
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path: Path, monkeypat
     assert {"head_top1/1", "head_top1/2", "heldout_tokens_per_step"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_wandb_offline_leaves_one_folder_with_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,7 +191,12 @@ def _losses(file: Path) -> list[tuple[int, float]]:
     """Step and loss of each step in a .wandb file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    records = [Record.FromString(content) for content in _contents(file.read_bytes())]
+    deadline = time.monotonic() + 30  # another process writes the file, up to an "exit" record
+    while True:
+        records = [Record.FromString(content) for content in _contents(file.read_bytes())]
+        if any(record.HasField("exit") for record in records) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
     items = [
         {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         for record in records

@@ -57,7 +57,7 @@ class OriginalTrainer:
         self._heads = nn.ModuleList(_Head(lm_head_VD) for _ in range(num_heads)).to(device)
         self.parameters = list(self._heads.parameters())
         self._optim, self._device, self._dtype = optim, device, dtype
-        self._adamw = torch.optim.AdamW(self.parameters, optim.lr, weight_decay=optim.weight_decay)
+        self._adamw = torch.optim.AdamW(self.parameters, optim.lr, weight_decay=optim.weight_decay, fused=True)
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """One optimizer step over padded micro-batches of `pad`."""

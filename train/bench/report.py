@@ -1,7 +1,6 @@
 """What the benchmarks of the trainer say beside their figures, and how they show them."""
 
 import json
-import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,16 +8,15 @@ from typing import Any
 
 import torch
 
-from train.provenance import software
+from train.provenance import device_name, software
 
 
 def environment(device: torch.device, words: Sequence[str]) -> dict[str, Any]:
     """The command, the machine and the versions that figures belong to."""
-    cuda = device.type == "cuda"
     return {
         "command": shlex.join(["python", "-m", "train.bench", *words]),
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "threads": None if cuda else torch.get_num_threads(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
         **software(),
     }
 
@@ -61,13 +59,3 @@ def _text(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int | float) else str(value)
-
-
-def _processor() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -1,0 +1,56 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from data.__main__ import main
+
+
+@pytest.fixture
+def words(tmp_path: Path, base_directory: Path) -> list[str]:
+    path = tmp_path / "samples.jsonl"
+    records = [{"prompt": f"hi {n}", "response": "there" * n} for n in range(1, 5)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return ["inspect", "--base", str(base_directory), "--source", str(path)]
+
+
+def test_trained_text_is_between_brackets(words: list[str], capsys: pytest.CaptureFixture, caplog) -> None:
+    assert main([*words, "--index", "1", "--count", "2", "--row-tokens", "20"]) == 0
+    assert capsys.readouterr().out == (
+        "--- sample 1: 16 tokens, 11 trained\nhi 2<end>⟦therethere<end>⟧\n"
+        "--- sample 2: 21 tokens, 16 trained\nhi 3<end>⟦theretherethere<end>⟧\n"
+    )
+
+
+def test_a_terminal_shows_colours(
+    words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main([*words, "--count", "1"]) == 0
+    special = "\x1b[1m<end>\x1b[0m"
+    expected = f"\x1b[2mhi 1{special}\x1b[2m\x1b[0m\x1b[32mthere{special}\x1b[32m\x1b[0m\n"
+    assert capsys.readouterr().out.endswith(expected)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main([*words, "--count", "1"]) == 0
+    assert capsys.readouterr().out.endswith("hi 1<end>⟦there<end>⟧\n")
+
+
+def test_figures_go_to_a_file(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "out.json"
+    assert main([*words, "--count", "1", "--row-tokens", "20", "--limit", "3", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report.pop("shown") == [{"index": 0, "text": "hi 1<end>⟦there<end>⟧"}]
+    assert report.pop("source") == words[-1]
+    assert report == {"row_tokens": 20, "samples": 3, "tokens": 48, "trained_tokens": 33, "longest": 21, "cut": 1}
+    assert not capsys.readouterr().out
+
+
+def test_failures_are_one_message(words: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert main([*words, "--index", "9"]) == 1
+    assert caplog.messages[-1] == "sample (--index 9) does not exist; the 4 begin at 0"
+    assert main([*words[:-1], "none.jsonl"]) == 1
+    assert caplog.messages[-1].startswith("sample file (none.jsonl) does not exist")
+    with pytest.raises(SystemExit) as wrong:
+        main([*words, "--count", "-1"])
+    assert wrong.value.code == 2

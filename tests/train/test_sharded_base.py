@@ -1,0 +1,64 @@
+"""A base in shares: what it says, what it holds, and that processes do equally many passes of it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from medusa.base_model import BaseModel
+from train.features import EvenPasses
+from train.sharded_base import load_sharded
+from train.stop import StopRequest
+from train.workers import Workers
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_says_what_the_whole_base_says_and_lets_go_of_its_layers(base: Path, dtype: torch.dtype) -> None:
+    workers = Workers.start("cpu", StopRequest())
+    whole, sharded = BaseModel.load(base, dtype, "cpu"), load_sharded(str(base), dtype, workers.device)
+    assert (sharded.dtype, sharded.vocab_size, sharded.lm_head_weight.shape) == (dtype, 257, (257, 32))
+    for seed in range(3):  # DeepSpeed notes the order of layers in the first pass and relies on it later
+        ids_BT = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(seed))
+        positions_BT = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
+        with torch.no_grad():
+            expected, found = whole.hidden_states(ids_BT, positions_BT), sharded.hidden_states(ids_BT, positions_BT)
+        assert torch.equal(found, expected)
+        assert torch.equal(sharded.logits(found), whole.logits(expected))
+        assert torch.equal(sharded.embed(ids_BT), whole.embed(ids_BT))
+    held = {name for name, parameter in sharded.model.named_parameters() if parameter.numel()}
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= held
+    assert not any("gate_proj" in name or "q_proj" in name for name in held)
+
+
+def test_a_base_that_is_not_there_is_named() -> None:
+    workers = Workers.start("cpu", StopRequest())
+    with pytest.raises(ValueError, match=r"base \(/no/such/base\) cannot be loaded"):
+        load_sharded("/no/such/base", torch.float32, workers.device)
+
+
+def test_a_process_with_fewer_rows_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    class Passes:
+        def read(self, rows_B: Tensor) -> Tensor:
+            read.append(rows_B.tolist())
+            return rows_B[:, None].float()
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(dist, "all_reduce", lambda most, op: most.fill_(4))  # another process needs four passes
+    hidden_MD = EvenPasses(Passes(), micro_rows=2, device=torch.device("cpu")).read(torch.tensor([7, 8, 9]))
+    assert hidden_MD.tolist() == [[7.0], [8.0], [9.0]]
+    assert read == [[7, 8, 9], [7], [7]]

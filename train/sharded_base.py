@@ -1,0 +1,86 @@
+"""A frozen base that no device holds whole: ZeRO-3 keeps a share of every layer and gathers a layer when it computes.
+
+Embeddings and output layer, which the heads and their loss use at any time, are whole on every process. A pass is a
+common act of all processes; `train.features.EvenPasses` makes them do equally many.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from medusa.base_model import BaseModel, choose_dtype
+from train.engine import import_deepspeed
+
+WHOLE_ROWS = 16
+"""Parameters of up to so many times the hidden size (norms, biases) stay whole: it costs more to gather them."""
+
+
+def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> BaseModel:
+    """Load a base whose layers are divided among all processes; all of them call it.
+
+    Process 0 reads the files into its CPU memory and deals the weights out; no device ever holds them all.
+
+    Args:
+        name: directory or Hub id.
+        dtype: float32 or bfloat16; None = what suits the machine.
+        device: where this process computes.
+
+    Raises:
+        ValueError: the base cannot be loaded.
+    """
+    deepspeed = import_deepspeed(device)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
+    dtype = dtype or choose_dtype(config.dtype, device)
+    zero = _config(dtype, config.get_text_config().hidden_size)
+    with _partitioned_from_the_start(zero):
+        base = BaseModel.load(name, dtype=dtype, device=device)
+    embeddings = base.model.get_input_embeddings()
+    base.model.set_input_embeddings(None)  # DeepSpeed would let go of them after every use
+    deepspeed.initialize(model=base.decoder, config=zero)
+    base.model.set_input_embeddings(embeddings)
+    for module in (embeddings, base.model.get_output_embeddings()):
+        for parameter in module.parameters():
+            parameter.all_gather()
+    return base
+
+
+def _config(dtype: torch.dtype, hidden_size: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 1_000_000_000,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": WHOLE_ROWS * hidden_size,
+            "memory_efficient_linear": False,
+        },
+    }
+
+
+@contextmanager
+def _partitioned_from_the_start(config: dict[str, Any]) -> Iterator[None]:
+    """Let transformers load the model in parts; it reads a global that its own Trainer would set."""
+    asked = _Zero3(config)  # the global is a weak reference
+    transformers_deepspeed.set_hf_deepspeed_config(asked)
+    try:
+        yield
+    finally:
+        transformers_deepspeed.unset_hf_deepspeed_config()
+
+
+@dataclass(frozen=True)
+class _Zero3:
+    """What transformers asks a configuration of DeepSpeed."""
+
+    config: dict[str, Any]
+
+    def is_zero3(self) -> bool:
+        return True
