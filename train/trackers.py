@@ -117,18 +117,8 @@ class Wandb:
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         mode = recipe.log.wandb
-        for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-            os.environ.setdefault(variable, str(directory.resolve()))
-        os.environ.setdefault("WANDB_SILENT", "true")
-        try:
-            import wandb
-        except ImportError:
-            raise _missing(self.name, mode, "wandb", "off") from None
-        directory.mkdir(parents=True, exist_ok=True)
-        identity = directory / "wandb-id"
-        if not identity.is_file():
-            identity.write_text(secrets.token_hex(4), encoding="utf-8")
-        run_id = identity.read_text(encoding="utf-8")
+        wandb = _import_wandb(mode, directory)
+        run_id = _run_id(directory)
         if mode == "offline":
             for folder in directory.glob(f"wandb/offline-run-*-{run_id}"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -142,7 +132,7 @@ class Wandb:
                 name=directory.name,
                 id=run_id,
                 resume="allow" if mode == "online" else None,
-                mode=mode,  # type: ignore[arg-type]
+                mode=mode,
                 dir=str(directory),
                 config=resolved(recipe),
                 settings=wandb.Settings(init_timeout=START_SECONDS),
@@ -193,6 +183,27 @@ class TensorBoard:
     def close(self, done: bool) -> None:
         """Write what is pending."""
         self._writer.close()
+
+
+def _import_wandb(mode: str, directory: Path) -> Any:
+    """The package, told to write below the run directory and nothing on the terminal."""
+    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        os.environ.setdefault(variable, str(directory.resolve()))
+    os.environ.setdefault("WANDB_SILENT", "true")
+    try:
+        import wandb
+    except ImportError:
+        raise _missing(Wandb.name, mode, "wandb", "off") from None
+    return wandb
+
+
+def _run_id(directory: Path) -> str:
+    """The id of the run, made at its first start."""
+    path = directory / "wandb-id"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def _missing(key: str, value: str, package: str, remedy: str) -> ValueError:

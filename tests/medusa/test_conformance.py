@@ -139,7 +139,8 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
     single = family in SINGLE or backend == "triton"
     close = {"atol": 2e-4, "rtol": 1e-4} if single else {"atol": 1e-5, "rtol": 1e-5}
     tree, cache = Tree.chain(3) if family in CHAINS else Tree.full([2, 1, 1]), base.new_cache(3, 8)
-    state = prefill(base, cache, PROMPTS, chunk=5)
+    # An interpreted kernel is slow: the whole prompt at once.
+    state = prefill(base, cache, PROMPTS, chunk=16 if backend == "triton" else 5)
     torch.testing.assert_close(state.hidden[0], base.hidden_states(torch.tensor(PROMPTS[:1]))[0, -2], **close)
     texts = [list(prompt) for prompt in PROMPTS]
     generator = torch.Generator().manual_seed(5)

@@ -1,4 +1,5 @@
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data.__main__ import _parser as data_parser
 from train.config import Recipe
 from train.recipe_file import (
     RecipeError,
@@ -29,6 +31,16 @@ def _write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_valid(path: Path) -> None:
     assert read_recipe(path).data.train
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_samples_of_a_recipe_are_made_by_the_command_in_its_comment(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    comments = "\n".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#"))
+    for command in re.findall(r"^ *\./launch\.sh data (regenerate .*)", comments.replace("\\\n", ""), re.MULTILINE):
+        made = data_parser().parse_args(shlex.split(command, comments=True))
+        recipe = read_recipe(path)
+        assert (made.base, made.out) == (recipe.base.name, recipe.data.train)
 
 
 def test_the_handbook_names_keys_that_exist() -> None:

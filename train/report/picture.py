@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-BLUE, GREY, ORANGE, BLACK = "#2864a8", "#9aa2ac", "#e08a1e", "#222222"
+BLUE, GREY, ORANGE, BLACK, GRID = "#2864a8", "#9aa2ac", "#e08a1e", "#222222", "#e6e8eb"
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -49,7 +49,8 @@ def _loss(axes: Axes, report: Mapping[str, Any]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    _over_steps(axes, "training loss", "nats per token")
+    unit = "total variation distance" if report["recipe"].get("loss") == "tv" else "nats per token"
+    _over_steps(axes, "training loss", unit)
     axes.legend(frameon=False, fontsize=8.5, ncols=2)
 
 
@@ -69,19 +70,19 @@ def _heldout(axes: Axes, report: Mapping[str, Any]) -> None:
         return _empty(axes, "held-out accuracy", "no evaluation yet: data.heldout, evaluate.every_steps")
     last = report["evaluations"][-1]
     heads = range(1, len(last["heldout_top1"]) + 1)
-    for rank, colour, offset in ((10, GREY, 6), (5, ORANGE, -14), (1, BLUE, -14)):
+    for rank, colour, offset in ((10, GREY, 6), (5, ORANGE, 0), (1, BLUE, -14)):
         values = last[f"heldout_top{rank}"]
         axes.plot(heads, values, marker="o", color=colour, label=f"top {rank}")
-        for head, value in zip(heads, values, strict=True):
-            axes.annotate(
-                f"{value:.2f}", (head, value), (0, offset), textcoords="offset points", ha="center", fontsize=8
-            )
+        if offset:
+            for head, value in zip(heads, values, strict=True):
+                _mark(axes, head, value, offset)
     axes.set_xticks(list(heads))
     axes.set_xlabel("head (head k guesses token t+1+k)")
     axes.set_ylabel("share of tokens")
-    axes.set_ylim(0, 1.05)
+    axes.set_ylim(0, 1.1)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_title(f"held-out accuracy at step {last['step']:,}", fontsize=10.5)
-    axes.legend(frameon=False, fontsize=8.5, ncols=3, loc="lower left")
+    axes.legend(frameon=False, fontsize=8.5, ncols=3, loc="upper right")
     return None
 
 
@@ -136,7 +137,7 @@ def _over_steps(axes: Axes, title: str, unit: str) -> None:
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
