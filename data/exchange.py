@@ -25,7 +25,7 @@ class Settings:
     top_p: float = 1.0
     """Smallest probability that the tokens to draw from have together; 1 = all tokens."""
     seed: int = 0
-    """Of sampled answers; each prompt adds its number."""
+    """Of sampled answers; each prompt draws with its own, made of this one and its number."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def marked_text(
         text = str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False))
         if coloured:
             colour = TRAINED if trained else MASKED
-            text = special_tokens(tokenizer).sub(lambda match: f"{SPECIAL}{match[0]}{PLAIN}{colour}", text)  # noqa: B023
+            text = special_tokens(tokenizer).sub(rf"{SPECIAL}\g<0>{PLAIN}{colour}", text)
             parts.append(f"{colour}{text}{PLAIN}")
         else:
             parts.append(f"⟦{text}⟧" if trained else text)

@@ -11,8 +11,7 @@ class _Conversation:
 
     def __init__(self, number: int, prompt: Prompt) -> None:
         self.number = number
-        self.ids = list(prompt.ids)
-        """What the base reads next."""
+        self.ids = list(prompt.ids)  # what the base reads next
         self.history: list[Message] = list(prompt.asked[0]) if prompt.asked else []
         self.questions = list(prompt.asked[1:])
         self.exchanges: list[Exchange] = []

@@ -1,5 +1,6 @@
 """What the base is asked: prompts from the standard library, or conversations without their answers."""
 
+import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -11,6 +12,8 @@ from data.shapes import conversation, present
 from data.sources import Source
 from data.stdlib import Split, chat_pairs, completion_prompts
 from medusa import MedusaModel
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 160
 """Most tokens of an embedded code prompt; longer ones lose their beginning."""
@@ -78,6 +81,11 @@ def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) 
     found = sorted((prompt for prompt in encoded if len(prompt.ids) <= room), key=lambda prompt: len(prompt.ids))
     if not found:
         raise ValueError(f"prompts ({len(encoded)}) leave no room for {max_new_tokens} tokens; shorten them")
+    if len(found) < len(encoded):
+        logger.warning(
+            "%d of %d prompts leave no room for %d tokens in the base's context and are left out",
+            len(encoded) - len(found), len(encoded), max_new_tokens,
+        )  # fmt: skip
     return found
 
 

@@ -44,9 +44,11 @@ def regenerate(prompts: Sequence[Prompt], answerer: Answerer, out: str | Path, m
         made_by: What the answers depend on beside the prompts; a run goes on only where it is the same.
 
     Raises:
-        ValueError: No prompt was answered, or the unfinished file is damaged or was begun with other prompts or
-            settings.
+        ValueError: There are no prompts, none was answered, or the unfinished file is damaged or was begun with other
+            prompts or settings.
     """
+    if not prompts:
+        raise ValueError("prompts (0) hold nothing to answer; give at least one")
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     failures: list[UnansweredError] = []

@@ -106,10 +106,13 @@ def test_a_stopped_run_goes_on_and_gives_the_same_file(model, prompts, run, tmp_
     assert not part.exists()
 
 
-def test_prompts_without_room_for_an_answer_are_left_out(run, prompts):
+def test_prompts_without_room_for_an_answer_are_left_out(run, prompts, tmp_path, caplog):
     assert len(run([*prompts, Prompt(ids=(5,) * 250)])) == len(prompts)
+    assert "1 of 6 prompts leave no room for 8 tokens" in caplog.text
     with pytest.raises(ValueError, match=r"prompts \(1\) leave no room for 8 tokens"):
         run([Prompt(ids=(5,) * 250)])
+    with pytest.raises(ValueError, match=r"prompts \(0\) hold nothing"):
+        regenerate([], None, tmp_path / "none.jsonl", {})
 
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"top_p": 0.5}, {"first": 7}])

@@ -60,7 +60,7 @@ def train(recipe: Path, run: Path, *flags: str, **options: Any) -> Job:
 
 def finish(job: Job, status: int = 0) -> str:
     """Wait for the job; what it said."""
-    _, errors = job.communicate(timeout=200)
+    _, errors = job.communicate(timeout=400)
     assert job.returncode == status, errors
     assert "Traceback" not in errors, errors
     return errors
@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
