@@ -78,6 +78,7 @@ def test_wandb_offline_writes_under_the_run_directory_only(recipe: Path, tmp_pat
     home.mkdir()
     arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run"), "--recipe.optim.steps", "2"]
     environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
+    environment["MPLCONFIGDIR"] = str(tmp_path / "fonts")  # as launch.sh sets it: the report is drawn by matplotlib
     subprocess.run(
         [sys.executable, "-m", "train", *arguments, "--recipe.log.wandb", "offline"],
         cwd=ROOT, env=environment, check=True, timeout=400,
