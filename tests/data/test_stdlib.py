@@ -57,6 +57,7 @@ def test_completion_prompts_end_after_the_docstring(library):
     assert prompt == 'def shift(x, by=1):\n    """Return x moved by a number. More words."""'
 
 
+@pytest.mark.slow
 def test_the_real_library_is_large_split_and_the_same_every_time():
     assert len(documents("heldout")) >= 20
     assert len(documents("train")) > 300

@@ -29,23 +29,23 @@ AXES = {"q": ("batch", "head", "node"), "k": ("batch", "head", "row"), "v": ("ba
 STRIDES = [f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes]
 
 
-def run_interpreted(marks: str, file: str = "test_attention.py") -> None:
+def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "triton") -> None:
     """Run tests in a process whose Triton interprets its kernels."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "triton", "-m", marks, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", names, "-m", marks, "-p", "no:cacheprovider"]
     command.append(f"tests/medusa/{file}")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 10
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 5
 
 
 def test_the_kernels_compute_attention():
-    run_interpreted("not slow and not gpu")
+    run_interpreted("not slow and not gpu", names="triton and (layers or chain or siblings or bucket)")
 
 
 @pytest.mark.slow
 def test_the_kernels_compute_attention_over_the_grid():
-    run_interpreted("slow")
+    run_interpreted("not gpu")
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def contents(outputs):
     return [(o.tokens, o.drafted, o.text, o.steps, o.finish_reason) for o in outputs]
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[0], PROMPTS], ids=["one", "ragged"])
+@pytest.mark.parametrize("prompts", [pytest.param(PROMPTS[0], marks=pytest.mark.slow), PROMPTS], ids=["one", "ragged"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, prompts):

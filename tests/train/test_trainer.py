@@ -144,7 +144,7 @@ def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, monkeyp
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("kind", ["kl", pytest.param("tv", marks=pytest.mark.slow)])
 def test_the_base_teaches_its_own_distribution(finished: Path, recipe: Path, tmp_path: Path, kind: str) -> None:
     flags = ["--recipe.optim.loss", kind, "--recipe.optim.mix_steps", "3", "--recipe.optim.lr", "0.003"]
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), *flags]) == 0
