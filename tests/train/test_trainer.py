@@ -236,6 +236,13 @@ def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: P
             assert figures[f"top{rank}"][head] == pytest.approx(hits[:, :rank].any(1).float().mean().item())
 
 
+def test_a_process_without_a_held_out_row_counts_nothing(base: Path, samples: Path, finished: Path) -> None:
+    model = BaseModel.load(base, dtype=torch.float32, device="cpu")
+    packed = pack(read_samples(samples, model.tokenizer)[:1], row_tokens=96)
+    counts = head_accuracy(model, load_heads(finished / "heads"), packed, torch.arange(1)[1::2], batch_rows=2)
+    assert not counts.any()
+
+
 def test_held_out_prompts_end_before_the_answer(base: Path, samples: Path) -> None:
     tokenizer = BaseModel.load(base, device="cpu").tokenizer
     documents = read_samples(samples, tokenizer)
