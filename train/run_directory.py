@@ -94,8 +94,8 @@ class RunDirectory:
             yield
 
     def start(self, recipe: Recipe, step: int) -> None:
-        """Write the resolved recipe and drop metrics of steps that will be done again."""
-        kept = [json.dumps(record) for record in self.records() if record["step"] <= step]
+        """Write the resolved recipe and drop metrics of what will be done again: later steps, and the end of the run."""
+        kept = [json.dumps(record) for record in self.records() if record["step"] <= step and "steps" not in record]
         with self.writing():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             _replace(self._recipe, yaml.safe_dump(resolved(recipe), sort_keys=False))
@@ -133,9 +133,10 @@ class RunDirectory:
                 _replace(self._latest, position.tag)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # what was written before the disk was full
-        older = sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for path in older[:-keep]:
-            shutil.rmtree(path)
+        steps = sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
+        kept = [step for step in steps if step <= position.step][-keep:]  # a later one is of steps that are made again
+        for step in set(steps) - set(kept):
+            shutil.rmtree(self.checkpoints / f"step-{step}")
 
     def tensors(self, position: Position) -> dict[str, "Tensor"]:
         """What `save` wrote.
