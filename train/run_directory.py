@@ -94,7 +94,7 @@ class RunDirectory:
             yield
 
     def start(self, recipe: Recipe, step: int) -> None:
-        """Write the resolved recipe and drop metrics of what will be done again: later steps, and the end of the run."""
+        """Write the resolved recipe and drop metrics of what will be done again: later steps, and the run's end."""
         kept = [json.dumps(record) for record in self.records() if record["step"] <= step and "steps" not in record]
         with self.writing():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class RunDirectory:
                 save_file(dict(tensors), temporary / "checkpoint.safetensors")
                 (temporary / "state.json").write_text(json.dumps(asdict(position)), encoding="utf-8")
                 for path in (*temporary.iterdir(), temporary):
-                    _sync(path)
+                    sync(path)
                 temporary.rename(final)
                 _replace(self._latest, position.tag)
         finally:
@@ -202,15 +202,16 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
