@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, asdict, fields, is_dataclass
@@ -168,7 +169,7 @@ def _checked(key: str, value: Any, entry: Field[Any]) -> Any:
         raise ValueError(f"{key} ({value!r}) is not a choice; take one of {', '.join(choices)}")
     low, high = entry.metadata.get("low"), entry.metadata.get("high")
     # Written so that nan fails both comparisons.
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
+    if value == math.inf or (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ValueError(f"{key} ({value!r}) is out of range; stay within{_limits_text(entry)}")
     return value
 
