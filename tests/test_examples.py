@@ -1,6 +1,7 @@
 """The examples with stand-ins for ssh and SLURM: which launcher each machine starts, and with what."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -84,3 +85,11 @@ def test_slurm_starts_one_launcher_per_node_and_requeues_what_was_stopped(run, s
     assert exit_status == int(status)
     launchers = [f"rank {rank} of 2 at node-a:20007 <train><--recipe><x.yaml>" for rank in (0, 1)]
     assert lines == launchers + requeued
+
+
+def test_slurm_writes_its_log_where_a_fresh_clone_has_a_directory():
+    """SLURM makes no directories: without one the job fails and leaves no word."""
+    (output,) = re.findall(r"^#SBATCH --output=(\S+)$", (ROOT / "examples/slurm.sbatch").read_text(), re.MULTILINE)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    parent = str(Path(output).parent)
+    assert parent == "." or any(name.startswith(f"{parent}/") for name in tracked.splitlines())

@@ -39,7 +39,7 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     """
     num_heads = heads.config.num_heads
     counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
-    for part in rows.split(batch_rows):
+    for part in rows.split(batch_rows) if len(rows) else ():  # fewer rows than processes
         positions = Positions.of(packed, part, num_heads)
         tensors = BasePass(base, packed, num_heads, batch_rows).read(part), positions.path, positions.targets[:, 1:]
         for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):

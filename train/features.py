@@ -73,7 +73,7 @@ class BasePass:
         base, packed = self._base, self._packed
         kept = []
         for micro in rows_B.split(self._micro_rows):
-            kept_BT = (packed.targets(micro, self._num_heads) != IGNORE).any(2)
+            kept_BT = packed.kept(micro, self._num_heads)
             ids_BT, positions_BT = packed.input_ids[micro].long(), packed.position_ids[micro].long()
             hidden_BTD = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
             kept.append(hidden_BTD[kept_BT.to(base.device)])

@@ -89,6 +89,7 @@ class _FusedLoss(torch.autograd.Function):
             if grad_own_KVD is not None:
                 grad_own_KVD[own] += grads[1]
             del grads  # may hold a matrix, which the next chunk has no room for
+            torch.clear_autocast_cache()  # else it keeps each chunk's rounded copy of the matrix up to the end
         ctx.save_for_backward(grad_KMD, grad_own_KVD)
         ctx.mark_non_differentiable(correct_K)
         return loss_K, correct_K

@@ -2,8 +2,8 @@
 
 A directory holds `manifest.json` (which base, tokenizer, rows and heads the states belong to) and shards, each a
 safetensors file with `hidden` [M, D] in the base's dtype, the `rows` that it holds, and the kept positions `per_row`.
-Shards are written whole under another name first, so a directory that exists is right however its writer died; any
-process may add shards, and rows that are not there yet are computed.
+Shards are written whole under another name first, so a directory that exists is right however its writer died, and
+their names tell whose they are; any process may add shards, and rows that are not there yet are computed.
 
 Shapes: B rows, M kept positions, D hidden size.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -26,13 +26,15 @@ from tqdm import tqdm
 from data.packing import PackedRows
 from medusa.base_model import BaseModel
 from train.features import HiddenStates, Positions
-from train.run_directory import disk_errors_named
+from train.run_directory import disk_errors_named, sync
 
 LOGGER = logging.getLogger("train")
-FORMAT = 1
+FORMAT = 2
 """Grows when the files or the choice of kept positions change."""
 SAMPLED = 4096
 """Values of each weight that the base's checksum reads."""
+NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
+"""Keys of a base's configuration that hidden states do not depend on, or that are compared by themselves."""
 
 
 def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
     return {
         "format": FORMAT,
         "base": base_checksum(base),
+        "config": config_checksum(base),
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
         "rows": packed.fingerprint(),
         "heads": num_heads,
@@ -59,6 +62,12 @@ def base_checksum(base: BaseModel) -> str:
         sampled = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
         digest.update(sampled.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def config_checksum(base: BaseModel) -> str:
+    """Digest of what is not in the weights: stretched positions, windows, epsilons."""
+    config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,9 @@ class HiddenCache:
         self._pending: dict[int, Tensor] = {}
         self._pending_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
-        _check_manifest(directory, identity(base, packed, num_heads))
+        known = identity(base, packed, num_heads)
+        _check_manifest(directory, known)
+        self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
         self._look()
 
     def read(self, rows_B: Tensor) -> Tensor:
@@ -131,11 +142,12 @@ class HiddenCache:
             "rows": torch.tensor(list(self._pending)),
             "per_row": torch.tensor([len(row) for row in states]),
         }
-        path = self._directory / f"{secrets.token_hex(8)}.safetensors"
+        path = self._directory / f"{self._owner}-{secrets.token_hex(8)}.safetensors"
         temporary = path.with_suffix(".tmp")
         try:
             with disk_errors_named(f"hidden-state cache ({self._directory})"):
                 save_file(shard, temporary)
+                sync(temporary)
                 temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -162,12 +174,17 @@ class HiddenCache:
         return states
 
     def _look(self) -> None:
-        """Read the tables of shards that were not there before."""
-        for path in sorted(set(self._directory.glob("*.safetensors")) - self._seen):
+        """Read the tables of shards that were not there before; a damaged one does not count."""
+        for path in sorted(set(self._directory.glob(f"{self._owner}-*.safetensors")) - self._seen):
             self._seen.add(path)
-            shard = _open(path)
+            try:
+                shard = _open(path)
+                rows, per_row = shard.get_tensor("rows").tolist(), shard.get_tensor("per_row").tolist()
+            except (OSError, SafetensorError) as error:
+                LOGGER.warning("hidden states (%s) cannot be read and are computed again: %s; delete it", path, error)
+                continue
             start = 0
-            for row, count in zip(shard.get_tensor("rows").tolist(), shard.get_tensor("per_row").tolist(), strict=True):
+            for row, count in zip(rows, per_row, strict=True):
                 self._places[row] = _Place(path, start, start + count)
                 start += count
 
@@ -184,7 +201,10 @@ def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
         temporary = path.with_name(f".manifest.{secrets.token_hex(4)}")
         temporary.write_text(json.dumps(known, indent=2), encoding="utf-8")
         temporary.replace(path)
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"manifest ({path}) is damaged; delete {directory}, or give another directory") from None
     changed = [
         f"{key} is {known[key]}, the states have {stored.get(key)}" for key in known if known[key] != stored.get(key)
     ]

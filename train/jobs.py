@@ -93,7 +93,7 @@ class HeadsJob:
         """Fill the cache of hidden states where it is to be filled at once."""
         if self._recipe.cache.mode == "offline" and isinstance(self._states, HiddenCache):
             workers, rows = self._workers, torch.arange(len(self._packed))
-            mine = rows.tensor_split(workers.world_size)[workers.rank]
+            mine = rows[workers.rank :: workers.world_size]  # whatever is there already, all lack about as many
             self._states.fill(mine, self._recipe.optim.micro_rows, shown=workers.rank == 0)
             workers.wait()
 

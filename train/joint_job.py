@@ -65,7 +65,7 @@ class JointJob:
         return [lr, adapters_rate(self._recipe.lora, step, self._total, lr)]
 
     def micro_batches(self, step: int, weights_C: Tensor) -> Iterator[tuple[tuple[Any, ...], bool]]:
-        """Whole rows, `micro_rows` at a time; dropout depends on the step and the row, not on the process."""
+        """Whole rows, `micro_rows` at a time; dropout depends on the step and the rows that go together."""
         optim, workers = self._recipe.optim, self._workers
         rows = self._rows(step)
         places = torch.arange(len(rows)).tensor_split(workers.world_size)

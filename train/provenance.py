@@ -84,11 +84,14 @@ def _version(package: str) -> str | None:
 
 def _revision() -> str | None:
     """The git commit of this code, None outside a clone."""
+    here = Path(__file__)
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)  # installed, it may lie in someone else's clone
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    answer = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, text=True, check=True)
     return answer.stdout.strip()

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, asdict, fields, is_dataclass
@@ -37,7 +38,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
         raise RecipeError(f"recipe ({path}) is not YAML in UTF-8: {reason}; correct the file") from None
     if not isinstance(content or {}, dict):
         raise RecipeError(f"recipe ({path}) holds a {type(content).__name__}; write `key: value` lines")
-    values = dict(_flatten(content or {}))
+    values = dict(flatten(content or {}))
     for key, text in (overrides or {}).items():
         values[key] = _scalar(text)
     return build_recipe(values)
@@ -112,7 +113,7 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 
 def differences(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
     """Values that forbid to resume a run that was started with `stored`, one sentence each."""
-    now, before = dict(_flatten(resolved(recipe))), dict(_flatten(stored))
+    now, before = dict(flatten(resolved(recipe))), dict(flatten(stored))
     return [
         f"{key} is {now[key]!r}, the run was started with {before.get(key)!r}"
         for key, entry in leaves(Recipe)
@@ -130,10 +131,11 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested ones."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -167,7 +169,7 @@ def _checked(key: str, value: Any, entry: Field[Any]) -> Any:
         raise ValueError(f"{key} ({value!r}) is not a choice; take one of {', '.join(choices)}")
     low, high = entry.metadata.get("low"), entry.metadata.get("high")
     # Written so that nan fails both comparisons.
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
+    if value == math.inf or (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ValueError(f"{key} ({value!r}) is out of range; stay within{_limits_text(entry)}")
     return value
 

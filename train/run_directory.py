@@ -94,8 +94,8 @@ class RunDirectory:
             yield
 
     def start(self, recipe: Recipe, step: int) -> None:
-        """Write the resolved recipe and drop metrics of steps that will be done again."""
-        kept = [json.dumps(record) for record in self.records() if record["step"] <= step]
+        """Write the resolved recipe and drop metrics of what will be done again: later steps, and the run's end."""
+        kept = [json.dumps(record) for record in self.records() if record["step"] <= step and "steps" not in record]
         with self.writing():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             _replace(self._recipe, yaml.safe_dump(resolved(recipe), sort_keys=False))
@@ -128,14 +128,15 @@ class RunDirectory:
                 save_file(dict(tensors), temporary / "checkpoint.safetensors")
                 (temporary / "state.json").write_text(json.dumps(asdict(position)), encoding="utf-8")
                 for path in (*temporary.iterdir(), temporary):
-                    _sync(path)
+                    sync(path)
                 temporary.rename(final)
                 _replace(self._latest, position.tag)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # what was written before the disk was full
-        older = sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for path in older[:-keep]:
-            shutil.rmtree(path)
+        steps = sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
+        kept = [step for step in steps if step <= position.step][-keep:]  # a later one is of steps that are made again
+        for step in set(steps) - set(kept):
+            shutil.rmtree(self.checkpoints / f"step-{step}")
 
     def tensors(self, position: Position) -> dict[str, "Tensor"]:
         """What `save` wrote.
@@ -201,15 +202,16 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

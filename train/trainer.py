@@ -4,6 +4,7 @@ Shapes: K heads, C columns of the loss: the K heads, behind the base where it is
 """
 
 import logging
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from medusa.base_model import BaseModel
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
+from medusa.self_test import choose_decoding
 from train.config import BaseRecipe, Recipe
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
@@ -28,7 +30,7 @@ from train.jobs import build_job
 from train.progress import Progress
 from train.provenance import provenance
 from train.quantised import load_options
-from train.recipe_file import RecipeError
+from train.recipe_file import RecipeError, flatten, resolved
 from train.report import write_report
 from train.run_directory import Position, RunDirectory
 from train.schedule import mixed_seed, total_steps
@@ -37,6 +39,8 @@ from train.trackers import Trackers
 from train.workers import Workers, lost_processes_named
 
 LOGGER = logging.getLogger("train")
+PLACES = {"run", "base.name", "data.train", "data.heldout", "data.cache", "cache.directory"}
+"""Recipe keys that each machine may have its own value of."""
 
 
 def train(recipe: Recipe, stop: StopRequest) -> None:
@@ -73,7 +77,10 @@ class Trainer:
         base_name = resolve_base_name(recipe.base.name)
         self.base = _load_base(str(base_name), recipe.base, workers.device)
         self.packed = self._read_training_rows()
+        _check_same(recipe, self.packed, workers)
         self.heldout = self._read_heldout()
+        if self.heldout and recipe.evaluate.prompts and not recipe.base.shard:
+            choose_decoding(self.base)  # served tokens of trees that the base cannot verify would be fiction
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
         self.total = total_steps(recipe.optim, len(self.packed))
 
@@ -129,13 +136,15 @@ class Trainer:
         self.step += 1
         self.seconds += time.monotonic() - began
         self.useful += int(counts[0])
+        total, norm = float((sums_2C[0] * weights_C).sum()), self.engine.gradient_norm
+        _check_finite(self.step, total, norm)
         return {
             "step": self.step,
             "epoch": round(self.step * recipe.optim.rows_per_step / len(self.packed), 4),
-            "loss": float((sums_2C[0] * weights_C).sum()),
+            "loss": total,
             **_column_figures(sums_2C, counts, weights_C),
             "lr": rates[0],
-            "grad_norm": self.engine.gradient_norm,
+            "grad_norm": norm,
             "useful_tokens": int(counts[0]),
             "useful_tokens_per_s": self.useful / (self.seconds - self._began),
             "train_seconds": self.seconds,
@@ -274,4 +283,26 @@ def _check_rows(recipe: Recipe, workers: Workers) -> None:
         raise RecipeError(
             f"optim.rows_per_step ({recipe.optim.rows_per_step}) leaves some of the processes ({workers.world_size}) "
             "without a row; raise it or start fewer processes"
+        )
+
+
+def _check_finite(step: int, loss: float, norm: float) -> None:
+    if not math.isfinite(loss + norm):
+        raise ValueError(
+            f"loss ({loss}) or gradient norm ({norm}) of step {step} is not finite, which spoils the heads; "
+            "lower optim.lr or raise optim.warmup, and give another directory (--recipe.run DIR)"
+        )
+
+
+def _check_same(recipe: Recipe, packed: PackedRows, workers: Workers) -> None:
+    """Refuse processes that would wait for each other in vain, or train on different samples."""
+    ours = {key: value for key, value in flatten(resolved(recipe)) if key not in PLACES}
+    ours["data.train"] = f"fingerprint {packed.fingerprint()}"
+    theirs = workers.from_first(lambda: ours)
+    odd = [f"{key} is {ours[key]} here, {theirs[key]} there" for key in ours if ours[key] != theirs[key]]
+    if workers.total(torch.tensor(len(odd))):
+        named = "; ".join(odd) or "its machine says what"
+        raise RecipeError(
+            f"processes have different recipes or samples (process {workers.rank} beside process 0: {named}); give all "
+            "machines the same ones"
         )

@@ -1,6 +1,7 @@
 """Hidden states on disk: the same as the base's, written whole, refused where they belong to something else."""
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,13 @@ from torch import Tensor
 from data.packing import PackedRows, pack
 from data.sources import read_samples
 from medusa.base_model import BaseModel
+from medusa.heads import HeadsConfig, build_heads
+from train import hidden_cache
 from train.features import BasePass
 from train.hidden_cache import HiddenCache, identity
+from train.jobs import HeadsJob
+from train.recipe_file import build_recipe
+from train.workers import Workers
 
 HEADS = 3
 
@@ -81,6 +87,30 @@ def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: Ba
     assert _asked(cache) == [0]
 
 
+def test_a_damaged_shard_is_computed_again(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    _cache(tmp_path, frozen, packed).fill(torch.arange(4), rows_at_a_time=2, shown=False)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    hidden_cache._open.cache_clear()  # as in another process
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    cache = _cache(tmp_path, frozen, packed)
+    expected = BasePass(frozen, packed, HEADS, micro_rows=2).read(torch.arange(4))
+    torch.testing.assert_close(cache.read(torch.arange(4)), expected, rtol=0.02, atol=0.02)
+    assert 0 < len(_asked(cache)) <= 4
+
+
+def test_shards_of_another_owner_do_not_count(
+    tmp_path: Path, base: Path, frozen: BaseModel, packed: PackedRows
+) -> None:
+    other = BaseModel.load(base, dtype=torch.bfloat16, device="cpu")
+    with torch.no_grad():
+        next(other.model.parameters()).add_(1.0)
+    _cache(tmp_path, other, packed).fill(torch.arange(4), rows_at_a_time=2, shown=False)
+    (tmp_path / "manifest.json").unlink()  # or two runs started at once, and the later one wrote it
+    cache = _cache(tmp_path, frozen, packed)
+    cache.read(torch.arange(4))
+    assert _asked(cache) == [0, 1, 2, 3]
+
+
 def test_a_full_disk_is_one_sentence(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     cache = _cache(tmp_path, frozen, packed)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -102,6 +132,10 @@ def test_another_identity_is_refused(
         next(other.model.parameters()).add_(1.0)
     with pytest.raises(ValueError, match=r"belongs to something else: base is \w+, the states have \w+; delete it"):
         _cache(tmp_path, other, packed)
+    stretched = BaseModel.load(base, dtype=torch.bfloat16, device="cpu")
+    stretched.model.config.rope_parameters = stretched.model.config.rope_parameters | {"rope_theta": 5e5}
+    with pytest.raises(ValueError, match=r"something else: config is \w+, the states have"):
+        _cache(tmp_path, stretched, packed)
     with pytest.raises(ValueError, match="dtype is float32, the states have bfloat16"):
         _cache(tmp_path, BaseModel.load(base, dtype=torch.float32, device="cpu"), packed)
     with pytest.raises(ValueError, match="rows is"):
@@ -110,6 +144,44 @@ def test_another_identity_is_refused(
         HiddenCache(tmp_path, frozen, packed, 2, CountedPass(frozen, packed), 10_000)
 
 
+def test_a_damaged_manifest_is_named(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    (tmp_path / "manifest.json").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"manifest .* is damaged; delete"):
+        _cache(tmp_path, frozen, packed)
+
+
 def test_the_identity_is_that_of_a_base_loaded_again(base: Path, frozen: BaseModel, packed: PackedRows) -> None:
     again = BaseModel.load(base, dtype=torch.bfloat16, device="cpu")
     assert identity(again, packed, HEADS) == identity(frozen, packed, HEADS)
+
+
+def test_processes_share_what_is_missing(
+    tmp_path: Path, base: Path, frozen: BaseModel, packed: PackedRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a run goes on with another number of processes; the others wait for the last one."""
+    done = len(packed) // 2
+    _cache(tmp_path, frozen, packed).fill(torch.arange(done), rows_at_a_time=2, shown=False)
+    cache = {"cache.mode": "offline", "cache.directory": str(tmp_path)}
+    recipe = build_recipe({"data.train": "x.jsonl", "heads.num_heads": HEADS} | cache)
+    heads = build_heads(HeadsConfig(frozen.hidden_size, frozen.vocab_size, HEADS))
+    workers = [Workers(rank, 2, frozen.device) for rank in range(2)]
+    jobs = [HeadsJob(recipe, frozen, heads, packed, one, total=1, run=tmp_path) for one in workers]
+    asked: list[int] = []
+    monkeypatch.setattr(BasePass, "read", _noted(asked))
+    monkeypatch.setattr(Workers, "wait", lambda _: None)
+    counts = []
+    for job in jobs:
+        job.prepare()
+        counts.append(len(asked) - sum(counts))
+    assert sorted(asked) == list(range(done, len(packed)))
+    assert abs(counts[0] - counts[1]) <= 1
+
+
+def _noted(asked: list[int]) -> Callable[[BasePass, Tensor], Tensor]:
+    read = BasePass.read
+
+    def noted(source: BasePass, rows_B: Tensor) -> Tensor:
+        asked.extend(rows_B.tolist())
+        return read(source, rows_B)
+
+    return noted

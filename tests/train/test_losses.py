@@ -2,7 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.packing import IGNORE
 from medusa.heads import HeadsConfig, build_heads
@@ -135,6 +137,33 @@ def test_equal_best_scores_count_as_correct() -> None:
 def test_soft_targets_need_teachers() -> None:
     with pytest.raises(ValueError, match=r"loss \(kl\) needs the base's distributions"):
         Targets(torch.zeros(1, 1, dtype=torch.int64), "kl")
+
+
+class Casts(TorchDispatchMode):
+    """Notes what is made of each new tensor of a shape and a dtype."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype, self.made = shape, dtype, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == self.dtype and out.shape == self.shape:
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    @property
+    def alive(self) -> int:
+        return sum(not made.expired() for made in self.made)
+
+
+def test_autocast_keeps_no_rounded_own_matrices() -> None:
+    case = Case("ce", dtype=torch.float32)
+    features, own = case.features.requires_grad_(), case.own.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16), Casts((VOCABULARY, HIDDEN), torch.bfloat16) as casts:
+        fused_loss(features, case.targets, _linear(case.matrix), own, chunk_rows=4)
+        assert len(casts.made) > HEADS
+        assert casts.alive == 0
 
 
 def test_an_own_matrix_allows_one_backward_pass() -> None:

@@ -36,6 +36,17 @@ def test_the_newest_checkpoint_is_named_and_older_ones_are_pruned(tmp_path: Path
     assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
 
 
+def test_a_checkpoint_of_a_later_step_goes_before_the_newest_one(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start(RECIPE, 0)
+    _checkpoint(directory, 5)
+    (directory.checkpoints / "step-9").mkdir()  # as if it had died before it wrote `latest`
+    _checkpoint(directory, 7, keep=1)
+    assert directory.position() == _position(7)
+    assert torch.equal(directory.tensors(_position(7))["steps"], TENSORS["steps"])
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-7"]
+
+
 def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.start(RECIPE, 0)
@@ -93,6 +104,14 @@ def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path) -> None:
     directory.log({"step": 3})
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_the_end_of_a_run_whose_heads_were_not_written_is_logged_once(tmp_path: Path) -> None:
+    directory, last = RunDirectory(tmp_path), {"step": 2, "steps": 2, "heldout_top1": [0.5]}
+    for _ in range(2):
+        directory.start(RECIPE, 2)
+        directory.log(last)
+    assert directory.records() == [last]
 
 
 def test_another_recipe_is_refused_once_there_is_a_checkpoint(tmp_path: Path) -> None:

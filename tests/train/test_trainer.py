@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
 from medusa.base_model import BaseModel
 from medusa.formats.native import load_heads
+from train import trainer
 from train.__main__ import main
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts
 from train.features import BasePass, Positions
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
+from train.workers import Workers
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +192,52 @@ def test_check_reads_the_recipe_only(recipe: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_kept(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stage: str
+) -> None:
+    read = BasePass.read
+
+    def poisoned(source: BasePass, rows_B: torch.Tensor) -> torch.Tensor:
+        return read(source, rows_B) * (torch.inf if (tmp_path / "checkpoints" / "latest").is_file() else 1.0)
+
+    monkeypatch.setattr(BasePass, "read", poisoned)
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.engine.zero_stage", stage]) == 1
+    assert "of step 5 is not finite" in caplog.text
+    assert "lower optim.lr" in caplog.text
+    position = RunDirectory(tmp_path).position()
+    assert position is not None
+    assert position.step == 4
+    assert not (tmp_path / "heads").exists()
+
+
+def test_processes_with_other_samples_or_recipes_are_refused(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from_first = Workers.from_first
+
+    def elsewhere(workers: Workers, make: Callable[[], Any]) -> Any:
+        made = from_first(workers, make)
+        other = {"data.train": "fingerprint 0", "optim.micro_rows": 5}
+        return made | other if isinstance(made, dict) else made
+
+    monkeypatch.setattr(Workers, "from_first", elsewhere)
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 2
+    assert "optim.micro_rows is 4 here, 5 there" in caplog.text
+    assert ", fingerprint 0 there" in caplog.text
+
+
+def test_served_tokens_are_those_of_a_base_that_was_tested(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plainly(base: BaseModel) -> None:
+        base.decoding = "plain"
+
+    monkeypatch.setattr(trainer, "choose_decoding", plainly)
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 0
+    assert _metrics(tmp_path)[-1]["heldout_tokens_per_step"] == 1.0
+
+
 def test_a_directory_in_use_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with RunDirectory(tmp_path).locked():
         assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 1
@@ -234,6 +282,13 @@ def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: P
         assert figures["samples"][head] == valid.sum()
         for rank in (1, 5, 10):
             assert figures[f"top{rank}"][head] == pytest.approx(hits[:, :rank].any(1).float().mean().item())
+
+
+def test_a_process_without_a_held_out_row_counts_nothing(base: Path, samples: Path, finished: Path) -> None:
+    model = BaseModel.load(base, dtype=torch.float32, device="cpu")
+    packed = pack(read_samples(samples, model.tokenizer)[:1], row_tokens=96)
+    counts = head_accuracy(model, load_heads(finished / "heads"), packed, torch.arange(1)[1::2], batch_rows=2)
+    assert not counts.any()
 
 
 def test_held_out_prompts_end_before_the_answer(base: Path, samples: Path) -> None:
