@@ -12,11 +12,13 @@ ends with it: exactly what the base saw when it answered.
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[int]]
@@ -110,8 +112,12 @@ def _answered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Tokens:
     quiet = {"verbose": False}  # rows are cut: a text that is longer than the base's context is no fault
-    rendered: Any = tokenizer.apply_chat_template(
-        messages, return_assistant_tokens_mask=True, return_dict=True, tokenizer_kwargs=quiet
+    rendered: Any = _untrimmed(tokenizer).apply_chat_template(
+        messages,
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        tokenizer_kwargs=quiet,
     )
     return list(rendered["input_ids"]), [int(mark) for mark in rendered["assistant_masks"]]
 
@@ -168,13 +174,23 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int
     """Tokens of a text; those that lie inside a span of characters are marked, one across its edge is not."""
     if not tokenizer.is_fast:
         return _tokens_by_length(tokenizer, text, spans)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = _untrimmed(tokenizer)(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     firsts, ends = zip(*encoded["offset_mapping"], strict=True)
     mask = [0] * len(firsts)
     for start, stop in spans:
         for place in range(bisect_left(firsts, start), bisect_left(firsts, stop)):
             mask[place] = int(firsts[place] < ends[place] <= stop)
     return list(encoded["input_ids"]), mask
+
+
+@lru_cache(maxsize=2)
+def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy whose offsets count spaces: GPT-NeoX's and Cohere's leave them out, so indentation has no characters."""
+    if not tokenizer.is_fast:
+        return tokenizer
+    exact: Any = deepcopy(tokenizer)
+    exact.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    return exact
 
 
 def _tokens_by_length(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:

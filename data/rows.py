@@ -28,7 +28,7 @@ from data.sources import Sample, Source, samples
 
 LOGGER = logging.getLogger("data")
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files and of all that decides what is in them: shapes, masks, packing."""
 WINDOW = 8192
 """Samples that are in memory at a time; each window is packed by itself."""
