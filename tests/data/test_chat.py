@@ -57,6 +57,16 @@ def test_an_answer_without_words_ends_its_turn() -> None:
     assert said(tokenizer, *render(tokenizer, [ASKED, {"role": "assistant", "content": ""}])) == "<end>"
 
 
+def test_an_answer_that_ends_in_another_special_token_ends_its_turn_too() -> None:
+    template = CHATML.replace("m.content + '<end>", "m.content + ('<start>' if m.tool_calls else '') + '<end>\n<start>")
+    tokenizer = byte_tokenizer(template)
+    called = {**SAID, "tool_calls": [{"name": "f"}]}
+    assert said(tokenizer, *render(tokenizer, [ASKED, called])) == "there<start><end>"
+    assert said(tokenizer, *render(tokenizer, [ASKED, SAID])) == "there<end>"
+    twice = {**SAID, "content": "there<end>"}
+    assert said(tokenizer, *render(tokenizer, [ASKED, twice])) == "there<end>", "it has ended already"
+
+
 def test_a_template_without_special_tokens() -> None:
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
