@@ -198,6 +198,18 @@ def test_questions_are_what_stands_between_answers(tmp_path, turns, asked):
     assert [" ".join(message["role"][0] for message in group) for group in prompt.asked] == asked
 
 
+def test_two_processes_do_not_write_one_file(tmp_path):
+    path = tmp_path / "a.jsonl.part"
+    part = Part(path, {"base": "a"})
+    part.add(3, [{"loss_mask": [1]}])
+    with pytest.raises(ValueError, match=r"part\) is written by another process; wait for it"):
+        Part(path, {"base": "a"})
+    part.close()
+    again = Part(path, {"base": "a"})
+    assert list(again.lines) == [3]
+    again.close()
+
+
 def test_the_command_line_writes_a_file_once(base_directory, tmp_path, monkeypatch):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"prompt": "hi", "response": "there"}) + "\n")
