@@ -78,6 +78,11 @@ class Workers:
         dist.broadcast_object_list(made, src=0)
         return made[0]  # type: ignore[return-value]
 
+    def same(self, word: str) -> bool:
+        """Whether all processes say the same word."""
+        first = self.from_first(lambda: word)
+        return not self.total(torch.tensor(float(word != first)))
+
     @staticmethod
     def wait() -> None:
         """Return when all processes are here."""
