@@ -84,3 +84,9 @@ def test_slurm_starts_one_launcher_per_node_and_requeues_what_was_stopped(run, s
     assert exit_status == int(status)
     launchers = [f"rank {rank} of 2 at node-a:20007 <train><--recipe><x.yaml>" for rank in (0, 1)]
     assert lines == launchers + requeued
+
+
+def test_the_log_of_slurm_needs_no_directory():
+    """SLURM makes none, and a job whose log cannot be opened ends without a word; a new clone has no runs/."""
+    (log,) = [line for line in (ROOT / "examples" / "slurm.sbatch").read_text().splitlines() if "--output" in line]
+    assert "/" not in log
