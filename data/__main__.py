@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     logger = logging.getLogger("data")
     options = _parser().parse_args(arguments)
     try:
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     except KeyboardInterrupt:
-        logger.error("stopped; the same command goes on where it was")
+        logger.error("stopped%s", "; the same command goes on where it was" if options.command == "regenerate" else "")
         return 130
     except (ValueError, OSError) as error:
         logger.error("%s", error)
@@ -122,6 +123,8 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 def _inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
     from data.inspect import inspect
 
+    if options.streaming and not options.limit:
+        raise UsageError("--streaming needs --limit, the number of records to read; give it")
     inspect(options, logger)
 
 

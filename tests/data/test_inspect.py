@@ -61,3 +61,5 @@ def test_failures_are_one_message(words: list[str], tmp_path: Path, caplog: pyte
     with pytest.raises(SystemExit) as wrong:
         main([*words, "--count", "-1"])
     assert wrong.value.code == 2
+    assert main([*words, "--streaming", "--limit", "0"]) == 2
+    assert caplog.messages[-1] == "--streaming needs --limit, the number of records to read; give it"
