@@ -1,6 +1,10 @@
 """Prompts, conversations and corpora."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED = "embedded"
 """The name of the base that ships with this package."""
@@ -20,3 +24,20 @@ def resolve_base_name(name: str) -> str:
             f"embedded base ({directory}) is missing; clone the repository again or name another base"
         )
     return str(directory)
+
+
+def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a base by its name.
+
+    Raises:
+        FileNotFoundError: This installation lacks the embedded base.
+        ValueError: There is none that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    name = resolve_base_name(base)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer of the base ({name}) cannot be loaded: {reason}; give its directory") from error

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from data import EMBEDDED, resolve_base_name
+from data import EMBEDDED, load_tokenizer, resolve_base_name
 from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
@@ -33,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     logger = logging.getLogger("data")
     options = _parser().parse_args(arguments)
     try:
@@ -41,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     except KeyboardInterrupt:
-        logger.error("stopped; the same command goes on where it was")
+        logger.error("stopped%s", "; the same command goes on where it was" if options.command == "regenerate" else "")
         return 130
     except (ValueError, OSError) as error:
         logger.error("%s", error)
@@ -90,18 +88,9 @@ def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Pro
     key = os.environ[options.api_key_env].strip() if options.api_key_env else None
     endpoint = EndpointSettings(options.concurrency, options.retries, options.timeout)
     connect = partial(ChatClient, options.endpoint, model, settings, endpoint, key)
-    tokenizer = _tokenizer(resolve_base_name(options.base))
+    tokenizer = load_tokenizer(options.base)
     answerer = EndpointAnswerer(connect, tokenizer, options.concurrency, options.seed)
     return _prompts(options), answerer, f"{model} (tokens of {options.base})"
-
-
-def _tokenizer(base: str) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"tokenizer of the base ({base}) cannot be loaded: {error}; give its directory") from error
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -134,6 +123,8 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 def _inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
     from data.inspect import inspect
 
+    if options.streaming and not options.limit:
+        raise UsageError("--streaming needs --limit, the number of records to read; give it")
     inspect(options, logger)
 
 
@@ -166,7 +157,7 @@ def _add_regenerate(commands: Any) -> None:
     add("--count", type=_positive, default=None, help=f"prompts; default: all of a source, {EMBEDDED_COUNT}")
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     add("--max-new-tokens", type=_positive, default=Settings.max_new_tokens, help="tokens per answer")
-    add("--temperature", type=float, default=Settings.temperature, help="0 = greedy")
+    add("--temperature", type=_temperature, default=Settings.temperature, help="0 = greedy")
     add("--top-p", type=_share, default=Settings.top_p, help="draw from the likeliest tokens of this probability")
     add("--seed", type=int, default=Settings.seed, help="of the choice of prompts and of sampled answers")
     here = regenerate.add_argument_group("the base runs in this process")
@@ -195,8 +186,8 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--streaming", action="store_true", help="do not download a Hub data set whole")
     parser.add_argument("--limit", type=_whole, default=1000, help="records that are read; 0 = all")
     parser.add_argument("--index", type=_whole, default=0, help="first sample that is shown")
-    parser.add_argument("--count", type=_whole, default=3, help="samples that are shown")
-    parser.add_argument("--row-tokens", type=_whole, default=1024, help="length of a packed row")
+    parser.add_argument("--count", type=_whole, default=3, help="samples that are shown; 0 = only the figures")
+    parser.add_argument("--row-tokens", type=_positive, default=1024, help="length of a packed row")
     parser.add_argument("--json", metavar="FILE", help="write samples and figures here instead")
 
 
@@ -208,6 +199,10 @@ def _whole(text: str, low: int = 0) -> int:
 
 def _positive(text: str) -> int:
     return _whole(text, low=1)
+
+
+def _temperature(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else _number(text, 100.0)
 
 
 def _share(text: str) -> float:

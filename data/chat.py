@@ -2,7 +2,7 @@
 
 A template that marks the assistant's text with `{% generation %}` is believed. Any other is asked twice per answer: for
 the conversation up to the answer with the prompt that asks for it, and for the conversation with the answer. What the
-second has more is what the assistant writes: its words and the first special token after them, which ends its turn.
+second has more is what the assistant writes: its words and the special token after them that ends its turn.
 
 Templates may rewrite what came before (Qwen3 drops earlier reasoning, Mistral moves the system turn to the last
 question). An answer that does not stand in the whole conversation as it was given becomes a document of its own, which
@@ -12,11 +12,13 @@ ends with it: exactly what the base saw when it answered.
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[int]]
@@ -110,8 +112,12 @@ def _answered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Tokens:
     quiet = {"verbose": False}  # rows are cut: a text that is longer than the base's context is no fault
-    rendered: Any = tokenizer.apply_chat_template(
-        messages, return_assistant_tokens_mask=True, return_dict=True, tokenizer_kwargs=quiet
+    rendered: Any = _untrimmed(tokenizer).apply_chat_template(
+        messages,
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        tokenizer_kwargs=quiet,
     )
     return list(rendered["input_ids"]), [int(mark) for mark in rendered["assistant_masks"]]
 
@@ -131,26 +137,39 @@ def _compared(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
 def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> _Answer:
     """The last turn of a conversation that ends with the assistant's."""
     asked = str(tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
-    whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    special = special_tokens(tokenizer)
-    said = whole.removeprefix(asked) if whole.startswith(asked) else _after_opening(special, asked, whole)
+    whole, said = _whole_and_said(tokenizer, messages, asked)
     if not said:
         raise ValueError(
             f"conversation ({_excerpt(messages)!r}): the chat template renders the answer otherwise than it asks for it"
             f" ({asked[-40:]!r} is not in {whole[-200:]!r}), so the assistant's tokens are unknown; put "
             "{% generation %} ... {% endgeneration %} around them in the template"
         )
-    return _Answer(asked, _turn(special, said))
+    marks = _last_marks(tokenizer, said)
+    if len(marks) > 1:  # the end of a tool call, say, before that of the turn: where does a plain answer end?
+        _, plain = _whole_and_said(tokenizer, [*messages[:-1], {"role": "assistant", "content": "x"}], asked)
+        ends = _last_marks(tokenizer, plain or "")
+        marks = [mark for mark in marks if ends and mark[0] == ends[0][0]] or marks
+    return _Answer(asked, said[: marks[0].end()] if marks else said)
 
 
-def _turn(special: re.Pattern[str], said: str) -> str:
-    """An answer up to the first of the special tokens behind its words; whole where it ends without one."""
-    stop, words = len(said), len(said)
-    for mark in reversed(list(special.finditer(said))):
-        if said[mark.end() : words].strip():
-            break
-        stop, words = mark.end(), mark.start()
-    return said[:stop]
+def _whole_and_said(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], asked: str
+) -> tuple[str, str | None]:
+    """A conversation that ends with an answer, and what it has more than the question."""
+    whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    if whole.startswith(asked):
+        return whole, whole.removeprefix(asked)
+    return whole, _after_opening(special_tokens(tokenizer), asked, whole)
+
+
+def _last_marks(tokenizer: PreTrainedTokenizerBase, said: str) -> list[re.Match[str]]:
+    """The special tokens behind an answer's words, one of which ends the turn."""
+    marks = list(special_tokens(tokenizer).finditer(said))
+    first, words = len(marks), len(said)
+    while first and not said[marks[first - 1].end() : words].strip():
+        first -= 1
+        words = marks[first].start()
+    return marks[first:]
 
 
 def _after_opening(special: re.Pattern[str], asked: str, whole: str) -> str | None:
@@ -168,13 +187,23 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int
     """Tokens of a text; those that lie inside a span of characters are marked, one across its edge is not."""
     if not tokenizer.is_fast:
         return _tokens_by_length(tokenizer, text, spans)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = _untrimmed(tokenizer)(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     firsts, ends = zip(*encoded["offset_mapping"], strict=True)
     mask = [0] * len(firsts)
     for start, stop in spans:
         for place in range(bisect_left(firsts, start), bisect_left(firsts, stop)):
             mask[place] = int(firsts[place] < ends[place] <= stop)
     return list(encoded["input_ids"]), mask
+
+
+@lru_cache(maxsize=2)
+def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy whose offsets count spaces: GPT-NeoX's and Cohere's leave them out, so indentation has no characters."""
+    if not tokenizer.is_fast:
+        return tokenizer
+    exact: Any = deepcopy(tokenizer)
+    exact.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    return exact
 
 
 def _tokens_by_length(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:

@@ -152,6 +152,9 @@ class ChatClient:
             message, cut = choice["message"], choice.get("finish_reason") not in ENDED
             text, ids, prompt_ids = message.get("content") or "", choice.get("token_ids"), body.get("prompt_token_ids")
             reasoning = message.get("reasoning") or message.get("reasoning_content")
+            tokens = (ids or []) + (prompt_ids or [])
+            if not isinstance(text, str) or not all(isinstance(token, int) for token in tokens):
+                raise TypeError("text or token ids of another type")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise EndpointError(
                 f"{self._name} sent no chat completion ({_excerpt(response.text)}); give the address up to /v1"

@@ -102,7 +102,7 @@ def _parquet(file: Path) -> Iterator[Placed]:
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8-sig"))  # a file from Windows may begin with a mark
     except UnicodeDecodeError as error:
         raise ValueError(
             f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data import resolve_base_name
+from data import load_tokenizer
 from data.chat import special_tokens
 from data.sources import Sample, Source, samples
 
@@ -74,12 +74,10 @@ def inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
     Raises:
         ValueError, OSError: the source or the base's tokenizer cannot be read, or the sample does not exist.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve_base_name(options.base))
+    tokenizer = load_tokenizer(options.base)
     source = Source(options.source, options.split, options.subset, options.streaming, options.limit)
     figures, shown = collect(samples(source, tokenizer), options.row_tokens, options.index, options.count)
-    if not shown:
+    if options.count and not shown:
         raise ValueError(f"sample (--index {options.index}) does not exist; the {figures.samples} begin at 0")
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and not options.json
     texts = [
@@ -94,8 +92,9 @@ def inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
         for number, (sample, text) in enumerate(zip(shown, texts, strict=True), start=options.index):
             trained = int(sample.loss_mask.sum())
             sys.stdout.write(f"--- sample {number}: {len(sample.input_ids)} tokens, {trained} trained\n{text}\n")
+    read = f"at most {options.limit} records" if options.limit else "all records"
     logger.info(
-        "%d samples of the first %s records: %d tokens, %d trained (%.1f %%), longest %d, %d cut at %d tokens",
-        figures.samples, options.limit or "(all)", figures.tokens, figures.trained_tokens,
+        "%d samples of %s: %d tokens, %d trained (%.1f %%), longest %d, %d cut at %d tokens",
+        figures.samples, read, figures.tokens, figures.trained_tokens,
         100 * figures.trained_tokens / figures.tokens, figures.longest, figures.cut, options.row_tokens,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
     """Token ids of the conversations of a sample file, up to their first answers.
 
     Raises:
-        ValueError: A record without a prompt.
+        ValueError: A record that is no conversation, or no question in any.
     """
     return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(Source(str(path)))]
 
@@ -56,18 +56,29 @@ def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
 def conversations(source: Source) -> Iterator[Prompt]:
     """The conversations of a source without their answers (a record needs none); no token ids yet.
 
+    Conversations in which nobody asks are passed over and counted in one warning.
+
     Raises:
-        ValueError: A record without a prompt; names its place.
+        ValueError: A record that is no conversation (names its place), or no question in any.
     """
+    total, skipped, reason = 0, 0, ""
     for place, record in source.records():
+        total += 1
         try:
             # A pair's question is a prompt without the answer, too.
             turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-        if not (asked := _questions(turns or ())):
+        if turns is None:
             raise ValueError(f"{place}: no prompt; give messages that begin with a user turn, or prompt")
-        yield Prompt(asked)
+        if asked := _questions(turns):
+            yield Prompt(asked)
+        else:
+            skipped, reason = skipped + 1, reason or f"{place}: nobody asks in it"
+    if skipped == total:
+        raise ValueError(f"prompts ({source.path}): none of {total} records has a question to answer ({reason})")
+    if skipped:
+        logger.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
 
 
 def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:

@@ -3,6 +3,7 @@
 Labels that the base itself wrote are on-policy: at serving time the heads predict exactly such text.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -84,13 +85,21 @@ class Part:
         lines: Where the line of each finished prompt begins, in bytes.
 
     Raises:
-        ValueError: It is damaged, or was begun with other prompts or settings.
+        ValueError: It is damaged, in use, or was begun with other prompts or settings.
     """
 
     def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
         header = json.dumps(made_by).encode() + b"\n"
-        self.lines, self._end = _finished_lines(path, header)
         self._path, self._file = path, path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lines, self._end = _finished_lines(path, header)
+        except BlockingIOError:
+            self._file.close()
+            raise ValueError(f"unfinished file ({path}) is written by another process; wait for it") from None
+        except ValueError:
+            self._file.close()
+            raise
         self._file.truncate(self._end)
         if not self._end:
             self._append(header)

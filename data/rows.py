@@ -28,13 +28,15 @@ from data.sources import Sample, Source, samples
 
 LOGGER = logging.getLogger("data")
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files and of all that decides what is in them: shapes, masks, packing."""
 WINDOW = 8192
 """Samples that are in memory at a time; each window is packed by itself."""
 TENSORS = {"input_ids": np.int32, "position_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64}
 """Fields of `PackedRows` and what their files hold."""
 MANIFEST = "manifest.json"
+PASSING = ("is_local", "local_files_only", "name_or_path", "truncation", "padding")
+"""Keys in a tokenizer's files that say where it comes from or how it was used last: no sample depends on them."""
 
 
 def open_rows(
@@ -77,9 +79,17 @@ def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, wi
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
-        words = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+        words = [hashlib.sha256(_lasting(path)).hexdigest() for path in files]
     words += [source.fingerprint(), f"{FORMAT}/{row_tokens}/{window}"]
     return hashlib.sha256("/".join(words).encode()).hexdigest()[:16]
+
+
+def _lasting(path: Path) -> bytes:
+    """A file of a tokenizer without what differs from process to process."""
+    content = path.read_bytes()
+    if path.suffix != ".json" or not isinstance(found := json.loads(content), dict):
+        return content
+    return json.dumps({key: value for key, value in found.items() if key not in PASSING}, sort_keys=True).encode()
 
 
 @contextmanager

@@ -7,6 +7,7 @@
 Tables give every record the keys of all; a key whose value is None counts as missing.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def conversation(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         raise ValueError(f"conversation ({turns!r:.60}) is no list; write one {{role, content}} per turn")
     found = [_turn(turn) for turn in turns]
     if record.get("system") and not any(turn["role"] == "system" for turn in found):
-        found.insert(0, {"role": "system", "content": _text(record["system"])})
+        found.insert(0, {"role": "system", "content": plain_text(record["system"])})
     return found
 
 
@@ -70,12 +71,21 @@ def _turn(turn: Any) -> dict[str, Any]:
         raise ValueError(f"turn ({turn!r:.60}) names no role; write {{role, content}} or {{from, value}}")
     content = rest.pop("content", None)
     content = rest.pop("value", "" if "tool_calls" in rest else None) if content is None else content
-    return {"role": ROLES.get(role, role), "content": _text(content)} | rest
+    return {"role": ROLES.get(role, role), "content": plain_text(content)} | rest
 
 
-def _text(content: Any) -> str:
+def plain_text(content: Any) -> str:
+    """The text of a content, of which there may be several parts.
+
+    Raises:
+        ValueError: no text, or one that no tokenizer reads.
+    """
     if isinstance(content, str):
+        if not content.isascii() and re.search("[\ud800-\udfff]", content):
+            raise ValueError(
+                f"content ({content!r:.60}) holds half a character (\\ud800 to \\udfff); write both halves"
+            )
         return content
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return "".join(_text(part.get("text")) for part in content)
+        return "".join(plain_text(part.get("text")) for part in content)
     raise ValueError(f"content ({content!r:.60}) is no text; give text, or a list of {{type: text, text}} parts")

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat import NoAnswerError, Tokens, documents
 from data.files import SUFFIXES, Placed, file_records, sample_files
 from data.hub import HubData, is_saved
-from data.shapes import KNOWN, conversation, present
+from data.shapes import KNOWN, conversation, plain_text, present
 
 LOGGER = logging.getLogger("data")
 
@@ -151,7 +151,7 @@ def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:
         raise ValueError(f"input_ids ({len(ids)}) and loss_mask ({len(mask)}) differ in length; write one mark per id")
     if not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
         raise ValueError(f"input_ids hold a value outside 0..{vocabulary - 1}; tokenize with the base's own tokenizer")
-    if not set(mask) <= {0, 1}:
+    if any(mark not in (0, 1) for mark in mask):
         raise ValueError("loss_mask holds a value other than 0 and 1; write 1 for each token to be predicted, else 0")
     if not any(mask):
         raise NoAnswerError(f"loss_mask marks none of its {len(mask)} tokens")
@@ -160,12 +160,15 @@ def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:
 
 def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     if "input_ids" in record and "loss_mask" in record:
-        return [(list(record["input_ids"]), list(record["loss_mask"]))]
+        given, marks = record["input_ids"], record["loss_mask"]
+        if not isinstance(given, list) or not isinstance(marks, list):
+            raise ValueError("input_ids and loss_mask must be lists; write one mark per id")
+        return [(given, marks)]
     turns = conversation(record)
     if turns is not None:
         return documents(tokenizer, turns)
     if "text" in record:
-        ids: list[int] = list(tokenizer(record["text"], verbose=False)["input_ids"])
+        ids: list[int] = list(tokenizer(plain_text(record["text"]), verbose=False)["input_ids"])
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
         return [(ids, [1] * len(ids))]

@@ -63,6 +63,16 @@ def accuracy_figures(counts: Tensor) -> dict[str, list[float]]:
     }
 
 
+def held_out_rows(rows: int, count: int) -> Tensor:
+    """Indices of `count` rows (0 = all) spread over all of them: packing puts the longest samples first.
+
+    Returns:
+        int64 [count], or fewer where there are fewer rows.
+    """
+    chosen = min(count or rows, rows)
+    return torch.arange(chosen) * rows // max(1, chosen)
+
+
 def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> list[list[int]]:
     """Prompts of `count` samples spread over all of them, at most `longest` tokens each.
 

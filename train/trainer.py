@@ -25,7 +25,7 @@ from medusa.model import MedusaModel
 from medusa.self_test import choose_decoding
 from train.config import BaseRecipe, Recipe
 from train.engine import Engine
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, served_tokens
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows, served_tokens
 from train.jobs import build_job
 from train.progress import Progress
 from train.provenance import provenance
@@ -158,7 +158,7 @@ class Trainer:
         self.base.model.eval()  # joint training leaves dropout on
         heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
         together = self.recipe.base.shard  # all processes read the same rows, since they share each pass
-        rows = torch.arange(len(self.heldout_packed))[: options.rows or None]
+        rows = held_out_rows(len(self.heldout_packed), options.rows)
         mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout_packed, mine, self.recipe.optim.micro_rows)
         counts = workers.total(counts).long() // (workers.world_size if together else 1)

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from data.chat import NoAnswerError, documents, render
@@ -12,6 +12,12 @@ ASKED, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 CHATML = (
     "{% for m in messages %}{{ '<start>' + m.role + '\n' + m.content + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+)
+
+MARKED = CHATML.replace(
+    "{{ '<start>' + m.role + '\n' + m.content + '<end>\n' }}",
+    "{{ '<start>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<end>' }}"
+    "{% endgeneration %}{% else %}{{ m.content + '<end>' }}{% endif %}{{ '\n' }}",
 )
 
 
@@ -29,14 +35,9 @@ def said(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) ->
 
 
 def test_marks_in_the_template_and_comparison_agree() -> None:
-    marked = CHATML.replace(
-        "{{ '<start>' + m.role + '\n' + m.content + '<end>\n' }}",
-        "{{ '<start>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<end>' }}"
-        "{% endgeneration %}{% else %}{{ m.content + '<end>' }}{% endif %}{{ '\n' }}",
-    )
     turns = [ASKED, SAID, {"role": "tool", "content": "é ∑ 漢"}, {"role": "assistant", "content": "ünï 漢字 \n"}]
     ids, mask = render(byte_tokenizer(CHATML), turns)
-    with_marks = render(byte_tokenizer(marked), turns)
+    with_marks = render(byte_tokenizer(MARKED), turns)
     assert with_marks == ([*ids, *byte_tokenizer(None)("\n").input_ids], [*mask, 0]), (
         "only the last line end is left out"
     )
@@ -56,6 +57,16 @@ def test_an_answer_without_words_ends_its_turn() -> None:
     assert said(tokenizer, *render(tokenizer, [ASKED, {"role": "assistant", "content": ""}])) == "<end>"
 
 
+def test_an_answer_that_ends_in_another_special_token_ends_its_turn_too() -> None:
+    template = CHATML.replace("m.content + '<end>", "m.content + ('<start>' if m.tool_calls else '') + '<end>\n<start>")
+    tokenizer = byte_tokenizer(template)
+    called = {**SAID, "tool_calls": [{"name": "f"}]}
+    assert said(tokenizer, *render(tokenizer, [ASKED, called])) == "there<start><end>"
+    assert said(tokenizer, *render(tokenizer, [ASKED, SAID])) == "there<end>"
+    twice = {**SAID, "content": "there<end>"}
+    assert said(tokenizer, *render(tokenizer, [ASKED, twice])) == "there<end>", "it has ended already"
+
+
 def test_a_template_without_special_tokens() -> None:
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
@@ -69,6 +80,17 @@ def test_a_template_without_special_tokens() -> None:
 def test_a_token_across_the_edge_of_an_answer_is_not_trained_on() -> None:
     tokenizer = byte_tokenizer(CHATML, merges=(("Ċ", "t"),))  # the line end of the prompt and the answer's first letter
     assert said(tokenizer, *render(tokenizer, [ASKED, SAID])) == "here<end>"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_offsets_without_spaces_leave_no_space_out(marked: bool) -> None:
+    """GPT-NeoX's and Cohere's tokenizers cut spaces off the offsets of their tokens."""
+    template = MARKED if marked else CHATML
+    turns = [ASKED, {"role": "assistant", "content": " def f():\n    return 1 \n  "}, ASKED, SAID]
+    exact, trimmed = byte_tokenizer(template), byte_tokenizer(template)
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert said(trimmed, *render(trimmed, turns)) == " def f():\n    return 1 \n  <end>there<end>"
+    assert render(trimmed, turns) == render(exact, turns)
 
 
 def test_a_slow_tokenizer_is_exact_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

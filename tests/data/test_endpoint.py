@@ -257,7 +257,11 @@ def test_what_is_no_address_is_said(answerer, url):
         list(answerer(url=url).answer(numbered(conversation("a"))))
 
 
-@pytest.mark.parametrize("body", ["<html>hello</html>", {"choices": []}, {"choices": None}, []])
+PARTS = {"choices": [{"message": {"content": [{"type": "text", "text": "hi"}]}}]}
+WORDS = {"choices": [{"message": {"content": "hi"}, "token_ids": ["hi"]}], "prompt_token_ids": [1]}
+
+
+@pytest.mark.parametrize("body", ["<html>hello</html>", {"choices": []}, {"choices": None}, [], PARTS, WORDS])
 def test_a_page_that_is_no_completion_is_said(server, answerer, body):
     server.reply = lambda request: (200, {}, body)
     with pytest.raises(EndpointError, match=r"sent no chat completion .*; give the address up to /v1"):

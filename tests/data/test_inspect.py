@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,13 @@ def test_figures_go_to_a_file(words: list[str], tmp_path: Path, capsys: pytest.C
     assert not capsys.readouterr().out
 
 
-def test_failures_are_one_message(words: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_one_message(words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert main([*words, "--count", "0"]) == 0
+    assert caplog.messages[-1].startswith("4 samples of at most 1000 records: 74 tokens")
+    assert main([*words, "--base", str(tmp_path)]) == 1
+    assert caplog.messages[-1].startswith(f"tokenizer of the base ({tmp_path}) cannot be loaded: ")
+    assert "\n" not in caplog.messages[-1]
     assert main([*words, "--index", "9"]) == 1
     assert caplog.messages[-1] == "sample (--index 9) does not exist; the 4 begin at 0"
     assert main([*words[:-1], "none.jsonl"]) == 1
@@ -54,3 +61,5 @@ def test_failures_are_one_message(words: list[str], caplog: pytest.LogCaptureFix
     with pytest.raises(SystemExit) as wrong:
         main([*words, "--count", "-1"])
     assert wrong.value.code == 2
+    assert main([*words, "--streaming", "--limit", "0"]) == 2
+    assert caplog.messages[-1] == "--streaming needs --limit, the number of records to read; give it"

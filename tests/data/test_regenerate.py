@@ -160,16 +160,25 @@ def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path
     ("record", "message"),
     [
         ({"text": "a document"}, "no prompt; give messages that begin with a user turn, or prompt"),
-        ({"messages": []}, "no prompt"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "no prompt"),
         ({"messages": [{"role": "user"}]}, r"content \(None\) is no text"),
     ],
 )
-def test_lines_without_a_prompt_are_named(model, tmp_path, record, message):
+def test_lines_that_are_no_conversation_are_named(model, tmp_path, record, message):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"prompt": "fine"}\n' + json.dumps(record) + "\n")
     with pytest.raises(ValueError, match=f"chats.jsonl, line 2: {message}"):
         file_prompts(model, path)
+
+
+def test_conversations_without_a_question_are_passed_over_and_counted(tmp_path, caplog):
+    path, asked = tmp_path / "chats.jsonl", {"prompt": "fine"}
+    nobody = [{"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*nobody, asked]))
+    assert len(list(conversations(Source(str(path))))) == 1
+    assert caplog.messages == [f"2 of 3 records are passed over; the first: {path}, line 1: nobody asks in it"]
+    path.write_text(json.dumps(nobody[0]) + "\n")
+    with pytest.raises(ValueError, match=r"none of 1 records has a question to answer .*line 1: nobody asks"):
+        list(conversations(Source(str(path))))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +198,18 @@ def test_questions_are_what_stands_between_answers(tmp_path, turns, asked):
     assert [" ".join(message["role"][0] for message in group) for group in prompt.asked] == asked
 
 
+def test_two_processes_do_not_write_one_file(tmp_path):
+    path = tmp_path / "a.jsonl.part"
+    part = Part(path, {"base": "a"})
+    part.add(3, [{"loss_mask": [1]}])
+    with pytest.raises(ValueError, match=r"part\) is written by another process; wait for it"):
+        Part(path, {"base": "a"})
+    part.close()
+    again = Part(path, {"base": "a"})
+    assert list(again.lines) == [3]
+    again.close()
+
+
 def test_the_command_line_writes_a_file_once(base_directory, tmp_path, monkeypatch):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"prompt": "hi", "response": "there"}) + "\n")
@@ -205,6 +226,10 @@ def test_wrong_use_and_failures_have_their_exit_status(tmp_path, capsys):
         main(["regenerate", "--out", "x", "--count", "0"])
     assert wrong.value.code == 2
     assert "at least 1" in capsys.readouterr().err
+    for temperature in ("-1", "nan"):
+        with pytest.raises(SystemExit) as wrong:
+            main(["regenerate", "--out", "x", "--temperature", temperature])
+        assert wrong.value.code == 2
     assert main(["regenerate", "--base", str(tmp_path / "no" / "base"), "--out", str(tmp_path / "x")]) == 1
 
 

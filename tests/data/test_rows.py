@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.packing import PackedRows, pack
 from data.rows import open_rows
@@ -57,6 +57,21 @@ def test_windows_are_packed_one_by_one(source: Source, tokenizer: PreTrainedToke
     parts = [pack(found[start : start + 20], 32) for start in (0, 20, 40)]
     assert torch.equal(rows.input_ids, torch.cat([part.input_ids for part in parts]))
     assert torch.equal(rows.position_ids, torch.cat([part.position_ids for part in parts]))
+
+
+def test_where_a_tokenizer_was_read_and_how_it_was_used_makes_no_other_entry(
+    source: Source, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for offline, directory in (("0", "tokenizer"), ("1", "tokenizer"), ("0", "moved")):
+        if directory == "moved":
+            (tmp_path / "tokenizer").rename(tmp_path / "moved")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline == "1")
+        loaded = AutoTokenizer.from_pretrained(tmp_path / directory)
+        open_rows(source, loaded, 32, tmp_path / "cache")
+        loaded("too long a text", truncation=True, max_length=1)
+        open_rows(source, loaded, 32, tmp_path / "cache")
+    assert len(_entries(tmp_path / "cache")) == 1
 
 
 def test_another_source_tokenizer_or_row_is_another_entry(

@@ -52,6 +52,7 @@ def test_every_shape_becomes_turns(record: dict[str, Any], turns: list[dict[str,
         ({"messages": [{"role": "user"}]}, r"content \(None\) is no text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"content .*image.* is no text"),
         ({"prompt": 3, "response": "x"}, r"content \(3\) is no text"),
+        ({"prompt": "a\ud800", "response": "x"}, r"content \('a\\ud800'\) holds half a character"),
     ],
 )
 def test_broken_turns_are_shown(record: dict[str, Any], message: str) -> None:

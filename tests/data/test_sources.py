@@ -64,6 +64,10 @@ def test_the_four_shapes(tmp_path: Path, record: dict[str, Any], ids: list[int],
         ({"input_ids": [1, 2], "loss_mask": [1]}, r"line 2: input_ids \(2\) and loss_mask \(1\) differ"),
         ({"input_ids": [1, 99], "loss_mask": [1, 1]}, r"line 2: input_ids hold a value outside 0\.\.5"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, r"line 2: loss_mask holds a value other than"),
+        ({"input_ids": [1, 2], "loss_mask": [1, [1]]}, r"line 2: loss_mask holds a value other than"),
+        ({"input_ids": 1, "loss_mask": 1}, r"line 2: input_ids and loss_mask must be lists"),
+        ({"text": ["hi", "there"]}, r"line 2: content \(\['hi', 'there'\]\) is no text"),
+        (b'{"text": "a\\ud800"}', r"line 2: content \('a\\ud800'\) holds half a character"),
         (
             {"messages": [{"role": "robot", "content": "hi"}, CHAT[1]]},
             r"line 2: conversation .* refused .* no such role",
@@ -123,6 +127,12 @@ def test_a_directory_is_its_files_by_name(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(FileNotFoundError, match=r"directory \(.*none\) holds no sample file; put"):
         _ids(tmp_path / "none")
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "hi"}\n{"text": "there"}\n')
+        assert len(_ids(tmp_path / name)) == 2
 
 
 @pytest.mark.parametrize(

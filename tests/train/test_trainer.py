@@ -17,7 +17,7 @@ from medusa.base_model import BaseModel
 from medusa.formats.native import load_heads
 from train import trainer
 from train.__main__ import main
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts
+from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows
 from train.features import BasePass, Positions
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
@@ -297,3 +297,23 @@ def test_held_out_prompts_end_before_the_answer(base: Path, samples: Path) -> No
     prompts = held_out_prompts(documents, count=3, longest=100)
     assert [tokenizer.decode(prompt) for prompt in prompts] == [f"say {n}<end>" for n in (0, 21, 42)]
     assert held_out_prompts(documents, count=1, longest=4) == [prompts[0][:4]]
+
+
+def test_held_out_rows_are_spread_over_all_of_them() -> None:
+    assert held_out_rows(10, 4).tolist() == [0, 2, 5, 7]
+    assert held_out_rows(3, 64).tolist() == held_out_rows(3, 0).tolist() == [0, 1, 2]
+
+
+def test_machines_with_other_rows_are_told_so(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_first = Workers.from_first
+
+    def of_another(workers: Workers, make: Callable[[], Any]) -> Any:
+        made = from_first(workers, make)
+        return made | {"data.train": "fingerprint 0"} if isinstance(made, dict) else made
+
+    monkeypatch.setattr(Workers, "from_first", of_another)
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 2
+    assert "processes have different recipes or samples" in caplog.text
+    assert "data.train is fingerprint" in caplog.text
