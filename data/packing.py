@@ -63,10 +63,6 @@ class PackedRows:
             targets[:, :-ahead, column] = torch.where(valid, ids_BT[:, ahead:], IGNORE)
         return targets
 
-    def labels(self, rows: Tensor, num_heads: int) -> Tensor:
-        """The heads' part of `targets`, int64 [B, T, K]."""
-        return self.targets(rows, num_heads)[..., 1:]
-
     def kept(self, rows: Tensor, num_heads: int) -> Tensor:
         """Positions from which the base or a head predicts a token of the loss mask, bool [B, T].
 

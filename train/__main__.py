@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         logger.error("%s", stopped)
         return 128 + stopped.number
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         _report(error, stop)
         return 2 if isinstance(error, RecipeError) else 1
     return 0

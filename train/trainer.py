@@ -36,7 +36,7 @@ from train.run_directory import Position, RunDirectory
 from train.schedule import mixed_seed, total_steps
 from train.stop import StopRequest
 from train.trackers import Trackers
-from train.workers import Workers, lost_processes_named
+from train.workers import Workers, failures_named
 
 LOGGER = logging.getLogger("train")
 PLACES = {"run", "base.name", "data.train", "data.heldout", "data.cache", "cache.directory"}
@@ -55,11 +55,12 @@ def train(recipe: Recipe, stop: StopRequest) -> None:
         ValueError, OSError: samples or base cannot be read, or the run directory cannot be written.
         Stopped: a signal asked for it; the run directory holds a checkpoint of the last step.
         LostProcessError: another process is gone.
+        MemoryError: a device has no memory left.
     """
     directory = RunDirectory(recipe.run)
     workers = Workers.start(recipe.engine.device, stop)
     disable_progress_bar()
-    with lost_processes_named():
+    with failures_named():
         if workers.from_first(lambda: directory.finished(recipe)):
             LOGGER.info("run is finished; its heads are in %s", directory.heads)
             return

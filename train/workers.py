@@ -85,15 +85,21 @@ class Workers:
 
 
 @contextmanager
-def lost_processes_named() -> Iterator[None]:
-    """Give the many errors of a broken connection one name.
+def failures_named() -> Iterator[None]:
+    """Give the many errors of a broken connection one name, and those of a full memory another.
 
     Raises:
         LostProcessError: another process ended while this one waited for it.
+        MemoryError: this process's device has no memory left.
     """
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(
+                "memory ran out; lower optim.micro_rows (the base's pass) or engine.loss_rows (the loss): the same "
+                "command then goes on from the last checkpoint"
+            ) from error
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo's errors have no class
             raise
         raise LostProcessError(

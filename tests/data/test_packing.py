@@ -40,7 +40,7 @@ def test_best_fit_fills_the_gaps_and_is_deterministic() -> None:
 def test_labels_stay_inside_their_document_and_the_mask() -> None:
     first = _sample([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
     second = _sample([7, 8, 9], [0, 1, 1])
-    labels = pack([first, second], row_tokens=12).labels(torch.tensor([0]), num_heads=2)[0]
+    labels = pack([first, second], row_tokens=12).targets(torch.tensor([0]), num_heads=2)[0, :, 1:]
     no = IGNORE
     assert labels[:, 0].tolist() == [3, 4, no, 6, no, no, 9, no, no, no, no, no]
     assert labels[:, 1].tolist() == [4, no, 6, no, no, no, no, no, no, no, no, no]
@@ -61,7 +61,7 @@ def test_long_samples_are_cut_and_pieces_without_labels_dropped() -> None:
 
 def test_more_heads_than_tokens_in_a_row() -> None:
     packed = pack([_sample([1, 2, 3], [1, 1, 1])], row_tokens=3)
-    assert packed.labels(torch.tensor([0]), num_heads=5)[0, 0].tolist() == [3, IGNORE, IGNORE, IGNORE, IGNORE]
+    assert packed.targets(torch.tensor([0]), num_heads=5)[0, 0].tolist() == [2, 3, IGNORE, IGNORE, IGNORE, IGNORE]
 
 
 def test_nothing_to_train_on_is_an_error() -> None:

@@ -317,3 +317,15 @@ def test_machines_with_other_rows_are_told_so(
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 2
     assert "processes have different recipes or samples" in caplog.text
     assert "data.train is fingerprint" in caplog.text
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_a_full_memory_is_one_sentence(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    def fails(_: Trainer) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(Trainer, "train_step", fails)
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 1
+    assert "memory ran out; lower optim.micro_rows" in caplog.text
