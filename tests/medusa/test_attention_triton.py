@@ -104,7 +104,13 @@ def check_split(dtype: str, dim: int, rows: int, everything: bool = False) -> No
         assert "cp.async" in compiled.asm["ptx"], "keys and values arrive while others are computed"
 
 
-@pytest.mark.parametrize("variant", [("fp16", 64, False), ("bf16", 128, False), ("bf16", 256, True)])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ("bf16", 128, False),
+        *(pytest.param(v, marks=pytest.mark.slow) for v in (("fp16", 64, False), ("bf16", 256, True))),
+    ],
+)
 def test_the_kernel_compiles_for_hopper(variant):
     dtype, dim, everything = variant
     check_split(dtype, dim, rows=256, everything=everything)

@@ -176,6 +176,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) 
     return path
 
 
+@pytest.mark.slow
 def test_speed_command(recipe: Path, tmp_path: Path) -> None:
     json_file = tmp_path / "speed.json"
     assert main(["speed", "--recipe", str(recipe), "--rounds", "1", "--json", str(json_file)]) == 0

@@ -42,7 +42,7 @@ def _distances(kind: str, base: Path, samples: Path) -> list[float]:
     return [float(torch.stack(values).mean()) for values in found]
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("kind", ["kl", pytest.param("tv", marks=pytest.mark.slow)])
 def test_fresh_heads_are_as_far_from_the_base_as_it_is_from_itself(
     kind: str, tmp_path: Path, base: Path, samples: Path
 ) -> None:

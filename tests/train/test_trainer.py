@@ -119,7 +119,7 @@ def test_an_interrupted_run_resumes_exactly(
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["offline", "hybrid"])
+@pytest.mark.parametrize("mode", ["hybrid", pytest.param("offline", marks=pytest.mark.slow)])
 def test_cached_hidden_states_give_the_same_losses(finished: Path, recipe: Path, tmp_path: Path, mode: str) -> None:
     arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.cache.mode", mode]
     assert main(arguments) == 0
