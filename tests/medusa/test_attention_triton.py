@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from medusa.attention import BackendUnavailableError, choose  # noqa: E402
 from medusa.attention.kernels import merge_kernel, split_kernel  # noqa: E402
 from medusa.attention.triton import MAX_SPLITS, choose_splits, choose_tile  # noqa: E402
+from tests.medusa.test_conformance import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -44,13 +46,13 @@ def test_the_kernels_compute_attention():
 
 
 @pytest.mark.slow
-def test_the_kernels_compute_attention_over_the_grid():
-    run_interpreted("not gpu")
-
-
-@pytest.mark.slow
-def test_the_kernels_verify_trees_of_every_family():
-    run_interpreted("not gpu", "test_conformance.py")
+def test_the_kernels_compute_attention_over_the_grid_and_verify_trees_of_every_family():
+    """In processes of one thread, two at a time: interpreting takes minutes."""
+    families = sorted(FAMILIES)
+    halves = [f"triton and ({' or '.join(families[part::2])})" for part in range(2)]
+    jobs = [("test_conformance.py", names) for names in halves] + [("test_attention.py", "triton")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda job: run_interpreted("not gpu", *job), jobs))
 
 
 def cross_compile(kernel, types: dict[str, str], constants: dict[str, object], **options: int):
