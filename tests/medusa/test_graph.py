@@ -149,7 +149,7 @@ def test_what_is_recorded_serves_later_calls(eager, fresh):
     assert fresh.recorder.recorded == 4, "all of them are kept"
 
 
-@pytest.mark.parametrize("limit", [1, 4, 7])
+@pytest.mark.parametrize("limit", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
 def test_answers_that_end_before_others_end_where_eager_ones_do(eager, fresh, monkeypatch, limit):
     """By a token, a string or a limit, in the middle of what a step accepts; the next step is under way already."""
     drafter = HybridDrafter(heads_drafter(eager.heads, eager.base, 12), lookup(4))

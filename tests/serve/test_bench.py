@@ -339,6 +339,7 @@ def growing_decode(base, leak=None):
     return step
 
 
+@pytest.mark.slow
 def test_live_tensors_do_not_grow_with_steps_and_a_leak_is_seen(tiny):
     flat, leaking = (inside.watch_memory(growing_decode(tiny, leak), 30, CPU) for leak in (None, []))
     assert abs(flat[-1]["tensor_bytes"] - flat[0]["tensor_bytes"]) < 4000

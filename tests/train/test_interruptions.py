@@ -121,6 +121,7 @@ def test_a_signal_while_the_base_is_loaded_ends_at_once(
     assert signal.getsignal(number) is handler
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_one_sentence(
     finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
