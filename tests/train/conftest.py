@@ -1,9 +1,19 @@
-"""The tiny base as a directory, and samples for it."""
+"""The tiny base as a directory, samples for it, and an environment that no run changes for the next test."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ from train.schedule import head_weights
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 KIB = 1024
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_peak_counts_what_is_alive_together_and_new() -> None:

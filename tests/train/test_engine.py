@@ -1,8 +1,5 @@
 """The engine under every ZeRO stage, with and without offload, on one process and on three."""
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -10,14 +7,6 @@ from tests.train import engine_agreement
 from tests.train.jobs import finish, launch
 from train.stop import StopRequest
 from train.workers import Workers
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_every_stage_goes_on_from_another_like_plain_torch() -> None:

@@ -5,7 +5,7 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,6 @@ from train import trainer as trainer_module
 from train.__main__ import main
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from train.workers import Workers
 
 ROOT = Path(__file__).parents[2]
 STEPS, RESTING = 12, 4
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """A base in shares: what it says, what it holds, and that processes do equally many passes of it."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,6 @@ from train.features import EvenPasses
 from train.sharded_base import load_sharded
 from train.stop import StopRequest
 from train.workers import Workers
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

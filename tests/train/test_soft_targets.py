@@ -1,8 +1,6 @@
 """Soft targets through the trainer: each head learns what the base says at its own place."""
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +14,6 @@ from train.__main__ import main
 from train.schedule import rows_of_step
 
 HEADS = 3
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def _distances(kind: str, base: Path, samples: Path) -> list[float]:

@@ -2,8 +2,7 @@
 
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from train.features import BasePass, Positions
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
 from train.workers import Workers
-
-
-@pytest.fixture(autouse=True)
-def clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
