@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from medusa import MedusaModel
+from tests.train.jobs import metrics
 from train.__main__ import main
 from train.recipe_file import RecipeError, build_recipe, read_recipe
 from train.run_directory import RunDirectory
@@ -48,12 +49,8 @@ def _run(recipe: Path, run: Path, **overrides: Any) -> int:
     return main(["--recipe", str(recipe), "--recipe.run", str(run), *flags])
 
 
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def _assert_same_run(run: Path, reference: Path, tolerance: float) -> None:
-    for ours, theirs in zip(_metrics(run), _metrics(reference), strict=True):
+    for ours, theirs in zip(metrics(run), metrics(reference), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=tolerance)
     for name in ("heads.safetensors", "adapter/adapter_model.safetensors"):
@@ -69,7 +66,7 @@ def finished(recipe: Path) -> Path:
 
 
 def test_the_base_learns_after_its_rest_and_the_result_says_so(finished: Path) -> None:
-    *steps, last = _metrics(finished)
+    *steps, last = metrics(finished)
     assert ["base_loss" in line for line in steps] == [step >= RESTING for step in range(STEPS)]
     assert steps[-1]["base_loss"] < steps[RESTING]["base_loss"] - 0.1
     assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0] - 0.1
@@ -169,7 +166,7 @@ def test_half_precision_own_vocabularies_and_soft_targets_train(recipe: Path, tm
     options = {"base.dtype": "bfloat16", "engine.precision": "bfloat16", "heads.own_lm_heads": "true",
                "optim.loss": "kl", "lora.base_loss": "kl", "lora.heads_schedule": "sine"}  # fmt: skip
     assert _run(recipe, tmp_path, **options) == 0
-    *steps, _ = _metrics(tmp_path)
+    *steps, _ = metrics(tmp_path)
     assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0]
     assert all(0.0 <= line["base_loss"] < 0.5 for line in steps[RESTING:])
     assert load_file(tmp_path / "heads" / "adapter" / "adapter_model.safetensors")
@@ -204,7 +201,7 @@ def test_heads_learn_more_beside_a_base_that_meets_them_and_the_base_stays_close
     top1 = {}
     for rank in (0, 8):
         assert _run(recipe, tmp_path / str(rank), **options, **{"lora.rank": rank}) == 0
-        *_, step, last = _metrics(tmp_path / str(rank))
+        *_, step, last = metrics(tmp_path / str(rank))
         top1[rank] = torch.tensor(last["heldout_top1"])
         assert step.get("base_loss", 0.0) < 0.5
     assert (top1[8] > top1[0] + 0.1).all()

@@ -14,6 +14,7 @@ from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
 from medusa.base_model import BaseModel
 from medusa.formats.native import load_heads
+from tests.train.jobs import metrics
 from train import trainer
 from train.__main__ import main
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows
@@ -46,12 +47,8 @@ def finished(recipe: Path) -> Path:
     return recipe.parent / "run"
 
 
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
-    *steps, last = _metrics(finished)
+    *steps, last = metrics(finished)
     assert [line["step"] for line in steps] == list(range(1, 10))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert "heldout_top1" in steps[5]
@@ -102,7 +99,7 @@ def test_an_interrupted_run_resumes_exactly(
     # Another split into micro-batches changes nothing but rounding.
     assert main([*arguments, "--recipe.optim.micro_rows", "2"]) == 0
 
-    for ours, theirs in zip(_metrics(tmp_path), _metrics(finished), strict=True):
+    for ours, theirs in zip(metrics(tmp_path), metrics(finished), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
     expected = load_heads(finished / "heads").state_dict()
@@ -115,7 +112,7 @@ def test_cached_hidden_states_give_the_same_losses(finished: Path, recipe: Path,
     arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.cache.mode", mode]
     assert main(arguments) == 0
     assert list((tmp_path / "hidden").glob("*.safetensors"))
-    for ours, theirs in zip(_metrics(tmp_path), _metrics(finished), strict=True):
+    for ours, theirs in zip(metrics(tmp_path), metrics(finished), strict=True):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
 
 
@@ -133,7 +130,7 @@ def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, monkeyp
         patch.setattr(Trainer, "train_step", interrupted)
         assert main([*flags, "--recipe.run", str(tmp_path / "parts")]) == 130
     assert main([*flags, "--recipe.run", str(tmp_path / "parts"), "--recipe.engine.loss_rows", "90"]) == 0
-    for ours, theirs in zip(_metrics(tmp_path / "parts"), _metrics(tmp_path / "whole"), strict=True):
+    for ours, theirs in zip(metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), strict=True):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
 
 
@@ -141,9 +138,9 @@ def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, monkeyp
 def test_the_base_teaches_its_own_distribution(finished: Path, recipe: Path, tmp_path: Path, kind: str) -> None:
     flags = ["--recipe.optim.loss", kind, "--recipe.optim.mix_steps", "3", "--recipe.optim.lr", "0.003"]
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), *flags]) == 0
-    *steps, _ = _metrics(tmp_path)
+    *steps, _ = metrics(tmp_path)
     assert 0 < steps[-1]["loss"] < steps[0]["loss"] - 0.01
-    assert steps[0]["loss"] != _metrics(finished)[0]["loss"]
+    assert steps[0]["loss"] != metrics(finished)[0]["loss"]
 
 
 def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
@@ -151,7 +148,7 @@ def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
                  "base.dtype": "bfloat16", "data.heldout": "", "engine.zero_stage": "3"}  # fmt: skip
     flags = [text for key, value in overrides.items() for text in (f"--recipe.{key}", value)]
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), *flags]) == 0
-    *steps, _ = _metrics(tmp_path)
+    *steps, _ = metrics(tmp_path)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert load_heads(tmp_path / "heads").lm_heads is not None
 
@@ -226,7 +223,7 @@ def test_served_tokens_are_those_of_a_base_that_was_tested(
 
     monkeypatch.setattr(trainer, "choose_decoding", plainly)
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 0
-    assert _metrics(tmp_path)[-1]["heldout_tokens_per_step"] == 1.0
+    assert metrics(tmp_path)[-1]["heldout_tokens_per_step"] == 1.0
 
 
 def test_a_directory_in_use_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
