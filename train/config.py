@@ -44,6 +44,12 @@ class HeadsRecipe:
     """Residual blocks per head."""
     own_lm_heads: bool = False
     """Train one vocabulary matrix per head instead of sharing the base's frozen one."""
+    feature_layers: int = _limits(0, low=0, high=8)
+    """Layers of the base, spread evenly below the last, whose outputs the heads read too."""
+    rank: int = _limits(64, low=1, high=4096)
+    """Rank of the correction by the token before; architecture markov only."""
+    draft_vocab: int = _limits(0, low=0)
+    """Tokens that heads can draft: the most frequent ones of the training data; 0 = all of the vocabulary."""
 
 
 @dataclass(frozen=True)

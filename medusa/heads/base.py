@@ -38,8 +38,15 @@ class HeadsConfig:
     """A name in ``medusa.heads.ARCHITECTURES``."""
     base_adapter: str = ""
     """Directory of the adapter that the base was changed by in joint training (Medusa-2); "" = it was frozen."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state."""
+    rank: int = 64
+    """Rank of the correction by the drafted token before; architecture "markov" only."""
+    draft_vocab_size: int = 0
+    """Tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
