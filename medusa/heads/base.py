@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from medusa.packed import LinearFunction, packed_linear
+
 
 class Vocabulary(Protocol):
     """Both ends of the base, as heads use them; ``BaseModel`` is one."""
@@ -59,11 +61,16 @@ class DraftHeads(nn.Module, ABC):
     Training calls ``forward``: all heads at many positions of a text that is known. Decoding calls ``begin`` once per
     step and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.
 
-    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, V.
+    Both get the base's hidden states with the outputs of ``feature_layers`` behind them, and begin with ``fuse``.
+
+    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, V; F = D * (1 + number of
+    feature layers).
 
     Attributes:
         config: The shape.
         lm_heads: Own vocabulary matrices [K, V, D], or None where the base's frozen output layer is shared.
+        fusion: What is added to the last hidden state [D] for the feature layers' outputs [F - D], or None without
+            such layers.
     """
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -71,19 +78,36 @@ class DraftHeads(nn.Module, ABC):
         self.config = config
         shape = (config.num_heads, config.vocab_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
+        self.fusion: nn.Linear | None = None
+        self._frozen_fusion: LinearFunction | None = None
+        if config.feature_layers:
+            self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
+            nn.init.zeros_(self.fusion.weight)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The hidden state [..., D] that heads start from, out of the base's [..., F]; fresh heads take its first D.
+
+        Every layer's output is normed by itself: the numbers of a residual stream grow from layer to layer.
+        """
+        if self.fusion is None:
+            return hidden
+        last, layers = hidden.tensor_split([self.config.hidden_size], dim=-1)
+        layers = nn.functional.rms_norm(layers.unflatten(-1, (-1, last.shape[-1])), last.shape[-1:]).flatten(-2)
+        fused: Tensor = last + (self._frozen_fusion or self.fusion)(layers)
+        return fused
 
     @abstractmethod
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] that a vocabulary matrix reads.
 
         Args:
-            hidden_MD: Hidden states of the base at M positions t, after its last norm.
+            hidden_MF: Hidden states of the base at M positions t, see ``BaseModel.hidden_states``.
             path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
             vocabulary: Embeds tokens.
         """
 
     @abstractmethod
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The state that the first level starts from, for the hidden states that predicted the roots."""
 
     @abstractmethod
@@ -105,6 +129,8 @@ class DraftHeads(nn.Module, ABC):
 
     def freeze(self) -> None:
         """Prepare for decoding; the weights do not change any more. Training never calls it."""
+        if self.fusion is not None:
+            self._frozen_fusion = packed_linear(self.fusion.weight)
 
     def init_from_base(self, lm_head_weight_VD: Tensor) -> None:
         """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""
