@@ -195,6 +195,11 @@ class BaseModel:
         return int(self.config.hidden_size)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return int(self.config.num_hidden_layers)
+
+    @property
     def feature_size(self) -> int:
         """F = D * (1 + number of feature layers), the width of hidden states."""
         return self.hidden_size * (1 + len(self.feature_layers))
@@ -251,14 +256,14 @@ class BaseModel:
         if tuple(layers) == self.feature_layers:
             return self
         tapped = copy.copy(self)
-        tapped._pass = DecoderPass(self._decoder, layers, int(self.config.num_hidden_layers))
+        tapped._pass = DecoderPass(self._decoder, layers, self.num_layers)
         tapped.feature_layers = tuple(layers)
         tapped.compile(self.compiled)
         return tapped
 
     def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
         """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
-        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device, limit)
+        return SlotCache(slots, capacity, self.num_layers, self.device, limit)
 
     def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
         """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
