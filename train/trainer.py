@@ -243,6 +243,7 @@ class Trainer:
             own_lm_heads=heads.own_lm_heads,
             base=base_name,
             architecture=heads.architecture,
+            rank=heads.rank,
         )
 
     def _trained_heads(self) -> DraftHeads:

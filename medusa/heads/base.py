@@ -47,7 +47,7 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1; correct the heads' config")
