@@ -1,7 +1,7 @@
 """The frozen base: an unmodified transformers model, run over plain rows (training) or tree rows (decoding)."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -287,7 +287,25 @@ class BaseModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] as the base itself would give for last hidden states [..., D] of any dtype."""
-        logits: Tensor = self._lm_head(hidden.to(self.lm_head_weight.dtype))
+        return self._as_given(self._lm_head(hidden.to(self.lm_head_weight.dtype)))
+
+    def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
+        """What computes columns ``tokens`` of ``logits`` alone: hidden states [..., D] -> [..., n].
+
+        It reads a copy of the output layer's rows of these tokens.
+
+        Args:
+            tokens: int64 [n] token ids.
+            pack: Reorder the copy for a CPU's matrix kernels; no gradient passes through these.
+        """
+        index = tokens.to(self.lm_head_weight.device)
+        weight, bias = self.lm_head_weight[index], getattr(self._lm_head, "bias", None)
+        bias = None if bias is None else bias[index]
+        linear = packed.packed_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
+        return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))
+
+    def _as_given(self, logits: Tensor) -> Tensor:
+        """The output layer's numbers as the family scales and bounds them."""
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._logit_cap:

@@ -98,7 +98,7 @@ class MedusaModel:
         if heads is not None:
             _check_fit(base, heads)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
-            heads.freeze()
+            heads.freeze(base)
         if graph and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads = base, heads

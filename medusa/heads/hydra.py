@@ -25,8 +25,9 @@ class HydraHeads(DraftHeads):
             nn.ModuleList(ResidualBlock(dim, (head + 1) * dim, dim) for _ in layers) for head in range(config.num_heads)
         )
 
-    def freeze(self) -> None:
+    def freeze(self, vocabulary: Vocabulary) -> None:
         """Pack the weights for the CPU's matrix kernels."""
+        super().freeze(vocabulary)
         freeze_blocks(self)
 
     def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:

@@ -27,8 +27,9 @@ class RecurrentHeads(DraftHeads):
         dim = config.hidden_size
         self.blocks = nn.ModuleList(ResidualBlock(dim, dim, EXPANSION * dim) for _ in range(config.num_layers))
 
-    def freeze(self) -> None:
+    def freeze(self, vocabulary: Vocabulary) -> None:
         """Pack the weights for the CPU's matrix kernels."""
+        super().freeze(vocabulary)
         freeze_blocks(self)
 
     def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
