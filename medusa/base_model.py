@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -323,7 +323,25 @@ class BaseModel:
         """Logits [..., V] as the base itself would give for hidden states [..., D] or [..., F] of any dtype."""
         if self.feature_layers:
             hidden = hidden[..., : self.hidden_size]
-        logits: Tensor = self._lm_head(hidden.to(self.lm_head_weight.dtype))
+        return self._as_given(self._lm_head(hidden.to(self.lm_head_weight.dtype)))
+
+    def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
+        """What computes columns ``tokens`` of ``logits`` alone: hidden states [..., D] -> [..., n].
+
+        It reads a copy of the output layer's rows of these tokens.
+
+        Args:
+            tokens: int64 [n] token ids.
+            pack: Reorder the copy for a CPU's matrix kernels; no gradient passes through these.
+        """
+        index = tokens.to(self.lm_head_weight.device)
+        weight, bias = self.lm_head_weight[index], getattr(self._lm_head, "bias", None)
+        bias = None if bias is None else bias[index]
+        linear = packed.packed_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
+        return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))
+
+    def _as_given(self, logits: Tensor) -> Tensor:
+        """The output layer's numbers as the family scales and bounds them."""
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._logit_cap:

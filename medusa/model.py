@@ -99,7 +99,7 @@ class MedusaModel:
             _check_fit(base, heads)
             base = base.tapped(heads.config.feature_layers)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
-            heads.freeze()
+            heads.freeze(base)
         if graph and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads = base, heads

@@ -47,9 +47,9 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
             features_KMD = heads(hidden_MF, path_MK, base)
             for head in range(num_heads):
                 logits_MV, labels_M = heads.head_logits(head, features_KMD[head], base), labels_MK[:, head]
-                valid_M = labels_M != IGNORE
-                better_M = (logits_MV > logits_MV.gather(1, labels_M.clamp(min=0)[:, None])).sum(1)
-                hits = [valid_M, *((better_M < rank) & valid_M for rank in RANKS)]
+                columns_M = heads.columns(labels_M)  # a token that heads cannot draft is a miss
+                better_M = (logits_MV > logits_MV.gather(1, columns_M.clamp(min=0)[:, None])).sum(1)
+                hits = [labels_M != IGNORE, *((better_M < rank) & (columns_M >= 0) for rank in RANKS)]
                 counts[:, head] += torch.stack(hits).sum(1).cpu()
     return counts
 

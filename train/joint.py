@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from medusa.base_model import BaseModel
 from medusa.heads import DraftHeads
 from train.adapters import Adapters
+from train.draft_vocabulary import drafted_labels
 from train.fused import Targets, fused_loss
 from train.losses import chunk_rows
 
@@ -40,6 +41,7 @@ class JointLoss(nn.Module):
         named = {name.replace(".", "/"): parameter for name, parameter in adapters.parameters().items()}
         self.adapters = nn.ParameterDict(named)
         self._base, self._off = base, adapters.off
+        self._output = heads.output(base)
         self._base_loss, self._heads_loss = base_loss, heads_loss
         self._rows = chunk_rows(loss_rows, base.vocab_size, base.device)
 
@@ -95,9 +97,10 @@ class JointLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         # Kept positions of one answer follow each other: what the base says at t+k stands k places on.
         teacher_MK = _places(last_MD) + torch.arange(1, path_MK.shape[1] + 1, device=last_MD.device)
+        labels_MK = drafted_labels(self.heads, labels_MK)
         targets = Targets(labels_MK, self._heads_loss, last_MD.detach(), teacher_MK)
         features_KMD = self.heads(hidden_MF, path_MK, self._base)
-        return fused_loss(features_KMD, targets, self._base.logits, self.heads.lm_heads, self._rows)
+        return fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, self._rows)
 
     def _of_base(self, last_MD: Tensor, labels_M1: Tensor, original_MD: Tensor | None) -> tuple[Tensor, Tensor]:
         targets = Targets(labels_M1, self._base_loss, original_MD, _places(last_MD))

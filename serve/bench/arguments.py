@@ -9,7 +9,7 @@ from serve.chat import ATTENTION
 from serve.conversation import GREEDY_DRAFTERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ARCHITECTURES = ("recurrent", "medusa")
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 

@@ -150,9 +150,7 @@ class Decoder(nn.Module):
 
 
 def test_a_base_whose_layers_cannot_be_told_is_one_clear_error():
-    with pytest.raises(
-        ValueError, match=r"layers of the base \(Decoder\) cannot be found: .* no list of 5 modules"
-    ):
+    with pytest.raises(ValueError, match=r"layers of the base \(Decoder\) cannot be found: .* no list of 5 modules"):
         DecoderPass(Decoder(), [1], 5)
 
 
@@ -220,7 +218,7 @@ def test_frozen_heads_compute_the_same_and_come_back(architecture, tmp_path):
         nn.init.normal_(parameter, std=0.05)
     with torch.no_grad():
         expected = heads(hidden, path, words)
-        heads.freeze()
+        heads.freeze(words)
         torch.testing.assert_close(heads(hidden, path, words), expected, atol=1e-5, rtol=1e-5)
         save_heads(heads, tmp_path)
         loaded = load_heads(tmp_path)

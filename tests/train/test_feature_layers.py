@@ -163,4 +163,7 @@ def test_joint_training_goes_through_the_layers_too(recipe: Path, tmp_path: Path
     assert last["heldout_tokens_per_step"] >= 1.0
     model = MedusaModel.from_pretrained(tmp_path / "heads", dtype=torch.float32, device="cpu")
     assert model.base.adapter
-    assert model.generate([5, 6, 7], max_new_tokens=9).tokens == model.generate([5, 6, 7], max_new_tokens=9, nodes=1).tokens
+    assert (
+        model.generate([5, 6, 7], max_new_tokens=9).tokens
+        == model.generate([5, 6, 7], max_new_tokens=9, nodes=1).tokens
+    )
