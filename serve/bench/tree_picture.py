@@ -63,9 +63,10 @@ def _draw_topology(axes: Any, tree: dict[str, Any]) -> None:
         axes.scatter(*at, s=size, color=shades(shade), edgecolors=BLUE, linewidths=0.7, zorder=2)
         name = str(path[-1] + 1) if path else "root"
         axes.text(*at, name, size=7.5, ha="center", va="center", color="white" if shade > DARK else "black", zorder=3)
+        percent = f"{100 * survival:.{1 if survival < 0.1 else 0}f}"
         axes.annotate(
-            f"{survival:.2f}".lstrip("0"), at, (0, -2 - size**0.5 / 2), textcoords="offset points", size=6.5,
-            ha="center", va="top",
+            percent, at, (0, -3 - size**0.5 / 2), textcoords="offset points", size=6.5, ha="center", va="top", zorder=3,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
         )  # fmt: skip
     levels = range(tree["depth"] + 1)
     axes.set_yticks([-level for level in levels], [f"head {level}" if level else "root" for level in levels])
@@ -75,7 +76,7 @@ def _draw_topology(axes: Any, tree: dict[str, Any]) -> None:
     axes.spines[:].set_visible(False)
     axes.set_title(
         f"the best static tree of {tree['nodes']} nodes: {tree['tokens_per_step']:.2f} tokens per step expected\n"
-        "in a node: its token's rank, 1 = the head's best; below it: how often it is accepted",
+        "in a node: its token's rank, 1 = the head's best; below it: percent of steps in which it is accepted",
         fontsize=10,
     )
 
