@@ -14,6 +14,10 @@ from medusa.packed import LinearFunction, packed_linear
 class Vocabulary(Protocol):
     """Both ends of the base, as heads use them; ``BaseModel`` is one."""
 
+    @property
+    def linear(self) -> bool:
+        """Whether logits are a linear function of hidden states, apart from a constant."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
 
