@@ -1,6 +1,6 @@
 """The trained module: heads and their loss.
 
-Shapes: M positions, K heads, U teachers, D hidden size, V vocabulary.
+Shapes: M positions, K heads, U teachers, D hidden size, F width of the base's hidden states, V vocabulary.
 """
 
 import torch
@@ -43,7 +43,7 @@ class HeadsLoss(nn.Module):
 
     def forward(
         self,
-        hidden_MD: Tensor,
+        hidden_MF: Tensor,
         path_MK: Tensor,
         labels_MK: Tensor,
         weights_K: Tensor,
@@ -53,7 +53,7 @@ class HeadsLoss(nn.Module):
         """Weighted loss of one micro-batch; M = 0 gives 0 with a gradient of zeros for every parameter.
 
         Args:
-            hidden_MD: the base's last hidden states at the kept positions.
+            hidden_MF: the base's hidden states at the kept positions.
             path_MK: the K tokens after each of them, int64.
             labels_MK: int64 token ids, `IGNORE` where a head has no target.
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
@@ -68,7 +68,7 @@ class HeadsLoss(nn.Module):
             ValueError: kl or tv without teachers.
         """
         targets = Targets(drafted_labels(self.heads, labels_MK), self._kind, teacher_UD, teacher_MK)
-        features_KMD = self.heads(hidden_MD, path_MK, self._vocabulary)
-        rows = chunk_rows(self._loss_rows, self.heads.config.output_size, hidden_MD.device)
+        features_KMD = self.heads(hidden_MF, path_MK, self._vocabulary)
+        rows = chunk_rows(self._loss_rows, self.heads.config.output_size, hidden_MF.device)
         loss_K, correct_K = fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, rows)
         return (loss_K * weights_K).sum(), loss_K.detach(), correct_K

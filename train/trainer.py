@@ -23,6 +23,7 @@ from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
 from medusa.self_test import choose_decoding
+from medusa.taps import spread_layers
 from train.config import BaseRecipe, Recipe
 from train.draft_vocabulary import check_draft_vocabulary, most_frequent_tokens
 from train.engine import Engine
@@ -77,7 +78,8 @@ class Trainer:
         _check_rows(recipe, workers)
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
-        self.base = _load_base(str(base_name), recipe.base, workers.device)
+        base = _load_base(str(base_name), recipe.base, workers.device)
+        self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
         check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
         self.packed = self._read_training_rows()
         _check_same(recipe, self.packed, workers)
@@ -248,6 +250,7 @@ class Trainer:
             own_lm_heads=heads.own_lm_heads,
             base=base_name,
             architecture=heads.architecture,
+            feature_layers=self.base.feature_layers,
             rank=heads.rank,
             draft_vocab_size=heads.draft_vocab,
         )

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from medusa.packed import LinearFunction, packed_linear
+
 
 class Vocabulary(Protocol):
     """Both ends of the base, as heads use them; ``BaseModel`` is one."""
@@ -77,14 +79,18 @@ class DraftHeads(nn.Module, ABC):
     Training calls ``forward``: all heads at many positions of a text that is known. Decoding calls ``begin`` once per
     step and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.
 
-    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, and V columns of logits: the
-    vocabulary, or the part of it that heads can draft.
+    Both get the base's hidden states with the outputs of ``feature_layers`` behind them, and begin with ``fuse``.
+
+    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, F = D * (1 + number of
+    feature layers), and V columns of logits: the vocabulary, or the part of it that heads can draft.
 
     Attributes:
         config: The shape.
         draft_ids: int64 [V] token ids of the columns, ascending, where heads can draft a part of the vocabulary only;
             None = all of it.
         lm_heads: Own vocabulary matrices [K, V, D], or None where the base's frozen output layer is shared.
+        fusion: What is added to the last hidden state [D] for the feature layers' outputs [F - D], or None without
+            such layers.
     """
 
     draft_ids: Tensor | None
@@ -96,19 +102,36 @@ class DraftHeads(nn.Module, ABC):
         shape = (config.num_heads, config.output_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
         self._output: Callable[[Tensor], Tensor] | None = None
+        self.fusion: nn.Linear | None = None
+        self._frozen_fusion: LinearFunction | None = None
+        if config.feature_layers:
+            self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
+            nn.init.zeros_(self.fusion.weight)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The hidden state [..., D] that heads start from, out of the base's [..., F]; fresh heads take its first D.
+
+        Every layer's output is normed by itself: the numbers of a residual stream grow from layer to layer.
+        """
+        if self.fusion is None:
+            return hidden
+        last, layers = hidden.tensor_split([self.config.hidden_size], dim=-1)
+        layers = nn.functional.rms_norm(layers.unflatten(-1, (-1, last.shape[-1])), last.shape[-1:]).flatten(-2)
+        fused: Tensor = last + (self._frozen_fusion or self.fusion)(layers)
+        return fused
 
     @abstractmethod
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] that a vocabulary matrix reads.
 
         Args:
-            hidden_MD: Hidden states of the base at M positions t, after its last norm.
+            hidden_MF: Hidden states of the base at M positions t, see ``BaseModel.hidden_states``.
             path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
             vocabulary: Embeds tokens.
         """
 
     @abstractmethod
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The state that the first level starts from, for the hidden states that predicted the roots."""
 
     @abstractmethod
@@ -132,6 +155,8 @@ class DraftHeads(nn.Module, ABC):
         """Prepare for decoding; the weights, and those of the base, do not change any more. Training never calls it."""
         if self.draft_ids is not None and self.lm_heads is None:
             self._output = vocabulary.logits_of(self.draft_ids, pack=True)
+        if self.fusion is not None:
+            self._frozen_fusion = packed_linear(self.fusion.weight)
 
     def init_from_base(self, lm_head_weight: Tensor) -> None:
         """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""

@@ -30,15 +30,16 @@ class HydraHeads(DraftHeads):
         super().freeze(vocabulary)
         freeze_blocks(self)
 
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
-        embeddings_MF = unit_embeddings(path_MK, vocabulary, hidden_MD.dtype).flatten(1)
-        read = [embeddings_MF[:, : (head + 1) * hidden_MD.shape[1]] for head in range(self.config.num_heads)]
-        return torch.stack([self._features(head, hidden_MD, read_MF) for head, read_MF in enumerate(read)])
+        hidden_MD = self.fuse(hidden_MF)
+        embeddings_ME = unit_embeddings(path_MK, vocabulary, hidden_MD.dtype).flatten(1)
+        read = [embeddings_ME[:, : (head + 1) * hidden_MD.shape[1]] for head in range(self.config.num_heads)]
+        return torch.stack([self._features(head, hidden_MD, read_ME) for head, read_ME in enumerate(read)])
 
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """State [B, 1, D]: what a head reads, so far the hidden state alone."""
-        return hidden_BD[:, None]
+        return self.fuse(hidden_BF)[:, None]
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary

@@ -40,15 +40,16 @@ class MarkovHeads(MedusaHeads):
             raised = [self._behind_output(head, vocabulary) for head in range(self.config.num_heads)]
             self._low_rank = [(packed_linear(p), packed_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
 
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
+        hidden_MD = self.fuse(hidden_MF)
         embeddings_KMD = unit_embeddings(path_MK.T, vocabulary, hidden_MD.dtype)
         low_KMR = torch.bmm(embeddings_KMD, self.down.transpose(1, 2))
         return self._features(hidden_MD) + torch.bmm(low_KMR, self.up.transpose(1, 2))
 
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
-        return super().begin(hidden_BD, vocabulary) if self._low_rank else self._features(hidden_BD)
+        return super().begin(hidden_BF, vocabulary) if self._low_rank else self._features(self.fuse(hidden_BF))
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary

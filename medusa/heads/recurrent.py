@@ -32,17 +32,17 @@ class RecurrentHeads(DraftHeads):
         super().freeze(vocabulary)
         freeze_blocks(self)
 
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
-        states, state_MD = [], hidden_MD
+        states, state_MD = [], self.fuse(hidden_MF)
         for tokens_M in path_MK.unbind(1):
             state_MD = self._advance(state_MD, tokens_M, vocabulary)
             states.append(state_MD)
         return torch.stack(states)
 
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """State [B, 1, D]."""
-        return hidden_BD[:, None]
+        return self.fuse(hidden_BF)[:, None]
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary

@@ -138,6 +138,9 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--num-heads", type=at_least(1), default=5, metavar="K", help="heads, the depth of trees (default: %(default)s)"
     )
+    command.add_argument(
+        "--feature-layers", type=at_least(0), default=0, metavar="N", help="layers that heads read (default: none)"
+    )
 
 
 def _add_place(command: argparse.ArgumentParser) -> None:
