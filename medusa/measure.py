@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,9 @@ from medusa.tree import Draft
 logger = logging.getLogger(__name__)
 
 GRID = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Tree sizes that are measured."""
+"""Tree sizes that are measured where the host decides."""
+FIXED_GRID = (1, 4, 8, 16, 32, 64)
+"""And where shapes are fixed; fewer than recordings that a cache keeps."""
 CONTEXT = 256
 """Cached tokens of each sequence, or half of the base's context where that is less."""
 SECONDS = 1.0
@@ -101,7 +103,7 @@ def measure_host(base: BaseModel, heads: DraftHeads | None, batch: int) -> StepC
         batch: Sequences B.
     """
     rig = _Rig(base, batch, EagerSteps)
-    nodes, seconds = rig.sweep(rig.given)
+    nodes, seconds = rig.sweep(GRID, rig.given)
     if heads is None:
         return StepCosts(nodes, seconds)
     depth = heads.config.num_heads
@@ -119,7 +121,7 @@ def measure_fixed(base: BaseModel, batch: int, start: StartSteps, drafter: Calla
         start: What runs the steps, see ``decode``.
         drafter: The drafter of a tree size; 1 = plain decoding.
     """
-    return StepCosts(*_Rig(base, batch, start).sweep(drafter))
+    return StepCosts(*_Rig(base, batch, start).sweep(FIXED_GRID, drafter))
 
 
 class _Rig:
@@ -140,10 +142,12 @@ class _Rig:
         """Proposes always the same binary tree."""
         return _Given(nodes, self.state.roots)
 
-    def sweep(self, drafter: Callable[[int], Drafter]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def sweep(
+        self, grid: Sequence[int], drafter: Callable[[int], Drafter]
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Tree sizes and the seconds of their steps, measured alternately: a slow moment hits all sizes."""
         drafters, times = {}, {}
-        for nodes in GRID:
+        for nodes in grid:
             drafters[nodes] = drafter(nodes)
             times[nodes] = [self._sample(drafters[nodes])]
             if times[nodes][0] > STEEP * times[1][0]:

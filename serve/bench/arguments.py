@@ -85,7 +85,9 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
     )
-    trace.add_argument("--nodes", type=at_least(2), metavar="N", help="tree budget (default: 16 on a CPU, 64 on a GPU)")
+    trace.add_argument(
+        "--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, sized by what steps cost)"
+    )
     trace.add_argument(
         "--drafter",
         choices=GREEDY_DRAFTERS,
