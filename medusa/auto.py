@@ -70,6 +70,7 @@ class AutoNodes:
 
     Attributes:
         tokens_per_step: What is expected of the heads where shapes are fixed; None = typical heads.
+        reason: The last choice and why, in one line.
     """
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None) -> None:
@@ -78,6 +79,7 @@ class AutoNodes:
         self._fixed: dict[tuple[str, int], FixedSize] = {}
         self._watched: dict[tuple[Drafter, int], FixedSize] = {}
         self.tokens_per_step: TokensPerStep | None = None
+        self.reason = ""
 
     def priced(self, name: str, batch: int) -> PricedDrafter:
         """The drafter of that name that is sized step by step."""
@@ -88,7 +90,9 @@ class AutoNodes:
             known_by = facts(self._base, heads, key[1], how)
             costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[1]))
             self._priced[key] = PricedDrafter(costs, self._base, heads, lookup=name != "heads")
-        return self._priced[key]
+        drafter = self._priced[key]
+        self._tell(f"nodes auto: in each step as many of at most {drafter.nodes} as pay; {drafter.costs}")
+        return drafter
 
     def fixed(self, name: str, batch: int, start: StartSteps, build: Callable[[int], Drafter]) -> Drafter:
         """The drafter of that name with the size that is best for the next answers.
@@ -106,7 +110,7 @@ class AutoNodes:
             self._fixed[key] = FixedSize(costs, self.tokens_per_step or self._typical)
         size = self._fixed[key]
         nodes = size.choose()
-        logger.info("nodes auto: %d for %s, batch of %d; %s", nodes, name, batch, size.costs)
+        self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
             self._watched[drafter, key[1]] = size
@@ -117,6 +121,11 @@ class AutoNodes:
         size = self._watched.get((drafter, _bucket(len(outputs))))
         if size is not None:
             size.observe(drafter.nodes, outputs)
+
+    def _tell(self, reason: str) -> None:
+        if reason != self.reason:
+            logger.info("%s", reason)
+        self.reason = reason
 
     def _typical(self, nodes: int) -> float:
         return typical_tokens_per_step(nodes, self._heads.config.num_heads if self._heads is not None else nodes)

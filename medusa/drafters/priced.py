@@ -55,9 +55,10 @@ class PricedDrafter:
         self, costs: StepCosts, vocabulary: Vocabulary, heads: DraftHeads | None = None, lookup: bool = True
     ) -> None:
         self.costs, self.nodes = costs, costs.most
+        heads, lookup = (heads, lookup) if costs.most > 1 else (None, False)
         self._sizes, self._trials = PricedSizes(costs), Trials(costs.step(1))
         self._heads = HeadsDrafter(heads, vocabulary, costs.most, sizes=self._sizes) if heads is not None else None
-        self._lookup = PromptLookupDrafter(min(costs.most, LOOKUP_GUESSES + 1)) if lookup and costs.most > 1 else None
+        self._lookup = PromptLookupDrafter(min(costs.most, LOOKUP_GUESSES + 1)) if lookup else None
         self._odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
         plain = costs.step(1)
         self._paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
