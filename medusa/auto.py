@@ -70,6 +70,9 @@ class AutoNodes:
         base: Prepared for decoding.
         heads: Its heads, frozen.
         calibration: How often they are right; None = as typical heads.
+
+    Attributes:
+        reason: The last choice and why, in one line.
     """
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None, calibration: Calibration | None = None) -> None:
@@ -77,6 +80,7 @@ class AutoNodes:
         self._priced: dict[tuple[str, int], PricedDrafter] = {}
         self._fixed: dict[tuple[str, int], FixedSize] = {}
         self._watched: dict[tuple[Drafter, int], FixedSize] = {}
+        self.reason = ""
 
     def priced(self, name: str, batch: int) -> PricedDrafter:
         """The drafter of that name that is sized step by step."""
@@ -87,7 +91,9 @@ class AutoNodes:
             known_by = facts(self._base, heads, key[1], how)
             costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[1]))
             self._priced[key] = PricedDrafter(costs, self._base, heads, lookup=name != "heads")
-        return self._priced[key]
+        drafter = self._priced[key]
+        self._tell(f"nodes auto: in each step as many of at most {drafter.nodes} as pay; {drafter.costs}")
+        return drafter
 
     def fixed(self, name: str, batch: int, start: StartSteps, build: Callable[[int], Drafter]) -> Drafter:
         """The drafter of that name with the size that is best for the next answers.
@@ -105,7 +111,7 @@ class AutoNodes:
             self._fixed[key] = FixedSize(costs, self._expected)
         size = self._fixed[key]
         nodes = size.choose()
-        logger.info("nodes auto: %d for %s, batch of %d; %s", nodes, name, batch, size.costs)
+        self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
             self._watched[drafter, key[1]] = size
@@ -116,6 +122,11 @@ class AutoNodes:
         size = self._watched.get((drafter, _bucket(len(outputs))))
         if size is not None:
             size.observe(drafter.nodes, outputs)
+
+    def _tell(self, reason: str) -> None:
+        if reason != self.reason:
+            logger.info("%s", reason)
+        self.reason = reason
 
     def _expected(self, nodes: int) -> float:
         if self._calibration is not None:

@@ -300,6 +300,11 @@ class MedusaModel:
         cache = self._lend_cache(prompts, answers, drafter.nodes, prefix)
         return answers, self._decode(cache, drafter, rule, prompts, answers, max_steps, seeds)
 
+    def explain_nodes(self, drafter: str | None = None) -> str:
+        """What ``nodes=None`` means here for one prompt and why, in one line; measures step costs that are not known."""
+        chosen = self._drafter(drafter, None, None, 1.0, batch=1)
+        return self._auto.reason if chosen is not self._plain else "nodes auto: 1, plain decoding"
+
     def release(self) -> None:
         """Free the memory that is kept between calls: idle caches and the graphs over them."""
         if self.graphs is not None:

@@ -3,6 +3,8 @@
 Decisions follow from measured costs, scores and what was accepted, never from a clock: a run can be repeated.
 """
 
+from itertools import accumulate
+from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 
@@ -21,12 +23,13 @@ LOOKUP_GUESSES = 10
 """Most tokens that are taken from the text before."""
 NEXT_RIGHT = 0.6
 """How often a level is right below one that was right, before anything was seen."""
-CREDIT = 2.0
-"""Tokens' worth of time that heads may lose before they rest, and that they can save up for worse times."""
-PROBE_CREDIT = 0.5
-"""The same after a rest."""
-FIRST_REST, LONGEST_REST = 16, 1024
-"""Steps without heads; each rest is twice as long as the one before, until they have earned all of their credit."""
+TRIAL, RETRIAL = 4.0, 2.0
+"""Plain steps' time that heads are trusted for at the start, and after a rest; half of it they may lose each time."""
+HOPE = 1.5
+"""What they are trusted to earn in it, as a multiple of plain decoding."""
+FIRST_REST, LONGEST_REST = 32, 1024
+"""Steps without heads; a rest is twice as long as the one before, until heads have paid for ``PROVEN`` steps on end."""
+PROVEN = 64
 
 
 class PricedDrafter:
@@ -52,22 +55,23 @@ class PricedDrafter:
         self, costs: StepCosts, vocabulary: Vocabulary, heads: DraftHeads | None = None, lookup: bool = True
     ) -> None:
         self.costs, self.nodes = costs, costs.most
-        self._sizes, self._rest = PricedSizes(costs), Rest()
+        heads, lookup = (heads, lookup) if costs.most > 1 else (None, False)
+        self._sizes, self._trials = PricedSizes(costs), Trials(costs.step(1))
         self._heads = HeadsDrafter(heads, vocabulary, costs.most, sizes=self._sizes) if heads is not None else None
-        self._lookup = PromptLookupDrafter(min(costs.most, LOOKUP_GUESSES + 1)) if lookup and costs.most > 1 else None
+        self._lookup = PromptLookupDrafter(min(costs.most, LOOKUP_GUESSES + 1)) if lookup else None
         self._odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
         plain = costs.step(1)
-        self._pace = Average(1 / plain, 8 * plain)
-        self._earnings = Average(2 / plain, 8 * plain)
+        self._paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
         self._last: _Step | None = None
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft below ``state.roots``."""
         self._learn(state)
-        # The engine can always decode plainly: its time is worth at least that.
-        rate = max(self._pace.value, 1 / self.costs.step(1))
         chain, found = self._look_up(state)
-        guesses, first = self._price_chain(state, chain, found, rate)
+        # What heads add is worth the time that it takes without a chain, and the engine can always decode plainly.
+        plain = 1 / self.costs.step(1)
+        easy, rate = (max(self._paces[known].value, plain) for known in (True, False))
+        guesses, first = self._price_chain(state, chain, found, easy)
         draft = Draft.chain(chain.tokens[:, : 1 + guesses])
         tree = None
         if self._heads is not None and self._drafts_heads(guesses, first, rate):
@@ -81,7 +85,7 @@ class PricedDrafter:
 
     def _drafts_heads(self, guesses: int, first: float, rate: float) -> bool:
         """Whether heads draft; beside a chain they win only where it is wrong at once."""
-        return not self._rest.goes_on() and (not guesses or (1 - first) * self._earnings.value > rate)
+        return self._trials.draft(rate) and (not guesses or (1 - first) * self._trials.earnings > rate)
 
     def _look_up(self, state: DecodeState) -> tuple[Draft, list[int]]:
         """The whole chain that was found, and the tokens that agreed for each sequence."""
@@ -94,11 +98,15 @@ class PricedDrafter:
         """How many tokens of the chain to verify, and how likely its first one is right; (0, 0) for none."""
         if not any(found):
             return 0, 0.0
-        odds_B = torch.tensor([self._odds[match].value if match else 0.0 for match in found])
-        ahead_C = torch.arange(1, chain.tokens.shape[1])
-        gains_C = (odds_B[:, None] ** ahead_C).sum(0) / max(1, int(state.active.sum()))
+        length = chain.tokens.shape[1] - 1
+        chances = [list(accumulate(self._chain_odds(match, length), mul)) for match in found if match]
+        gains_C = torch.tensor(chances).sum(0) / max(1, int(state.active.sum()))
         guesses, _ = self.costs.worth(gains_C, rate)
         return guesses, float(gains_C[0]) if guesses else 0.0
+
+    def _chain_odds(self, match: int, length: int) -> list[float]:
+        """How likely each token of a chain is right after those before it: they count as agreeing tokens too."""
+        return [self._odds[min(match + ahead, MAX_MATCH)].value for ahead in range(length)]
 
     def _learn(self, state: DecodeState) -> None:
         """See what became of the last step."""
@@ -107,22 +115,20 @@ class PricedDrafter:
         if last is None or texts is None or not any(texts):
             return
         rows = [row for row, text in enumerate(texts) if text]
-        self._pace.add(fmean(len(texts[row]) for row in rows), last.seconds)
+        self._paces[any(last.found)].add(fmean(len(texts[row]) for row in rows), last.seconds)
         chained, length = agreement(last.chain, texts), last.chain.tokens.shape[1] - 1
         for row in rows:
-            if last.found[row]:
-                judged = min(chained[row] + 1, len(texts[row]), length)
-                self._odds[last.found[row]].add(chained[row], judged)
+            judged = min(chained[row] + 1, len(texts[row]), length) if last.found[row] else 0
+            for ahead in range(judged):
+                self._odds[min(last.found[row] + ahead, MAX_MATCH)].add(ahead < chained[row], 1.0)
         if last.tree is None:
             return
         right, levels = agreement(last.tree, texts), self._sizes.levels
         depth = fmean(right[row] for row in rows)
         self._sizes.trust.add(depth, self._sizes.predicted)
         self._sizes.next_right.add(depth, fmean(min(right[row] + 1, levels) for row in rows))
-        seconds = last.seconds - self.costs.step(1 + last.guesses)
-        self._earnings.add(depth, seconds)
-        alone = fmean(max(0, right[row] - min(chained[row], last.guesses)) for row in rows)
-        self._rest.earn(alone - last.rate * seconds)
+        if not last.guesses:
+            self._trials.add(depth, last.seconds - self.costs.step(1))
 
 
 class PricedSizes:
@@ -167,25 +173,39 @@ class PricedSizes:
         return (best_BC.sum(0) * (self.trust.value / self._active)).clamp(max=1.0)
 
 
-class Rest:
-    """Says when heads draft: as long as they have credit, and now and then in order to see."""
+class Trials:
+    """Says when heads draft: while they earn their time, and after rests, in order to see.
 
-    def __init__(self) -> None:
-        self._credit, self._left, self._next = CREDIT, 0, FIRST_REST
+    Args:
+        plain: Seconds of a plain step.
+    """
 
-    def goes_on(self) -> bool:
-        """Whether this step is one of a rest; asked once per step."""
-        self._left = max(0, self._left - 1)
-        return self._left > 0
+    def __init__(self, plain: float) -> None:
+        self._plain, self._average = plain, Average(HOPE / plain, TRIAL * plain)
+        self._rest, self._left, self._paid = FIRST_REST, 0, 0
 
-    def earn(self, tokens: float) -> None:
-        """Count what a draft has brought, less what its time was worth."""
-        self._credit = min(CREDIT, self._credit + tokens)
-        if self._credit <= 0:
-            self._left, self._credit = self._next, PROBE_CREDIT
-            self._next = min(2 * self._next, LONGEST_REST)
-        elif self._credit == CREDIT:
-            self._next = FIRST_REST
+    @property
+    def earnings(self) -> float:
+        """Accepted tokens per second that drafts by heads have taken beyond a plain step."""
+        return self._average.value
+
+    def draft(self, rate: float) -> bool:
+        """Whether this step is not one of a rest; asked once per step."""
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._average = Average(HOPE / self._plain, RETRIAL * self._plain)
+        elif self.earnings <= rate:
+            self._left, self._paid = self._rest, 0
+            self._rest = min(2 * self._rest, LONGEST_REST)
+        return not self._left
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Count what a draft has brought, and its time."""
+        self._average.add(tokens, seconds)
+        self._paid += 1
+        if self._paid >= PROVEN:
+            self._rest = FIRST_REST
 
 
 class _Step(NamedTuple):
