@@ -1,6 +1,6 @@
 """Evaluation on held-out samples: per-head accuracy, and tokens per step as `MedusaModel.generate` serves them.
 
-Shapes: B rows, T tokens, M positions, K heads, V vocabulary.
+Shapes: B rows, T tokens, M positions, K heads, F width of the base's hidden states, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     """Count at which rank each head has its label, given that the tokens before it were drafted right.
 
     Args:
-        base: the frozen model.
+        base: the frozen model; the layers that the heads read are tapped here.
         heads: the trained heads in the base's dtype, on its device.
         packed: held-out rows.
         rows: indices of the rows to read.
@@ -35,13 +35,13 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     Returns:
         int64 [K, 1 + R] as `count_ranks` makes them; counts add up over processes.
     """
-    num_heads = heads.config.num_heads
+    base, num_heads = base.tapped(heads.config.feature_layers), heads.config.num_heads
     counts_KR = torch.zeros(num_heads, 1 + RANKS, dtype=torch.int64)
     for part in rows.split(batch_rows) if len(rows) else ():  # fewer rows than processes
         positions = Positions.of(packed, part, num_heads)
-        hidden_MD = BasePass(base, packed, num_heads, batch_rows).read(part)
+        hidden_MF = BasePass(base, packed, num_heads, batch_rows).read(part)
         path_MK, labels_MK = positions.path.to(base.device), positions.targets[:, 1:].to(base.device)
-        counts_KR += count_ranks(heads, base, hidden_MD, path_MK, labels_MK)
+        counts_KR += count_ranks(heads, base, hidden_MF, path_MK, labels_MK)
     return counts_KR
 
 
