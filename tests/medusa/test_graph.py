@@ -311,7 +311,11 @@ def test_graphs_need_a_gpu(base):
 def test_families_that_look_at_their_cache(family, monkeypatch):
     """Windows, chunks, learned positions, queries scaled by their place: none may depend on the host's lengths."""
     base, _ = tiny(family)
-    eager, model, options = MedusaModel(base), graphed(base, None), {"max_new_tokens": 20, "drafter": "prompt-lookup"}
+    eager, model, options = (
+        MedusaModel(base),
+        graphed(base, None),
+        {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
+    )
     monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
     monkeypatch.setattr("medusa.output.Answer._new_text", lambda answer: [])
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
