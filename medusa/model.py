@@ -87,7 +87,7 @@ class MedusaModel:
     """A frozen base and the heads that draft for it.
 
     Attributes:
-        base: The base.
+        base: The base; with its feature layers where heads read some.
         heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are taken
             over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
             on training.
@@ -97,8 +97,9 @@ class MedusaModel:
     def __init__(self, base: BaseModel, heads: DraftHeads | None = None, graph: bool | None = None) -> None:
         if heads is not None:
             _check_fit(base, heads)
+            base = base.tapped(heads.config.feature_layers)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
-            heads.freeze()
+            heads.freeze(base)
         if graph and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads = base, heads
@@ -159,6 +160,8 @@ class MedusaModel:
             adapter=config.base_adapter if config is not None else "",
         )  # fmt: skip
         choose_decoding(base_model)
+        if config is not None:
+            base_model = base_model.tapped(config.feature_layers)
         if compiled:
             compile_base(base_model)
         if heads is None:

@@ -1,6 +1,6 @@
 """Evaluation on held-out samples: per-head accuracy, and tokens per step as `MedusaModel.generate` serves them.
 
-Shapes: B rows, T tokens, M positions, K heads, V vocabulary.
+Shapes: B rows, T tokens, M positions, K heads, F width of the base's hidden states, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     """Count how often each head's best tokens hold the label, given that the tokens before it were drafted right.
 
     Args:
-        base: the frozen model.
+        base: the frozen model; the layers that the heads read are tapped here.
         heads: the trained heads in the base's dtype, on its device.
         packed: held-out rows.
         rows: indices of the rows to read.
@@ -37,19 +37,19 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     Returns:
         int64 [1 + len(RANKS), K]: labels per head, then hits per rank and head; counts add up over processes.
     """
-    num_heads = heads.config.num_heads
+    base, num_heads = base.tapped(heads.config.feature_layers), heads.config.num_heads
     counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
     for part in rows.split(batch_rows) if len(rows) else ():  # fewer rows than processes
         positions = Positions.of(packed, part, num_heads)
         tensors = BasePass(base, packed, num_heads, batch_rows).read(part), positions.path, positions.targets[:, 1:]
         for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):
-            hidden_MD, path_MK, labels_MK = (tensor.to(base.device) for tensor in chunk)
-            features_KMD = heads(hidden_MD, path_MK, base)
+            hidden_MF, path_MK, labels_MK = (tensor.to(base.device) for tensor in chunk)
+            features_KMD = heads(hidden_MF, path_MK, base)
             for head in range(num_heads):
                 logits_MV, labels_M = heads.head_logits(head, features_KMD[head], base), labels_MK[:, head]
-                valid_M = labels_M != IGNORE
-                better_M = (logits_MV > logits_MV.gather(1, labels_M.clamp(min=0)[:, None])).sum(1)
-                hits = [valid_M, *((better_M < rank) & valid_M for rank in RANKS)]
+                columns_M = heads.columns(labels_M)  # a token that heads cannot draft is a miss
+                better_M = (logits_MV > logits_MV.gather(1, columns_M.clamp(min=0)[:, None])).sum(1)
+                hits = [labels_M != IGNORE, *((better_M < rank) & (columns_M >= 0) for rank in RANKS)]
                 counts[:, head] += torch.stack(hits).sum(1).cpu()
     return counts
 

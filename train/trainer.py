@@ -23,7 +23,9 @@ from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
 from medusa.self_test import choose_decoding
+from medusa.taps import spread_layers
 from train.config import BaseRecipe, Recipe
+from train.draft_vocabulary import check_draft_vocabulary, most_frequent_tokens
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows, served_tokens
 from train.jobs import build_job
@@ -76,7 +78,9 @@ class Trainer:
         _check_rows(recipe, workers)
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
-        self.base = _load_base(str(base_name), recipe.base, workers.device)
+        base = _load_base(str(base_name), recipe.base, workers.device)
+        self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
+        check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
         self.packed = self._read_training_rows()
         _check_same(recipe, self.packed, workers)
         self.heldout = self._read_heldout()
@@ -87,6 +91,9 @@ class Trainer:
 
         torch.manual_seed(recipe.optim.seed)
         heads = build_heads(self._heads_config(str(base_name)))
+        if heads.draft_ids is not None:
+            ids = most_frequent_tokens(self.packed, len(heads.draft_ids), self.base.vocab_size, workers)
+            heads.draft_ids.copy_(ids)
         heads.init_from_base(self.base.lm_head_weight)
         self.job = build_job(recipe, self.base, heads, self.packed, workers, self.total, directory.path)
         self.engine = Engine(self.job.module, recipe.optim, recipe.engine, workers.device, self.job.groups)
@@ -243,6 +250,9 @@ class Trainer:
             own_lm_heads=heads.own_lm_heads,
             base=base_name,
             architecture=heads.architecture,
+            feature_layers=self.base.feature_layers,
+            rank=heads.rank,
+            draft_vocab_size=heads.draft_vocab,
         )
 
     def _trained_heads(self) -> DraftHeads:

@@ -138,6 +138,7 @@ def _attention(options: argparse.Namespace) -> None:
 def _how(options: argparse.Namespace, base: "BaseModel") -> dict[str, Any]:
     """How steps are made, as reports say it."""
     heads = f"{options.num_heads} {options.architecture}, random"
+    heads += f", reading {options.feature_layers} layers" if options.feature_layers else ""
     return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "compiled": options.compile}
 
 
@@ -163,11 +164,12 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
         choose_decoding(base)
         if base.decoding != "tree":
             raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
-    if options.compile and not compile_base(base):
+    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
+    model = MedusaModel(base, random_heads(base, *shape))
+    if options.compile and not compile_base(model.base):
         raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
-    model = MedusaModel(base, random_heads(base, options.architecture, options.num_heads, options.seed))
     assert model.heads is not None, "given above"
-    return base, model.heads
+    return model.base, model.heads
 
 
 def _publish(

@@ -9,7 +9,7 @@ from serve.chat import ATTENTION
 from serve.conversation import GREEDY_DRAFTERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ARCHITECTURES = ("recurrent", "medusa")
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
@@ -137,6 +137,9 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--num-heads", type=at_least(1), default=5, metavar="K", help="heads, the depth of trees (default: %(default)s)"
+    )
+    command.add_argument(
+        "--feature-layers", type=at_least(0), default=0, metavar="N", help="layers that heads read (default: none)"
     )
 
 

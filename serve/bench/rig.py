@@ -33,7 +33,7 @@ class Rig:
     """Sequences of ``context`` cached tokens that hold random numbers, since their values decide no time.
 
     Args:
-        base: Prepared for decoding.
+        base: Prepared for decoding; the layers that the heads read are tapped here.
         heads: On its device and in its dtype, frozen.
         batch: Sequences B.
         context: Cached tokens L of each.
@@ -51,6 +51,7 @@ class Rig:
                 f"context ({context} tokens) and {room} rows behind it exceed the base's context"
                 f" ({base.context_length} tokens); give a smaller --context"
             )
+        base = base.tapped(heads.config.feature_layers)
         self.base, self.heads, self.batch, self.context = base, heads, batch, context
         generator = torch.Generator(base.device).manual_seed(seed)
         self.cache = base.new_cache(batch, context + room)
@@ -59,9 +60,9 @@ class Rig:
             base.vocab_size, (batch, context + room + 1), device=base.device, generator=generator
         )
         roots_B, positions_B = history_BT[:, context].clone(), self.cache.lengths.clone()
-        hidden_BD = torch.randn(batch, base.hidden_size, dtype=base.dtype, device=base.device, generator=generator)
+        hidden_BF = torch.randn(batch, base.feature_size, dtype=base.dtype, device=base.device, generator=generator)
         active_B = torch.ones_like(roots_B, dtype=torch.bool)
-        self.state = DecodeState(roots_B, hidden_BD, active_B, history_BT, positions_B, torch.zeros_like(roots_B))
+        self.state = DecodeState(roots_B, hidden_BF, active_B, history_BT, positions_B, torch.zeros_like(roots_B))
         self.verify(Draft.chain(roots_B[:, None]))  # the cache is allocated at its first write
         for layer in self.cache.layers:
             if layer.is_initialized:

@@ -67,7 +67,7 @@ def test_memory_of_the_loss_is_flat_in_heads_rows_and_vocabulary(engine: str, mo
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel's counter of a process's peak memory")
 def test_peak_agrees_with_the_resident_memory_of_a_process() -> None:
     # VmHWM and not getrusage: ru_maxrss starts at the peak of the process that started this one.
-    program = """
+    program = r"""
 import re, sys, torch
 from pathlib import Path
 from train.bench.loss import LossCase
