@@ -314,6 +314,11 @@ class BaseModel:
         """
         self._compiled = CompiledPass(self._pass) if on else None
 
+    @property
+    def linear(self) -> bool:
+        """Whether logits are a linear function of hidden states, apart from a constant: no soft cap bends them."""
+        return not self._logit_cap
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
         embeddings: Tensor = self._embeddings(tokens)

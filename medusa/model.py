@@ -15,6 +15,7 @@ from torch import Tensor
 from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
 from medusa.base_model import BaseModel, resolve_base
 from medusa.cache import SlotCache
+from medusa.calibrate import Calibration
 from medusa.drafters import (
     Drafter,
     HeadsDrafter,
@@ -24,7 +25,7 @@ from medusa.drafters import (
     SampledHeadsDrafter,
 )
 from medusa.formats import load_heads, save_heads
-from medusa.formats.native import load_config
+from medusa.formats.native import load_calibration, load_config
 from medusa.generate import cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
@@ -92,9 +93,16 @@ class MedusaModel:
             over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
             on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
+        calibration: How often the heads are right, where that is known; ``medusa.calibrate`` finds it out.
     """
 
-    def __init__(self, base: BaseModel, heads: DraftHeads | None = None, graph: bool | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        heads: DraftHeads | None = None,
+        graph: bool | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
         if heads is not None:
             _check_fit(base, heads)
             base = base.tapped(heads.config.feature_layers)
@@ -102,7 +110,7 @@ class MedusaModel:
             heads.freeze(base)
         if graph and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
-        self.base, self.heads = base, heads
+        self.base, self.heads, self.calibration = base, heads, calibration
         self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self._plain = PlainDrafter()
         self._drafters: dict[tuple[str, int, Tree | None, float], Drafter] = {}
@@ -168,7 +176,7 @@ class MedusaModel:
             return cls(base_model, graph=graph)
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
         loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
-        return cls(base_model, loaded, graph)
+        return cls(base_model, loaded, graph, load_calibration(heads, loaded.config))
 
     @property
     def default_nodes(self) -> int:
@@ -183,7 +191,7 @@ class MedusaModel:
         """
         if self.heads is None:
             raise ValueError("this model has no heads to save; train or load heads first")
-        return save_heads(self.heads, directory, provenance)
+        return save_heads(self.heads, directory, provenance, self.calibration)
 
     @overload
     def generate(self, prompts: str | list[int], **options: Unpack[Options]) -> Output: ...

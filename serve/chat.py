@@ -14,7 +14,7 @@ from serve.repl import Repl
 from serve.terminal import Terminal
 
 if TYPE_CHECKING:
-    from medusa import MedusaModel
+    from medusa import MedusaModel, Tree
 
 DEFAULT_HEADS = "runs/demo/heads"
 ATTENTION = ("auto", "reference", "flash", "triton")
@@ -142,6 +142,11 @@ def build_parser() -> argparse.ArgumentParser:
         " from the heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
         " (default: hybrid)",
     )
+    decoding.add_argument(
+        "--tree",
+        metavar="FILE",
+        help="draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)",
+    )
     parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
 
@@ -179,6 +184,20 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
     )
 
 
+def load_static_tree(path: str, settings: Settings) -> "Tree":
+    """Read the tree that ``--tree`` names.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no tree, or tree size or drafter are given too.
+    """
+    from medusa import load_tree
+
+    if settings.nodes is not None or settings.drafter is not None:
+        raise ValueError(f"tree ({path}) takes the place of --nodes and --drafter; leave them out")
+    return load_tree(path)
+
+
 def describe(model: "MedusaModel", directory: str) -> str:
     """The banner: which base, which heads, where and in what type they run."""
     base, heads = model.base, model.heads
@@ -211,11 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
     try:
+        tree = load_static_tree(args.tree, settings) if args.tree else None
         model = load_model(args)
         from medusa import Prefix
 
         title = describe(model, args.heads)
-        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix()).run()
+        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix(), tree=tree).run()
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,6 +19,7 @@ from data.packing import PackedRows, pack
 from data.rows import open_rows
 from data.sources import Sample, Source, read_samples
 from medusa.base_model import BaseModel
+from medusa.calibrate import Calibration
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
@@ -30,7 +31,7 @@ from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows, served_tokens
 from train.jobs import build_job
 from train.progress import Progress
-from train.provenance import provenance
+from train.provenance import provenance, software
 from train.quantised import load_options
 from train.recipe_file import RecipeError, flatten, resolved
 from train.report import write_report
@@ -98,6 +99,7 @@ class Trainer:
         self.job = build_job(recipe, self.base, heads, self.packed, workers, self.total, directory.path)
         self.engine = Engine(self.job.module, recipe.optim, recipe.engine, workers.device, self.job.groups)
         self.step, self.seconds = 0, 0.0
+        self.calibration: Calibration | None = None  # of the last evaluation
         self._resume()
         self.job.prepare()
         self.useful = 0  # labels of the base since this process began, for the tokens per second
@@ -170,7 +172,10 @@ class Trainer:
         mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout_packed, mine, self.recipe.optim.micro_rows)
         counts = workers.total(counts).long() // (workers.world_size if together else 1)
-        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy_figures(counts).items()}
+        self.calibration = Calibration.of(counts, self._calibration_origin(len(rows)))
+        figures: dict[str, Any] = {
+            f"heldout_{name}": values for name, values in accuracy_figures(self.calibration).items()
+        }
         if options.prompts and not together:
             longest = max(1, self.base.context_length - options.max_new_tokens)
             prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
@@ -214,9 +219,21 @@ class Trainer:
                 adapter = self.job.save_adapter(self.directory.heads)
                 heads.config = replace(heads.config, base_adapter=adapter)
                 origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
-                save_heads(heads, self.directory.heads, origin)
+                save_heads(heads, self.directory.heads, origin, self.calibration)
             LOGGER.info("heads are in %s", self.directory.heads)
         self.workers.wait()
+
+    def _calibration_origin(self, rows: int) -> dict[str, Any]:
+        """What the held-out counts belong to."""
+        recipe = self.recipe
+        return {
+            "heads": f"{recipe.heads.num_heads} {recipe.heads.architecture}",
+            "base": self.base.name,
+            "data": {"source": recipe.data.heldout, "rows": rows, "row_tokens": recipe.data.row_tokens},
+            "dtype": str(self.base.dtype).removeprefix("torch."),
+            "step": self.step,
+            **software(),
+        }
 
     def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
         self.directory.log(figures)

@@ -13,7 +13,7 @@ from serve.bench.arguments import build_parser
 if TYPE_CHECKING:
     import torch
 
-    from medusa import BaseModel, DraftHeads
+    from medusa import BaseModel, DraftHeads, MedusaModel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,27 +92,78 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _trace(options: argparse.Namespace) -> None:
+    from medusa import load_tree
+    from serve.bench.trace import record, save_trace
+
+    tree = load_tree(options.tree) if options.tree else None
+    model = _trained(options)
+    prompts = _prompts(options, model, options.count)
+    drafter = options.drafter if tree or options.drafter else "heads"
+    trace = record(model, prompts, options.max_new_tokens, options.nodes, drafter, tree)
+    save_trace(trace, options.out)
+    print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
+
+
+def _tree(options: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from medusa.calibrate import calibrate
+    from medusa.tree_file import save_tree
+    from medusa.tree_search import grow_tree
+    from serve.bench.tree import describe_tree, measure_trees
+
+    model = _trained(options)
+    if model.base.decoding != "tree":
+        raise ValueError(f"base ({model.base.name}) does not verify trees, see above; name another with --base")
+    known = model.calibration if options.calibrate is None else None
+    wanted = options.count + (0 if known else options.calibrate or options.count)
+    prompts = _prompts(options, model, wanted)
+    measured, others = prompts[: options.count], prompts[options.count :]
+    if not known and not others:
+        raise ValueError(
+            f"prompts ({options.prompts}) are all measured and none is left to calibrate on; lower --count"
+        )
+    calibration = known or calibrate(model, others, options.max_new_tokens, options.prompts)
+    grown = grow_tree(calibration.accuracies, options.keep or max(options.nodes))
+    details = describe_tree(grown, calibration)
+    if options.out:
+        save_tree(grown.tree, options.out, details)
+    sizes = tqdm(options.nodes, desc="tree sizes", unit="size", leave=False)
+    figures = {
+        "base": "/".join(Path(model.base.name).parts[-2:]),
+        "heads": calibration.provenance.get("heads", options.heads),
+        "source": options.prompts,
+        "prompts": len(measured),
+        "max_new_tokens": options.max_new_tokens,
+        "rows": measure_trees(model, calibration, measured, options.max_new_tokens, sizes),
+        "tree": {"nodes": grown.tree.nodes, "depth": grown.tree.depth, "paths": grown.tree.paths, **details},
+    }
+    _publish("tree", options, model.base.device, model.base.dtype, figures)
+
+
+def _trained(options: argparse.Namespace) -> "MedusaModel":
+    """The heads that the flags name, with their base."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from data.prompts import embedded_prompts, file_prompts
     from medusa import MedusaModel
-    from serve.bench.trace import record, save_trace
 
     disable_progress_bar()
-    model = MedusaModel.from_pretrained(
+    return MedusaModel.from_pretrained(
         options.heads,
         base=resolve_base_name(options.base) if options.base else None,
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
         device=None if options.device == "auto" else options.device,
     )
+
+
+def _prompts(options: argparse.Namespace, model: "MedusaModel", count: int) -> list[list[int]]:
+    """The first ``count`` prompts of what the flags name, or fewer where there are fewer."""
+    from data.prompts import embedded_prompts, file_prompts
+
     if options.prompts == "heldout":
-        prompts = embedded_prompts(model, "heldout", options.count)
-    else:
-        prompts = file_prompts(model, options.prompts)[: options.count]
-    trace = record(model, prompts, options.max_new_tokens, options.nodes, options.drafter)
-    save_trace(trace, options.out)
-    print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
+        return embedded_prompts(model, "heldout", count)
+    return file_prompts(model, options.prompts)[:count]
 
 
 def _attention(options: argparse.Namespace) -> None:
@@ -197,7 +248,7 @@ def _publish(
             draw(report, options.picture)
 
 
-COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "attention": _attention}
+COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "attention": _attention}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,32 +1,24 @@
 """A base and its heads at a given cached length, to be stepped from there again and again."""
 
-import heapq
-
 import torch
 
 from medusa import BaseModel, Draft, DraftHeads, Tree
 from medusa.acceptance import Rule, greedy
 from medusa.drafters import DecodeState, Drafter, HeadsDrafter, PlainDrafter
 from medusa.step import StepResult, decode_step, verify
+from medusa.tree_search import grow_tree
 
 FIRST_GUESS, NEXT_GUESS = 0.5, 0.4
 """How often the best guess of a head is right in the imagined heads that trees are grown for; each next rank less."""
 
 
 def likely_tree(nodes: int, depth: int) -> Tree:
-    """The ``nodes - 1`` likeliest paths below a root, for heads that are typical and all alike.
+    """The best tree of ``nodes`` nodes for heads that are typical and all alike.
 
-    Rank r of every head is right with probability ``FIRST_GUESS * NEXT_GUESS**r``; a path's is the product.
+    Rank r of every head is right with probability ``FIRST_GUESS * NEXT_GUESS**r``.
     """
-    paths: list[tuple[int, ...]] = []
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-FIRST_GUESS, (0,))]
-    while len(paths) < nodes - 1:
-        score, path = heapq.heappop(waiting)
-        paths.append(path)
-        heapq.heappush(waiting, (score * NEXT_GUESS, (*path[:-1], path[-1] + 1)))
-        if len(path) < depth:
-            heapq.heappush(waiting, (score * FIRST_GUESS, (*path, 0)))
-    return Tree(tuple(paths))
+    accuracies = [FIRST_GUESS * NEXT_GUESS**rank for rank in range(nodes)]
+    return grow_tree([accuracies] * depth, nodes).tree
 
 
 class Rig:

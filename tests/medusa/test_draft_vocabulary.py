@@ -139,6 +139,18 @@ def test_a_draft_reads_a_part_of_the_output_layer(base_directory, make_heads):
     assert read[0] - read[PART] == levels * row * (base.vocab_size - PART)
 
 
+@pytest.mark.parametrize(("architecture", "once"), [("medusa", True), ("markov", True), ("hydra", False)])
+def test_heads_that_read_the_output_layer_once_for_all_levels(base_directory, make_heads, architecture, once):
+    base, read = BaseModel.load(base_directory, dtype=torch.float32, device="cpu"), []
+    for num_heads in (3, 4):
+        heads = make_heads(num_heads, architecture=architecture, rank=2).float()
+        heads.freeze(base)
+        with Reads() as reads:
+            HeadsDrafter(heads, base, 9, host_decides=False).propose(decode_state([[3], [1, 4]], base))
+        read.append(reads.bytes)
+    assert (read[1] - read[0] < 4 * base.lm_head_weight.numel()) == once
+
+
 def test_the_part_is_saved_with_the_heads(heads, tmp_path):
     save_heads(heads, tmp_path)
     loaded = load_heads(tmp_path, dtype=torch.bfloat16)

@@ -20,9 +20,11 @@ def randomised(heads):
 class Vocabulary:
     """A random base of width 8 with 20 tokens."""
 
+    linear = True
+
     def __init__(self, dim=8, vocab_size=20):
         self.embed = torch.nn.Embedding(vocab_size, dim)
-        self.logits = torch.nn.Linear(dim, vocab_size, bias=False)
+        self.logits = torch.nn.Linear(dim, vocab_size)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -42,13 +44,17 @@ def test_fresh_own_lm_heads_start_as_the_base(architecture):
     torch.testing.assert_close(heads.head_logits(2, hidden, Vocabulary()), hidden @ weight.T)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_drafting_level_by_level_is_what_training_computes(architecture, own):
+@torch.no_grad()
+def test_drafting_level_by_level_is_what_training_computes(architecture, own, frozen):
     """Three sequences; at every level two nodes are asked for, and the path runs through them alternately."""
     heads, base = randomised(build_heads(config(architecture=architecture, own_lm_heads=own))), Vocabulary()
     hidden, path = torch.randn(3, 8), torch.randint(20, (3, 3))
     expected = heads(hidden, path, base)
+    if frozen:
+        heads.freeze(base)
     parents, state = torch.zeros(3, 1, dtype=torch.int64), heads.begin(hidden, base)
     tokens, at = path[:, :1], 0
     for head in range(3):
@@ -102,13 +108,24 @@ def test_the_markov_correction_is_of_low_rank_and_reads_the_token_before():
     hidden, path = torch.randn(4, 8), torch.randint(20, (4, 3))
     medusa = build_heads(config())
     medusa.load_state_dict({name: heads.state_dict()[name] for name in medusa.state_dict()})
-    logits = base.logits(heads(hidden, path, base) - medusa(hidden, path, base))
+    logits = base.logits(heads(hidden, path, base)) - base.logits(medusa(hidden, path, base))
     for k in range(3):
         embedding = base.embed(path[:, k])
         embedding = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
         left, right = base.logits.weight @ heads.up[k], heads.down[k] @ embedding.T
         assert (left.shape, right.shape) == ((20, 2), (2, 4))
         torch.testing.assert_close(logits[k], (left @ right).T, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_markov_corrections_are_made_before_a_soft_cap():
+    heads, base = randomised(build_heads(config(architecture="markov"))), Vocabulary()
+    linear = base.logits
+    base.linear, base.logits = False, lambda hidden: 3 * torch.tanh(linear(hidden) / 3)
+    hidden, path = torch.randn(4, 8), torch.randint(20, (4, 3))
+    heads.freeze(base)
+    logits, _ = heads.level(1, heads.begin(hidden, base), path[:, :1] * 0, path[:, 1:2], base)
+    torch.testing.assert_close(logits[:, 0], base.logits(heads(hidden, path, base)[1]))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +162,7 @@ def test_frozen_heads_can_be_moved_and_frozen_again(architecture):
     hidden, path, base = torch.randn(3, 128).double(), torch.randint(20, (3, 2)), Vocabulary(128)
     heads.freeze(base)
     heads.to(torch.float64)
+    base.logits.double()
     heads.freeze(base)
     frozen = heads(hidden, path, base)
     plain = build_heads(heads.config).double()

@@ -29,13 +29,19 @@ def _load(base: Path) -> BaseModel:
 
 
 def _joint(
-    base: Path, base_loss: str = "kl", heads_loss: str = "ce", changed: bool = True, drafted: int = 0, **lora: Any
+    base: Path,
+    base_loss: str = "kl",
+    heads_loss: str = "ce",
+    changed: bool = True,
+    drafted: int = 0,
+    layers: tuple[int, ...] = (),
+    **lora: Any,
 ) -> JointLoss:
     """Heads and adapters as they are after some training, or at its start."""
-    model = _load(base)
+    model = _load(base).tapped(layers)
     torch.manual_seed(4)
     adapters = Adapters(model, LoraRecipe(**({"rank": 4, "dropout": 0.0} | lora)))
-    options = {"architecture": "recurrent", "draft_vocab_size": drafted}
+    options = {"architecture": "recurrent", "draft_vocab_size": drafted, "feature_layers": layers}
     heads = build_heads(HeadsConfig(model.hidden_size, model.vocab_size, HEADS, **options)).double()
     for parameter in [*heads.parameters(), *(adapters.parameters().values() if changed else [])]:
         parameter.data = 0.1 * torch.randn_like(parameter)
@@ -97,16 +103,23 @@ def _loss(kind: str, scores: Tensor, label: int, teacher: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("base_loss", "heads_loss", "drafted"),
-    [("kl", "ce", 0), ("ce", "ce", 0), ("kl", "kl", 0), ("ce", "tv", 0), ("kl", "kl", 120)],
+    ("base_loss", "heads_loss", "drafted", "layers"),
+    [
+        ("kl", "ce", 0, ()),
+        ("ce", "ce", 0, ()),
+        ("kl", "kl", 0, ()),
+        ("ce", "tv", 0, (1,)),
+        ("kl", "kl", 120, ()),
+        ("kl", "kl", 120, (1,)),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_formula(
-    base: Path, packed: PackedRows, base_loss: str, heads_loss: str, drafted: int
+    base: Path, packed: PackedRows, base_loss: str, heads_loss: str, drafted: int, layers: tuple[int, ...]
 ) -> None:
-    joint = _joint(base, base_loss, heads_loss, drafted=drafted)
+    joint = _joint(base, base_loss, heads_loss, drafted=drafted, layers=layers)
     parameters = list(joint.parameters())
 
-    expected_C = _naive(joint, _load(base), packed, base_loss, heads_loss)
+    expected_C = _naive(joint, _load(base).tapped(layers), packed, base_loss, heads_loss)
     expected = torch.autograd.grad((expected_C * WEIGHTS).sum(), parameters)
 
     sums_C, grads = torch.zeros_like(expected_C), [torch.zeros_like(parameter) for parameter in parameters]
@@ -180,7 +193,7 @@ def test_dropout_is_a_function_of_the_seed_and_the_same_where_layers_are_compute
     inputs = _inputs(packed, torch.arange(2))
 
     def gradients(seed: int, checkpoint: bool) -> list[Tensor]:
-        joint = _joint(base, dropout=0.5, checkpoint_layers=checkpoint)
+        joint = _joint(base, layers=(1,), dropout=0.5, checkpoint_layers=checkpoint)
         torch.manual_seed(seed)
         loss, _, _ = joint(*inputs, WEIGHTS)
         return list(torch.autograd.grad(loss, joint.parameters()))
