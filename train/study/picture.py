@@ -11,52 +11,55 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-BLACK, GREY, GRID = "#222222", "#9aa2ac", "#e6e8eb"
+BLACK, GRID = "#222222", "#e6e8eb"
 COLOURS = ("#2864a8", "#e08a1e", "#3a8f4d", "#8a4fa3", "#a83232", "#1a9aa0", "#b0568a", "#7a6a2f", "#5b6fd0", "#555555")
 LABEL_GAP = 0.045
 """Smallest distance of two labels / height of the field."""
+SHIFT = 0.03
+"""Distance of the error bars of two lines, in ticks."""
 Points = Sequence[tuple[float, float, float, float]]
 """x, value, low, high."""
+PLAIN = (1.0, 1.0, 1.0, 1.0)
+"""One node is plain decoding."""
 
 
 def draw(report: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Draw the report into PNG files of a directory; returns those that were written."""
-    figures, temperatures = report["figures"], [str(t) for t in report["settings"]["temperatures"]]
-    drawn = [directory / "acceptance.png", directory / "tokens_per_step.png"]
-    fields = {f"temperature {float(t):g}": {name: _depths(v[t]) for name, v in figures.items()} for t in temperatures}
-    _draw(fields, drawn[0], "depth k in the tree", "head k is right where heads 1 .. k-1 were")
-    fields = {f"temperature {float(t):g}": {name: _trees(v[t]) for name, v in figures.items()} for t in temperatures}
-    static = {f"temperature {float(t):g}": _static(next(iter(figures.values()))[t]) for t in temperatures}
-    _draw(fields, drawn[1], "N, tree nodes with the root", "tokens per step", static, doubling=True)
+    """Draw the report into PNG files of a directory; returns them."""
+    figures, settings = report["figures"], report["settings"]
+    names = {f"temperature {t:g}": str(t) for t in settings["temperatures"]}
+    written = [directory / "acceptance.png", directory / "tokens_per_step.png"]
+    fields = {title: {name: _depths(values[t]) for name, values in figures.items()} for title, t in names.items()}
+    _draw(fields, written[0], "k, depth in the tree", "best token of head k is right where those before it are")
+    fields = {title: _trees({name: values[t] for name, values in figures.items()}) for title, t in names.items()}
+    _draw(fields, written[1], "N, tree nodes with the root", "tokens per step", doubling=True)
     if report["speed"]:
-        drawn.append(directory / "speedup.png")
-        speeds = {name: _speeds(trees) for name, trees in report["speed"].items() if name in figures}
+        written.append(directory / "speedup.png")
         title = f"greedy, one prompt at a time, {report['device']}"
-        _draw({title: speeds}, drawn[2], "N, tree nodes with the root", "speedup over plain decoding", doubling=True)
-    return drawn
+        speeds = {name: _speeds(trees) for name, trees in report["speed"].items() if name in figures}
+        _draw({title: speeds}, written[2], "N, tree nodes with the root", "speedup over plain decoding", doubling=True)
+    return written
 
 
 def _depths(values: Mapping[str, Any]) -> Points:
     return [(depth, *_bounds(estimate)) for depth, estimate in enumerate(values["acceptance"], 1)]
 
 
-def _trees(values: Mapping[str, Any]) -> Points:
-    dynamic = {tree: e for tree, e in values["tokens_per_step"].items() if tree.startswith("dynamic")}
-    return [(1.0, 1.0, 1.0, 1.0), *((_nodes(tree), *_bounds(estimate)) for tree, estimate in dynamic.items())]
-
-
-def _static(values: Mapping[str, Any]) -> Points:
-    static = {tree: e for tree, e in values["tokens_per_step"].items() if tree.startswith("static")}
-    return [(_nodes(tree), *_bounds(estimate)) for tree, estimate in static.items()]
+def _trees(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Points]:
+    """Dynamic trees of each variant, from plain decoding on; static ones are points of their own."""
+    lines: dict[str, Points] = {}
+    static: dict[str, Points] = {}
+    for name, figures in values.items():
+        points = {tree: (_nodes(tree), *_bounds(e)) for tree, e in figures["tokens_per_step"].items()}
+        lines[name] = [PLAIN, *(point for tree, point in points.items() if tree.startswith("dynamic"))]
+        static |= {f"{name}, {tree}": [point] for tree, point in points.items() if tree.startswith("static")}
+    return lines | static
 
 
 def _speeds(trees: Mapping[str, Any]) -> Points:
     """Medians, and from the slowest to the fastest round."""
     dynamic = {tree: figures["speedups"] for tree, figures in trees.items() if tree.startswith("dynamic")}
-    return [
-        (1.0, 1.0, 1.0, 1.0),
-        *((_nodes(tree), median(rounds), min(rounds), max(rounds)) for tree, rounds in dynamic.items()),
-    ]
+    points = [(_nodes(tree), median(rounds), min(rounds), max(rounds)) for tree, rounds in dynamic.items()]
+    return [PLAIN, *points]
 
 
 def _bounds(estimate: Mapping[str, float]) -> tuple[float, float, float]:
@@ -68,68 +71,61 @@ def _nodes(tree: str) -> float:
 
 
 def _draw(
-    fields: Mapping[str, Mapping[str, Points]],
-    path: Path,
-    below: str,
-    beside: str,
-    static: Mapping[str, Points] | None = None,
-    doubling: bool = False,
+    fields: Mapping[str, Mapping[str, Points]], path: Path, below: str, beside: str, doubling: bool = False
 ) -> None:
-    """One field beside the other, on one scale; static points belong to the first line of their field."""
+    """One field beside the other, on one scale."""
     with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure, row = pyplot.subplots(
-            1, len(fields), figsize=(6.6 * len(fields) + 0.6, 5.4), layout="constrained", squeeze=False, sharey=True
+            1, len(fields), figsize=(7 * len(fields), 5.4), layout="constrained", squeeze=False, sharey=True
         )
+        figure.get_layout_engine().set(wspace=0.06)
         for axes, (title, lines) in zip(row[0], fields.items(), strict=True):
             _lines(axes, lines, doubling)
-            for x, value, low, high in (static or {}).get(title, ()):
-                axes.errorbar(x, value, [[value - low], [high - value]], fmt="D", color=BLACK, markersize=6, capsize=3)
-                axes.annotate(
-                    "static tree", (x, value), (-9, 9), textcoords="offset points", ha="right", color=BLACK, fontsize=9
-                )
             axes.set_title(title, fontsize=10.5)
             axes.set_xlabel(below)
+        for axes, lines in zip(row[0], fields.values(), strict=True):
+            _name_lines(axes, lines)  # the scale, which all fields have a part in, is known now
         row[0][0].set_ylabel(beside)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
 
 def _lines(axes: Axes, lines: Mapping[str, Points], doubling: bool) -> None:
-    """Lines with error bars, named where they end; the first one, the baseline, is black and dashed."""
+    """Lines with error bars, which stand beside each other; a single point is a diamond."""
     places = sorted({point[0] for points in lines.values() for point in points})
     if doubling:
         axes.set_xscale("log", base=2)
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
-    for (name, points), colour in zip(lines.items(), (BLACK, *COLOURS * len(lines)), strict=False):
+    for number, (name, points) in enumerate(lines.items()):
+        shift = SHIFT * (number - (len(lines) - 1) / 2)
         x, value, low, high = zip(*points, strict=True)
-        bars = [
-            [v - least for v, least in zip(value, low, strict=True)],
-            [most - v for v, most in zip(value, high, strict=True)],
-        ]
-        style = "--" if colour == BLACK else "-"
-        axes.errorbar(x, value, bars, color=colour, linestyle=style, marker="o", markersize=3.5, linewidth=1.5,
-                      elinewidth=0.9, capsize=2, label=name)  # fmt: skip
+        shifts = [shift if most > least else 0 for least, most in zip(low, high, strict=True)]
+        moved = [place * 2**by if doubling else place + by for place, by in zip(x, shifts, strict=True)]
+        below = [max(0.0, v - least) for v, least in zip(value, low, strict=True)]
+        above = [max(0.0, most - v) for v, most in zip(value, high, strict=True)]
+        axes.errorbar(
+            moved, value, [below, above], color=_colour(name, lines), linestyle="-" if number else "--",
+            marker="o" if len(x) > 1 else "D", markersize=3.5 if len(x) > 1 else 6, linewidth=1.4, elinewidth=0.8,
+        )  # fmt: skip
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    _name_lines(axes, lines)
 
 
 def _name_lines(axes: Axes, lines: Mapping[str, Points]) -> None:
-    """Write each name beside the end of its line, moved apart where they would overlap."""
+    """Write each name and last value beside the end of its line, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     ends = sorted((points[-1][1], name) for name, points in lines.items())
     heights = spread([(value - low) / (high - low) for value, _ in ends], LABEL_GAP)
-    colours = dict(zip(lines, (BLACK, *COLOURS * len(lines)), strict=False))
     for (value, name), height in zip(ends, heights, strict=True):
-        axes.annotate(
-            f"{name}  {value:.2f}",
-            (1.02, height),
-            xycoords="axes fraction",
-            va="center",
-            color=colours[name],
-            fontsize=9,
-        )
+        text, place = f"{value:.2f}  {name}", (1.02, height)
+        axes.annotate(text, place, xycoords="axes fraction", va="center", color=_colour(name, lines), fontsize=9)
+
+
+def _colour(name: str, lines: Mapping[str, Points]) -> str:
+    """The baseline, which is the first line, is black, and so is its static tree."""
+    place = list(lines).index(name)
+    return BLACK if place == 0 or len(lines[name]) == 1 else COLOURS[(place - 1) % len(COLOURS)]
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

@@ -61,9 +61,8 @@ class Pool:
         with job.log.open("ab") as log:
             for command in job.commands:
                 if status := self._wait(command, log.fileno()):
-                    raise ChildProcessError(
-                        f"{job.name} failed (exit status {status}): {_last_line(job.log)} ({job.log})"
-                    )
+                    said = f"{_last_line(job.log)}; all that it said is in {job.log}"
+                    raise ChildProcessError(f"{job.name} failed (exit status {status}): {said}")
         return job
 
     def _wait(self, command: Sequence[str], log: int) -> int:

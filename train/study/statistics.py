@@ -51,7 +51,7 @@ class Rate:
 
     def value(self) -> Tensor:
         """Sum by sum."""
-        return self.above.sum() / self.below.sum().clamp(min=1)
+        return self.above.double().sum() / self.below.double().sum().clamp(min=1)
 
     def draws(self, seeds_RS: Tensor, prompts_RP: Tensor) -> Tensor:
         """The figure [R] where seeds and prompts count as often as they were drawn."""
