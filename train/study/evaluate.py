@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel, Tree
+from medusa.calibrate import calibrate
 from medusa.drafters import HeadsDrafter
+from medusa.tree_search import grow_tree
 from train.study.texts import Questions, Texts, read_texts
 from train.study.transcript import Transcript, chain_acceptance, count_steps
 
@@ -88,8 +90,10 @@ def evaluate(texts: Texts, heads: Path, static: bool) -> dict[str, Any]:
 
 
 def static_tree(model: MedusaModel, questions: Questions) -> Paths:
-    """The best static tree for these heads on the texts that they are measured on."""
-    return Tree.full((7, 8)).paths
+    """The best static tree for these heads, grown from how right they are on the prompts that it is measured on."""
+    prompts = [list(prompt) for prompt in questions.prompts]
+    calibration = calibrate(model, prompts, questions.max_new_tokens)
+    return grow_tree(calibration.accuracies, questions.static_nodes).tree.paths
 
 
 def tree_drafters(model: MedusaModel, questions: Questions, static: Paths | None) -> dict[str, HeadsDrafter]:
@@ -100,7 +104,7 @@ def tree_drafters(model: MedusaModel, questions: Questions, static: Paths | None
         for nodes in questions.nodes
         if nodes > 1
     }
-    if static:
+    if static is not None:
         tree = Tree(tuple(map(tuple, static)))
         drafters[f"static {questions.static_nodes}"] = HeadsDrafter(model.heads, model.base, tree.nodes, tree)
     return drafters
