@@ -290,7 +290,7 @@ class MedusaModel:
         return answers, self._decode(cache, drafter, rule, prompts, answers, max_steps, seeds)
 
     def explain_nodes(self, drafter: str | None = None) -> str:
-        """What ``nodes=None`` means here for one prompt and why, in one line; measures step costs that are not known."""
+        """What ``nodes=None`` means here for one prompt, and why, in one line; measures costs that are not known."""
         chosen = self._drafter(drafter, None, None, 1.0, batch=1)
         return self._auto.reason if chosen is not self._plain else "nodes auto: 1, plain decoding"
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data import resolve_base_name
+from data import EMBEDDED, resolve_base_name
 from serve.bench.arguments import build_parser
 
 if TYPE_CHECKING:
     import torch
 
-    from medusa import BaseModel, DraftHeads
+    from medusa import BaseModel, DraftHeads, MedusaModel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,20 +91,10 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _trace(options: argparse.Namespace) -> None:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     from data.prompts import embedded_prompts, file_prompts
-    from medusa import MedusaModel
     from serve.bench.trace import record, save_trace
 
-    disable_progress_bar()
-    model = MedusaModel.from_pretrained(
-        options.heads,
-        base=resolve_base_name(options.base) if options.base else None,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        device=None if options.device == "auto" else options.device,
-    )
+    model = _trained(options)
     if options.prompts == "heldout":
         prompts = embedded_prompts(model, "heldout", options.count)
     else:
@@ -112,6 +102,41 @@ def _trace(options: argparse.Namespace) -> None:
     trace = record(model, prompts, options.max_new_tokens, options.nodes, options.drafter)
     save_trace(trace, options.out)
     print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
+
+
+def _trained(options: argparse.Namespace, **how: Any) -> "MedusaModel":
+    """The heads that the flags name, and their base."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from medusa import MedusaModel
+
+    disable_progress_bar()
+    return MedusaModel.from_pretrained(
+        options.heads,
+        base=resolve_base_name(options.base) if options.base else None,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        device=None if options.device == "auto" else options.device,
+        **how,
+    )
+
+
+def _nodes(options: argparse.Namespace) -> None:
+    from data.prompts import embedded_prompts
+    from medusa import MedusaModel
+    from serve.bench.nodes import measure_nodes
+
+    if options.heads:
+        model = _trained(options, attention=options.attention, compiled=options.compile, int8=options.int8)
+    else:
+        options.base = options.base or EMBEDDED
+        model = MedusaModel(*_subject(options))
+    prompts = embedded_prompts(model, "heldout", options.count)
+    sizes = (options.nodes, options.drafter, options.max_new_tokens, options.rounds)
+    figures = _how(options, model.base) | measure_nodes(model, prompts, *sizes)
+    figures["heads"] = options.heads or figures["heads"]
+    options.base = model.base.name
+    _publish("nodes", options, model.base.device, model.base.dtype, figures)
 
 
 def _attention(options: argparse.Namespace) -> None:
@@ -194,7 +219,7 @@ def _publish(
             draw(report, options.picture)
 
 
-COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "attention": _attention}
+COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "attention": _attention, "nodes": _nodes}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -150,7 +150,18 @@ def _attention_tables(report: dict[str, Any]) -> Tables:
     return [(f"attention: {title(report)}; {bound}{missing}", headings, rows)]
 
 
-TABLES = {"step": _step_tables, "replay": _replay_tables, "attention": _attention_tables}
+def _nodes_tables(report: dict[str, Any]) -> Tables:
+    headings = ("nodes", "tokens/s", "tokens per step", "speedup over plain")
+    rows: list[Sequence[object]] = [
+        (row["nodes"], row["tokens_per_s"], f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}x")
+        for row in report["rows"]
+    ]
+    what = f"{report['drafter']}, heads: {report['heads']}, {report['prompts']} prompts, {report['device_name']}"
+    versus = f"auto is {report['auto_over_best_fixed']:.3f}x of the best fixed size ({report['best_fixed']})"
+    return [(f"nodes: {what}; {versus}; {report['auto']}", headings, rows)]
+
+
+TABLES = {"step": _step_tables, "replay": _replay_tables, "attention": _attention_tables, "nodes": _nodes_tables}
 
 
 def _version(package: str) -> str | None:
