@@ -4,13 +4,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from medusa.base_model import BaseModel
-from medusa.cost import StepCosts, best_fixed, typical_tokens_per_step
+from medusa.calibrate import Calibration
+from medusa.cost import StepCosts, best_fixed
 from medusa.drafters import Drafter, PricedDrafter
 from medusa.drafters.record import Average
 from medusa.generate import StartSteps
 from medusa.heads import DraftHeads
 from medusa.measure import facts, known_costs, measure_fixed, measure_host
 from medusa.output import Output
+from medusa.tree_search import grow_tree, typical_tree
 
 logger = logging.getLogger(__name__)
 
@@ -67,18 +69,17 @@ class AutoNodes:
     Args:
         base: Prepared for decoding.
         heads: Its heads, frozen.
+        calibration: How often they are right; None = as typical heads.
 
     Attributes:
-        tokens_per_step: What is expected of the heads where shapes are fixed; None = typical heads.
         reason: The last choice and why, in one line.
     """
 
-    def __init__(self, base: BaseModel, heads: DraftHeads | None) -> None:
-        self._base, self._heads = base, heads
+    def __init__(self, base: BaseModel, heads: DraftHeads | None, calibration: Calibration | None = None) -> None:
+        self._base, self._heads, self._calibration = base, heads, calibration
         self._priced: dict[tuple[str, int], PricedDrafter] = {}
         self._fixed: dict[tuple[str, int], FixedSize] = {}
         self._watched: dict[tuple[Drafter, int], FixedSize] = {}
-        self.tokens_per_step: TokensPerStep | None = None
         self.reason = ""
 
     def priced(self, name: str, batch: int) -> PricedDrafter:
@@ -107,7 +108,7 @@ class AutoNodes:
         if key not in self._fixed:
             known_by = facts(self._base, self._heads, key[1], f"{name}, {start.__qualname__}")
             costs = known_costs(known_by, lambda: measure_fixed(self._base, key[1], start, build))
-            self._fixed[key] = FixedSize(costs, self.tokens_per_step or self._typical)
+            self._fixed[key] = FixedSize(costs, self._expected)
         size = self._fixed[key]
         nodes = size.choose()
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
@@ -127,8 +128,11 @@ class AutoNodes:
             logger.info("%s", reason)
         self.reason = reason
 
-    def _typical(self, nodes: int) -> float:
-        return typical_tokens_per_step(nodes, self._heads.config.num_heads if self._heads is not None else nodes)
+    def _expected(self, nodes: int) -> float:
+        if self._calibration is not None:
+            return grow_tree(self._calibration.accuracies, nodes).tokens_per_step
+        depth = self._heads.config.num_heads if self._heads is not None else nodes
+        return typical_tree(nodes, depth).tokens_per_step
 
 
 def _bucket(batch: int) -> int:

@@ -1,7 +1,8 @@
 """The frozen base: an unmodified transformers model, run over plain rows (training) or tree rows (decoding)."""
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass, RecompileLimitError
 from medusa.int8 import round_linears
+from medusa.taps import DecoderPass
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class BaseModel:
         decoding: What it verifies exactly: any tree, chains only, or single rows only ("plain").
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
             instead. ``choose_decoding`` finds out both.
+        feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class BaseModel:
                 "base (%s) is used up to %d of its %d tokens of context: there longrope turns all keys anew",
                 name, self.context_length, longest,
             )  # fmt: skip
+        self.feature_layers: tuple[int, ...] = ()
+        self._pass = DecoderPass(self._decoder)
         self._compiled: CompiledPass | None = None
 
     @classmethod
@@ -190,6 +195,16 @@ class BaseModel:
         return int(self.config.hidden_size)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def feature_size(self) -> int:
+        """F = D * (1 + number of feature layers), the width of hidden states."""
+        return self.hidden_size * (1 + len(self.feature_layers))
+
+    @property
     def vocab_size(self) -> int:
         """V, rows of the output layer."""
         return int(self.config.vocab_size)
@@ -227,28 +242,47 @@ class BaseModel:
         weight: Tensor = self._lm_head.weight
         return weight
 
+    def tapped(self, layers: Sequence[int]) -> "BaseModel":
+        """The same base with wider hidden states: outputs of some layers stand behind the last one.
+
+        Both share the model and all else; this one stays as it is.
+
+        Args:
+            layers: Counted from 1, all below the last; their outputs come in this order, without any norm.
+
+        Raises:
+            ValueError: There are no such layers, or they cannot be found.
+        """
+        if tuple(layers) == self.feature_layers:
+            return self
+        tapped = copy.copy(self)
+        tapped._pass = DecoderPass(self._decoder, layers, self.num_layers)
+        tapped.feature_layers = tuple(layers)
+        tapped.compile(self.compiled)
+        return tapped
+
     def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
         """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
-        return SlotCache(slots, capacity, int(self.config.num_hidden_layers), self.device, limit)
+        return SlotCache(slots, capacity, self.num_layers, self.device, limit)
 
     def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
         """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
         return TreePlan(draft, cache.lengths, cache.kv_length, self.attention)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-        """Last hidden states [B, T, D], after the last norm, of a plain causal pass without cache.
+        """Hidden states [B, T, F] of a plain causal pass without cache.
+
+        The first D numbers are the last hidden state, after the last norm; the feature layers' outputs follow.
 
         Args:
             input_ids_BT: [B, T] int64.
             position_ids_BT: [B, T]; positions that start again at 0 mark packed documents, which do not see each other.
         """
-        hidden: Tensor = self._decoder(
-            input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False
-        ).last_hidden_state
+        hidden = self._pass(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False)
         return hidden.to(self.device)
 
     def tree_hidden_states(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
-        """Last hidden states [B, N, D] of tree rows that see their cached prefix and their own ancestors.
+        """Hidden states [B, N, F] of tree rows that see their cached prefix and their own ancestors.
 
         Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.
         """
@@ -263,14 +297,14 @@ class BaseModel:
             except RecompileLimitError as error:
                 logger.warning("base (%s) runs without compilation from now on: %s", self.name, error)
                 self.compile(False)
-        hidden: Tensor = self._decoder(
+        hidden = self._pass(
             input_ids=tokens_BN,
             position_ids=positions_BN,
             attention_mask=plan.bias(1, self.dtype, self.device) if self.explicit_mask else self._no_mask,
             past_key_values=cache,
             use_cache=True,
             tree_plan=plan,
-        ).last_hidden_state
+        )
         return hidden.to(self.device)
 
     def compile(self, on: bool = True) -> None:
@@ -278,7 +312,12 @@ class BaseModel:
 
         The first pass of each kind of shape (one sequence or several, one row or several) takes seconds.
         """
-        self._compiled = CompiledPass(self._decoder) if on else None
+        self._compiled = CompiledPass(self._pass) if on else None
+
+    @property
+    def linear(self) -> bool:
+        """Whether logits are a linear function of hidden states, apart from a constant: no soft cap bends them."""
+        return not self._logit_cap
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
@@ -286,8 +325,28 @@ class BaseModel:
         return embeddings.to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] as the base itself would give for last hidden states [..., D] of any dtype."""
-        logits: Tensor = self._lm_head(hidden.to(self.lm_head_weight.dtype))
+        """Logits [..., V] as the base itself would give for hidden states [..., D] or [..., F] of any dtype."""
+        if self.feature_layers:
+            hidden = hidden[..., : self.hidden_size]
+        return self._as_given(self._lm_head(hidden.to(self.lm_head_weight.dtype)))
+
+    def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
+        """What computes columns ``tokens`` of ``logits`` alone: hidden states [..., D] -> [..., n].
+
+        It reads a copy of the output layer's rows of these tokens.
+
+        Args:
+            tokens: int64 [n] token ids.
+            pack: Reorder the copy for a CPU's matrix kernels; no gradient passes through these.
+        """
+        index = tokens.to(self.lm_head_weight.device)
+        weight, bias = self.lm_head_weight[index], getattr(self._lm_head, "bias", None)
+        bias = None if bias is None else bias[index]
+        linear = packed.packed_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
+        return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))
+
+    def _as_given(self, logits: Tensor) -> Tensor:
+        """The output layer's numbers as the family scales and bounds them."""
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._logit_cap:

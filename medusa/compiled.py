@@ -15,13 +15,14 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from medusa import packed
 from medusa.attention import AMBIENT, Scoring, TreePlan
 from medusa.attention.hook import attend_rows
 from medusa.cache import SlotCache
+from medusa.taps import DecoderPass
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,11 @@ class RecompileLimitError(RuntimeError):
 class CompiledPass:
     """A decoder's pass over tree rows as a compiled function; the first call of each kind of shape takes seconds."""
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: DecoderPass) -> None:
         def run(tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor) -> Tensor:
-            hidden: Tensor = decoder(
+            return decoder(
                 input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, use_cache=False, tree_plan=AMBIENT
-            ).last_hidden_state
-            return hidden
+            )
 
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -52,7 +52,7 @@ class CompiledPass:
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor, cache: SlotCache, plan: TreePlan
     ) -> Tensor:
-        """Last hidden states [B, N, D]; the rows' keys and values go into the cache.
+        """Hidden states [B, N, F]; the rows' keys and values go into the cache.
 
         Raises:
             RecompileLimitError: Nothing was computed; no later call will be.

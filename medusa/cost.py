@@ -9,20 +9,16 @@ the probability that it is accepted exceeds rate * dT/dN, a further level is dra
 rate * its seconds, and nothing is drafted where even the best draft does not pay: N = 1 is a size like the others.
 """
 
-import heapq
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-FIRST_GUESS, NEXT_GUESS = 0.5, 0.4
-"""How often the best guess of a head is right where nothing is known about heads; each next rank less."""
 
 
 @dataclass(frozen=True)
@@ -129,25 +125,6 @@ def best_fixed(costs: StepCosts, tokens_per_step: Callable[[int], float]) -> int
         tokens_per_step: Expected tokens of a step by its number of nodes.
     """
     return max(costs.nodes, key=lambda size: (tokens_per_step(size) / costs.step(size), -size))
-
-
-def likely_paths(depth: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Probabilities and rank paths, the likeliest first, of heads that are typical and all alike.
-
-    Rank r of every head is right with probability ``FIRST_GUESS * NEXT_GUESS**r``; a path's is the product.
-    """
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-FIRST_GUESS, (0,))]
-    while waiting:
-        score, path = heapq.heappop(waiting)
-        yield -score, path
-        heapq.heappush(waiting, (score * NEXT_GUESS, (*path[:-1], path[-1] + 1)))
-        if len(path) < depth:
-            heapq.heappush(waiting, (score * FIRST_GUESS, (*path, 0)))
-
-
-def typical_tokens_per_step(nodes: int, depth: int) -> float:
-    """Tokens of a step with the best tree of ``nodes`` nodes, for such heads."""
-    return 1.0 + sum(probability for probability, _ in islice(likely_paths(depth), nodes - 1))
 
 
 def _non_decreasing(values: Sequence[float]) -> tuple[float, ...]:

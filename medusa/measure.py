@@ -134,7 +134,7 @@ class _Rig:
         self._cache = base.new_cache(batch, self._context + 8 * max(GRID))
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=base.device)
         history_BT = zeros_B[:, None].repeat(1, self._cache.capacity + 1)
-        hidden_BD = torch.zeros(batch, base.hidden_size, dtype=base.dtype, device=base.device)
+        hidden_BD = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
         positions_B = zeros_B + self._context
         self.state = DecodeState(zeros_B, hidden_BD, zeros_B == 0, history_BT, positions_B, zeros_B)
 

@@ -16,6 +16,7 @@ from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
 from medusa.auto import AutoNodes
 from medusa.base_model import BaseModel, resolve_base
 from medusa.cache import SlotCache
+from medusa.calibrate import Calibration
 from medusa.drafters import (
     Drafter,
     HeadsDrafter,
@@ -25,7 +26,7 @@ from medusa.drafters import (
     SampledHeadsDrafter,
 )
 from medusa.formats import load_heads, save_heads
-from medusa.formats.native import load_config
+from medusa.formats.native import load_calibration, load_config
 from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
@@ -86,24 +87,32 @@ class MedusaModel:
     """A frozen base and the heads that draft for it.
 
     Attributes:
-        base: The base.
+        base: The base; with its feature layers where heads read some.
         heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are taken
             over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
             on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
+        calibration: How often the heads are right, where that is known; ``medusa.calibrate`` finds it out.
     """
 
-    def __init__(self, base: BaseModel, heads: DraftHeads | None = None, graph: bool | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        heads: DraftHeads | None = None,
+        graph: bool | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
         if heads is not None:
             _check_fit(base, heads)
+            base = base.tapped(heads.config.feature_layers)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
-            heads.freeze()
+            heads.freeze(base)
         if graph and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
-        self.base, self.heads = base, heads
+        self.base, self.heads, self.calibration = base, heads, calibration
         self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self._plain = PlainDrafter()
-        self._auto = AutoNodes(base, self.heads)
+        self._auto = AutoNodes(base, self.heads, calibration)
         self._drafters: dict[tuple[str, int, Tree | None, float], Drafter] = {}
 
     @classmethod
@@ -159,13 +168,15 @@ class MedusaModel:
             adapter=config.base_adapter if config is not None else "",
         )  # fmt: skip
         choose_decoding(base_model)
+        if config is not None:
+            base_model = base_model.tapped(config.feature_layers)
         if compiled:
             compile_base(base_model)
         if heads is None:
             return cls(base_model, graph=graph)
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
         loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
-        return cls(base_model, loaded, graph)
+        return cls(base_model, loaded, graph, load_calibration(heads, loaded.config))
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
@@ -175,7 +186,7 @@ class MedusaModel:
         """
         if self.heads is None:
             raise ValueError("this model has no heads to save; train or load heads first")
-        return save_heads(self.heads, directory, provenance)
+        return save_heads(self.heads, directory, provenance, self.calibration)
 
     @overload
     def generate(self, prompts: str | list[int], **options: Unpack[Options]) -> Output: ...
@@ -290,7 +301,7 @@ class MedusaModel:
         return answers, self._decode(cache, drafter, rule, prompts, answers, max_steps, seeds)
 
     def explain_nodes(self, drafter: str | None = None) -> str:
-        """What ``nodes=None`` means here for one prompt, and why, in one line; measures costs that are not known."""
+        """What ``nodes=None`` means for one prompt and why, in one line; measures step costs that are not known."""
         chosen = self._drafter(drafter, None, None, 1.0, batch=1)
         return self._auto.reason if chosen is not self._plain else "nodes auto: 1, plain decoding"
 

@@ -33,7 +33,7 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
     """Run the base once over all tree rows; their keys and values go behind the committed rows of the cache.
 
     Returns:
-        Last hidden states [B, N, D].
+        Hidden states [B, N, F].
     """
     cache.begin(draft.tokens.shape[1])
     plan = base.new_plan(draft, cache)
@@ -62,9 +62,9 @@ def step_on_device(
     """
     draft = _fit(base, cache, drafter.propose(state))
 
-    hidden_BND = verify(base, cache, draft)
+    hidden_BNF = verify(base, cache, draft)
 
-    verdict = rule(draft, base.logits(hidden_BND), state)
+    verdict = rule(draft, base.logits(hidden_BNF), state)
     accepted = select_path(draft, verdict)
 
     counts_B = torch.where(state.active, accepted.counts, 0)
@@ -73,7 +73,7 @@ def step_on_device(
     else:
         cache.commit(accepted.path, counts_B)
     emitted = torch.cat([accepted.tokens.T, counts_B[None]])
-    return emitted, _next_state(state, accepted, hidden_BND, cache)
+    return emitted, _next_state(state, accepted, hidden_BNF, cache)
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -107,21 +107,21 @@ def prefill(
     batch, width = len(prompts), max(map(len, prompts))
     padded = [[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts]
     history_BT = torch.tensor(padded, device=base.device)
-    hidden_BD = torch.zeros(batch, base.hidden_size, dtype=base.dtype, device=base.device)
+    hidden_BF = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
     missing = [len(prompt) - 1 - length for prompt, length in zip(prompts, cache.host_lengths, strict=True)]
     while any(missing):
         counts = [min(rows, 1 if base.decoding == "plain" else chunk) for rows in missing]
         counts_B, index_C = torch.tensor(counts, device=base.device), torch.arange(max(counts), device=base.device)
         tokens_BC = history_BT.gather(1, (cache.lengths[:, None] + index_C).clamp(max=width - 1))
-        hidden_BCD = verify(base, cache, Draft.chain(tokens_BC))
-        last_BD = hidden_BCD[torch.arange(batch, device=base.device), (counts_B - 1).clamp(min=0)]
-        hidden_BD = torch.where(counts_B[:, None] > 0, last_BD, hidden_BD)
+        hidden_BCF = verify(base, cache, Draft.chain(tokens_BC))
+        last_BF = hidden_BCF[torch.arange(batch, device=base.device), (counts_B - 1).clamp(min=0)]
+        hidden_BF = torch.where(counts_B[:, None] > 0, last_BF, hidden_BF)
         cache.extend(counts_B)
         cache.grow(counts)
         missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
     roots_B = history_BT.gather(1, cache.lengths[:, None])[:, 0]
     active_B, seeds_B = torch.ones_like(roots_B, dtype=torch.bool), torch.tensor(seeds or [0] * batch)
-    return DecodeState(roots_B, hidden_BD, active_B, history_BT, cache.lengths, seeds_B.to(base.device))
+    return DecodeState(roots_B, hidden_BF, active_B, history_BT, cache.lengths, seeds_B.to(base.device))
 
 
 class Steps(Protocol):
@@ -170,9 +170,9 @@ def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:
     return dataclasses.replace(state, history=torch.nn.functional.pad(state.history, (0, missing)))
 
 
-def _next_state(state: DecodeState, accepted: Accepted, hidden_BND: Tensor, cache: SlotCache) -> DecodeState:
-    new_A = torch.arange(1, accepted.tokens.shape[1] + 1, device=hidden_BND.device)
+def _next_state(state: DecodeState, accepted: Accepted, hidden_BNF: Tensor, cache: SlotCache) -> DecodeState:
+    new_A = torch.arange(1, accepted.tokens.shape[1] + 1, device=hidden_BNF.device)
     state.history.scatter_(1, state.positions[:, None] + new_A, accepted.tokens)
-    index_B = torch.arange(len(hidden_BND), device=hidden_BND.device)
-    hidden_BD = hidden_BND[index_B, accepted.leaf]
-    return dataclasses.replace(state, roots=accepted.bonus, hidden=hidden_BD, positions=cache.lengths)
+    index_B = torch.arange(len(hidden_BNF), device=hidden_BNF.device)
+    hidden_BF = hidden_BNF[index_B, accepted.leaf]
+    return dataclasses.replace(state, roots=accepted.bonus, hidden=hidden_BF, positions=cache.lengths)

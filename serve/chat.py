@@ -143,6 +143,11 @@ def build_parser() -> argparse.ArgumentParser:
         " from the heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
         " (default: hybrid)",
     )
+    decoding.add_argument(
+        "--tree",
+        metavar="FILE",
+        help="draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)",
+    )
     parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
 
@@ -207,18 +212,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     except ValueError as error:
         parser.error(str(error))
+    if args.tree and (args.nodes is not None or args.drafter is not None):
+        parser.error(f"tree ({args.tree}) takes the place of --nodes and --drafter; leave them out")
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
     try:
+        from medusa import Prefix, load_tree
+
+        tree = load_tree(args.tree) if args.tree else None
         model = load_model(args)
-        from medusa import Prefix
 
         title = describe(model, args.heads)
-        if settings.nodes is None:
+        if settings.nodes is None and tree is None:
             title += "\n" + model.explain_nodes(settings.drafter)
-        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix()).run()
+        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix(), tree=tree).run()
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,7 @@ from serve.conversation import Conversation, Message, Settings, Turn
 from serve.terminal import Terminal, count
 
 if TYPE_CHECKING:
-    from medusa import MedusaModel, Output, Prefix
+    from medusa import MedusaModel, Output, Prefix, Tree
 
 BLOCK = '"""'
 """Opens and closes a message of several lines."""
@@ -45,6 +45,7 @@ class Repl:
         settings: How answers are generated.
         title: Lines of the banner about the model.
         prefix: Keeps what is computed of the conversation from one answer to the next; None computes it each time.
+        tree: A static tree that every step drafts; None is one per step.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Repl:
         settings: Settings,
         title: str = "",
         prefix: "Prefix | None" = None,
+        tree: "Tree | None" = None,
     ) -> None:
         self.model = model
         self.terminal = terminal
@@ -62,6 +64,7 @@ class Repl:
         self.settings = settings
         self.title = title
         self.prefix = prefix
+        self.tree = tree
         self.totals = Totals()
         self._attempt = 0
         self._forgotten = 0
@@ -163,7 +166,7 @@ class Repl:
         """Stream an answer; None when it was stopped before its first piece."""
         prompt = self._prompt(message)
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)
-        stream = self.model.stream(prompt, prefix=self.prefix, **asdict(settings))
+        stream = self.model.stream(prompt, prefix=self.prefix, tree=self.tree, **asdict(settings))
         text, interrupted = "", False
         try:
             for piece in stream:

@@ -5,7 +5,8 @@ has a gradient of less noise, so the rows of several steps form a block, and a p
 out to its steps. The base still reads each row once. Everything is a function of the seed and the step, and the same
 for any number of processes: each takes its share of the block's rows, and of a step the positions of those rows.
 
-Shapes: M positions, U positions that teach, K heads, D hidden size.
+Shapes: M positions, U positions that teach, K heads, D hidden size, F width of the base's hidden states (D, times more
+with feature layers).
 """
 
 from collections.abc import Iterator
@@ -26,13 +27,13 @@ class MicroBatch:
     """Positions that go through the heads together; there may be none."""
 
     hidden: Tensor
-    """float32 [M, D]; hidden states of the base at positions t."""
+    """float32 [M, F]; hidden states of the base at positions t."""
     path: Tensor
     """int64 [M, K]; tokens t+1 .. t+K."""
     labels: Tensor
     """int64 [M, K]; tokens t+2 .. t+1+K, `IGNORE` where a head has nothing to say."""
     teacher: Tensor | None = None
-    """float32 [U, D]; hidden states of the base where it says what heads should; None where the labels teach."""
+    """float32 [U, D]; last hidden states of the base where it says what heads should; None where the labels teach."""
     teacher_rows: Tensor | None = None
     """int64 [M, K]; the row of `teacher` for each label that is not `IGNORE`."""
 
@@ -48,12 +49,14 @@ class Block:
         steps: steps of the block.
         rank: this process.
         world_size: number of processes.
+        hidden_size: D; None = F, without feature layers.
     """
 
     def __init__(
-        self, optim: OptimRecipe, packed: PackedRows, num_heads: int, first: int, steps: int, rank: int, world_size: int
-    ) -> None:
-        self.first, self._rank, self._soft = first, rank, optim.loss != "ce"
+        self, optim: OptimRecipe, packed: PackedRows, num_heads: int, first: int, steps: int, rank: int,
+        world_size: int, hidden_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.first, self._rank, self._soft, self._hidden_size = first, rank, optim.loss != "ce", hidden_size
         chain = [rows_of_step(optim.seed, first + step, optim.rows_per_step, len(packed)) for step in range(steps)]
         rows = torch.cat(chain)
         self.positions = Positions.of(packed, rows, num_heads)
@@ -64,7 +67,7 @@ class Block:
         # Positions of the rows of each process: [bounds[rank], bounds[rank + 1]).
         bounds = torch.tensor([len(share) for share in shares]).cumsum(0)
         self._bounds = [0, *(int(ends[bound - 1]) if bound else 0 for bound in bounds)]
-        self._hidden_MD: Tensor | None = None
+        self._hidden_MF: Tensor | None = None
 
     def label_counts(self, step: int) -> Tensor:
         """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
@@ -75,8 +78,8 @@ class Block:
 
         All processes get the same number of micro-batches, at least one, so those with fewer positions get empty ones.
         """
-        if self._hidden_MD is None:
-            self._hidden_MD = states.read(self.rows)
+        if self._hidden_MF is None:
+            self._hidden_MF = states.read(self.rows)
         start, end = self._bounds[self._rank : self._rank + 2]
         mine = (self._steps_M[start:end] == step - self.first).nonzero().squeeze(1)
         most = max(int((self._steps_M[a:b] == step - self.first).sum()) for a, b in pairwise(self._bounds))
@@ -85,11 +88,11 @@ class Block:
             yield self._micro_batch(mine[number * size : (number + 1) * size], start), number == count - 1
 
     def _micro_batch(self, index_M: Tensor, start: int) -> MicroBatch:
-        assert self._hidden_MD is not None
-        device, positions = self._hidden_MD.device, self.positions
+        assert self._hidden_MF is not None
+        device, positions = self._hidden_MF.device, self.positions
         here = index_M.to(device)
         batch = (
-            self._hidden_MD[here].float(),
+            self._hidden_MF[here].float(),
             positions.path[start + index_M].to(device),
             positions.targets[start + index_M, 1:].to(device),
         )
@@ -97,8 +100,8 @@ class Block:
             return MicroBatch(*batch)
         num_heads = positions.path.shape[1]
         ahead_MK = here[:, None] + torch.arange(1, num_heads + 1, device=device)
-        teachers, teacher_MK = ahead_MK.clamp(max=len(self._hidden_MD) - 1).unique(return_inverse=True)
-        return MicroBatch(*batch, self._hidden_MD[teachers].float(), teacher_MK)
+        teachers, teacher_MK = ahead_MK.clamp(max=len(self._hidden_MF) - 1).unique(return_inverse=True)
+        return MicroBatch(*batch, self._hidden_MF[teachers, : self._hidden_size].float(), teacher_MK)
 
 
 def _deal(count: int, steps: int, seed: int) -> Tensor:

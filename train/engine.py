@@ -84,10 +84,10 @@ class Engine:
         return float(self._norm if self._stage == 0 else self._engine.get_global_grad_norm())
 
     def full_state(self) -> dict[str, Tensor]:
-        """The module's state, whole and on the CPU in float32, on every process; all processes call it."""
+        """The module's state, whole and on the CPU, weights in float32, on every process; all processes call it."""
         with self._whole():
             return {
-                name: value.detach().to("cpu", torch.float32, copy=True)
+                name: value.detach().to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
                 for name, value in self._module.state_dict().items()
             }
 

@@ -1,6 +1,6 @@
 """Evaluation on held-out samples: per-head accuracy, and tokens per step as `MedusaModel.generate` serves them.
 
-Shapes: B rows, T tokens, M positions, K heads, V vocabulary.
+Shapes: B rows, T tokens, M positions, K heads, F width of the base's hidden states, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,59 +8,46 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from data.packing import IGNORE, PackedRows
+from data.packing import PackedRows
 from data.sources import Sample
 from medusa.base_model import BaseModel
+from medusa.calibrate import RANKS, Calibration, count_ranks
 from medusa.heads import DraftHeads
 from medusa.model import MedusaModel
 from train.features import BasePass, Positions
 
-RANKS = (1, 5, 10)
-"""A head is right at rank r when its r best tokens hold the label."""
-CHUNK = 256
-"""Positions whose logits exist at a time."""
+TOP = (1, 5, 10)
+"""Figures tell how often the label is among so many of a head's best tokens."""
 DOCUMENT_PROMPT = 32
 """Tokens of a document without a prompt part that are given to be continued."""
 
 
-@torch.no_grad()
 def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: Tensor, batch_rows: int) -> Tensor:
-    """Count how often each head's best tokens hold the label, given that the tokens before it were drafted right.
+    """Count at which rank each head has its label, given that the tokens before it were drafted right.
 
     Args:
-        base: the frozen model.
+        base: the frozen model; the layers that the heads read are tapped here.
         heads: the trained heads in the base's dtype, on its device.
         packed: held-out rows.
         rows: indices of the rows to read.
         batch_rows: rows per forward pass.
 
     Returns:
-        int64 [1 + len(RANKS), K]: labels per head, then hits per rank and head; counts add up over processes.
+        int64 [K, 1 + R] as `count_ranks` makes them; counts add up over processes.
     """
-    num_heads = heads.config.num_heads
-    counts = torch.zeros(1 + len(RANKS), num_heads, dtype=torch.int64)
+    base, num_heads = base.tapped(heads.config.feature_layers), heads.config.num_heads
+    counts_KR = torch.zeros(num_heads, 1 + RANKS, dtype=torch.int64)
     for part in rows.split(batch_rows) if len(rows) else ():  # fewer rows than processes
         positions = Positions.of(packed, part, num_heads)
-        tensors = BasePass(base, packed, num_heads, batch_rows).read(part), positions.path, positions.targets[:, 1:]
-        for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):
-            hidden_MD, path_MK, labels_MK = (tensor.to(base.device) for tensor in chunk)
-            features_KMD = heads(hidden_MD, path_MK, base)
-            for head in range(num_heads):
-                logits_MV, labels_M = heads.head_logits(head, features_KMD[head], base), labels_MK[:, head]
-                valid_M = labels_M != IGNORE
-                better_M = (logits_MV > logits_MV.gather(1, labels_M.clamp(min=0)[:, None])).sum(1)
-                hits = [valid_M, *((better_M < rank) & valid_M for rank in RANKS)]
-                counts[:, head] += torch.stack(hits).sum(1).cpu()
-    return counts
+        hidden_MF = BasePass(base, packed, num_heads, batch_rows).read(part)
+        path_MK, labels_MK = positions.path.to(base.device), positions.targets[:, 1:].to(base.device)
+        counts_KR += count_ranks(heads, base, hidden_MF, path_MK, labels_MK)
+    return counts_KR
 
 
-def accuracy_figures(counts: Tensor) -> dict[str, list[float]]:
-    """Turn the counts of `head_accuracy` into {"samples": [...], "top1": [...], ...}, one value per head."""
-    samples_K, hits_RK = counts[0], counts[1:]
-    shares_RK = hits_RK / samples_K.clamp(min=1)
-    return {"samples": samples_K.tolist()} | {
-        f"top{rank}": share_K.tolist() for rank, share_K in zip(RANKS, shares_RK, strict=True)
-    }
+def accuracy_figures(calibration: Calibration) -> dict[str, list[int] | list[float]]:
+    """{"samples": [...], "top1": [...], ...}, one value per head."""
+    return {"samples": list(calibration.samples), **{f"top{ranks}": calibration.top(ranks) for ranks in TOP}}
 
 
 def held_out_rows(rows: int, count: int) -> Tensor:

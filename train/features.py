@@ -3,7 +3,8 @@
 A position t is kept where the base or a head has a target: where one of the tokens t+1 .. t+1+K of the same document
 is in the loss mask. Kept positions of one answer follow each other, so what the base says at t+k stands k places on.
 
-Shapes: B rows, T tokens, M kept positions in the order of rows, K heads, D hidden size.
+Shapes: B rows, T tokens, M kept positions in the order of rows, K heads, F width of the base's hidden states (its
+hidden size, times more with feature layers).
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class HiddenStates(Protocol):
     """Where hidden states come from: a pass of the base, or a disk."""
 
     def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, D] of the base at the kept positions of rows, after its last norm."""
+        """Hidden states [M, F] of the base at the kept positions of rows, see `BaseModel.hidden_states`."""
 
     def flush(self) -> None:
         """Write what is still in memory only."""
@@ -69,14 +70,14 @@ class BasePass:
 
     @torch.no_grad()
     def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, D] in the base's dtype on its device."""
+        """Hidden states [M, F] in the base's dtype on its device."""
         base, packed = self._base, self._packed
         kept = []
         for micro in rows_B.split(self._micro_rows):
             kept_BT = packed.kept(micro, self._num_heads)
             ids_BT, positions_BT = packed.input_ids[micro].long(), packed.position_ids[micro].long()
-            hidden_BTD = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
-            kept.append(hidden_BTD[kept_BT.to(base.device)])
+            hidden_BTF = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
+            kept.append(hidden_BTF[kept_BT.to(base.device)])
         return torch.cat(kept)
 
     def flush(self) -> None:
@@ -96,14 +97,14 @@ class EvenPasses:
         self._passes, self._micro_rows, self._device = passes, micro_rows, device
 
     def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, D] of the kept positions of rows; all processes call it, with one row at least."""
+        """Hidden states [M, F] of the kept positions of rows; all processes call it, with one row at least."""
         mine = -(-len(rows_B) // self._micro_rows)
         most = torch.tensor(mine, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        hidden_MD = self._passes.read(rows_B)
+        hidden_MF = self._passes.read(rows_B)
         for _ in range(int(most) - mine):
             self._passes.read(rows_B[:1])
-        return hidden_MD
+        return hidden_MF
 
     def flush(self) -> None:
         """Nothing is in memory only."""

@@ -1,11 +1,11 @@
 """The base's hidden states at kept positions, on disk: a frozen base says the same in every epoch and every run.
 
 A directory holds `manifest.json` (which base, tokenizer, rows and heads the states belong to) and shards, each a
-safetensors file with `hidden` [M, D] in the base's dtype, the `rows` that it holds, and the kept positions `per_row`.
+safetensors file with `hidden` [M, F] in the base's dtype, the `rows` that it holds, and the kept positions `per_row`.
 Shards are written whole under another name first, so a directory that exists is right however its writer died, and
 their names tell whose they are; any process may add shards, and rows that are not there yet are computed.
 
-Shapes: B rows, M kept positions, D hidden size.
+Shapes: B rows, M kept positions, F width of hidden states: the base's hidden size, times more with feature layers.
 """
 
 import hashlib
@@ -49,6 +49,7 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
         "rows": packed.fingerprint(),
         "heads": num_heads,
         "hidden_size": base.hidden_size,
+        "layers": list(base.feature_layers),
         "dtype": str(base.dtype).removeprefix("torch."),
     }
 
@@ -116,7 +117,7 @@ class HiddenCache:
         self._look()
 
     def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, D] of the kept positions of rows, on the base's device."""
+        """Hidden states [M, F] of the kept positions of rows, on the base's device."""
         rows = rows_B.tolist()
         if self._missing(rows):
             self._look()  # another process may have written them

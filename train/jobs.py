@@ -87,6 +87,7 @@ class HeadsJob:
         self.groups = [list(heads.parameters())]
         self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
         self._states = _hidden_states(recipe, base, packed, run)
+        self._hidden_size = base.hidden_size
         self._last: Block | None = None
 
     def prepare(self) -> None:
@@ -132,7 +133,8 @@ class HeadsJob:
             steps = min(optim.mix_steps, self._total - first)
             self._last = None  # its hidden states go before the next ones come
             num_heads = self._recipe.heads.num_heads
-            self._last = Block(optim, self._packed, num_heads, first, steps, workers.rank, workers.world_size)
+            process = workers.rank, workers.world_size
+            self._last = Block(optim, self._packed, num_heads, first, steps, *process, self._hidden_size)
         return self._last
 
 

@@ -5,7 +5,8 @@
 The base's loss keeps it what it was: the distance of its next-token distribution to that of the original, which is
 itself without adapters, or the cross entropy of the text. Source: Cai et al. 2024, section 2.2.2 and equation 2.
 
-Shapes: B rows, T tokens, M kept positions, K heads, C = 1 + K columns (the base, then the heads), D hidden size.
+Shapes: B rows, T tokens, M kept positions, K heads, C = 1 + K columns (the base, then the heads), D hidden size, F
+width of the base's hidden states (D, times more with feature layers).
 """
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from medusa.base_model import BaseModel
 from medusa.heads import DraftHeads
 from train.adapters import Adapters
+from train.draft_vocabulary import drafted_labels
 from train.fused import Targets, fused_loss
 from train.losses import chunk_rows
 
@@ -39,6 +41,7 @@ class JointLoss(nn.Module):
         named = {name.replace(".", "/"): parameter for name, parameter in adapters.parameters().items()}
         self.adapters = nn.ParameterDict(named)
         self._base, self._off = base, adapters.off
+        self._output = heads.output(base)
         self._base_loss, self._heads_loss = base_loss, heads_loss
         self._rows = chunk_rows(loss_rows, base.vocab_size, base.device)
 
@@ -69,33 +72,39 @@ class JointLoss(nn.Module):
         rows, adapting = (input_ids_BT, position_ids_BT, kept_BT), bool(weights_C[0])
         original_MD = self._original(*rows) if adapting and self._base_loss == "kl" else None
         with torch.set_grad_enabled(adapting):
-            hidden_MD = self._hidden(*rows, training=adapting)
-        loss_K, correct_K = self._of_heads(hidden_MD, path_MK, targets_MC[:, 1:])
-        loss_1, correct_1 = self._of_base(hidden_MD, targets_MC[:, :1], original_MD) if adapting else self._rest()
+            hidden_MF = self._hidden(self._base, *rows, training=adapting)
+        last_MD = hidden_MF[:, : self._base.hidden_size]
+        loss_K, correct_K = self._of_heads(hidden_MF, last_MD, path_MK, targets_MC[:, 1:])
+        loss_1, correct_1 = self._of_base(last_MD, targets_MC[:, :1], original_MD) if adapting else self._rest()
         loss_C = torch.cat([loss_1, loss_K])
         return (loss_C * weights_C).sum(), loss_C.detach(), torch.cat([correct_1, correct_K])
 
-    def _hidden(self, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor, training: bool = False) -> Tensor:
-        """Hidden states [M, D], at least float32; `training` drops out, in this pass and when it is computed again."""
-        self._base.model.train(training)
-        hidden_MD = self._base.hidden_states(ids_BT, positions_BT)[kept_BT]
-        return hidden_MD.to(torch.promote_types(hidden_MD.dtype, torch.float32))
+    def _hidden(
+        self, base: BaseModel, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor, training: bool = False
+    ) -> Tensor:
+        """Hidden states [M, F], at least float32; `training` drops out, in this pass and when it is computed again."""
+        base.model.train(training)
+        hidden_MF = base.hidden_states(ids_BT, positions_BT)[kept_BT]
+        return hidden_MF.to(torch.promote_types(hidden_MF.dtype, torch.float32))
 
     @torch.no_grad()
     def _original(self, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor) -> Tensor:
         with self._off():
-            return self._hidden(ids_BT, positions_BT, kept_BT)
+            return self._hidden(self._base.tapped(()), ids_BT, positions_BT, kept_BT)
 
-    def _of_heads(self, hidden_MD: Tensor, path_MK: Tensor, labels_MK: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_heads(
+        self, hidden_MF: Tensor, last_MD: Tensor, path_MK: Tensor, labels_MK: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # Kept positions of one answer follow each other: what the base says at t+k stands k places on.
-        teacher_MK = _places(hidden_MD) + torch.arange(1, path_MK.shape[1] + 1, device=hidden_MD.device)
-        targets = Targets(labels_MK, self._heads_loss, hidden_MD.detach(), teacher_MK)
-        features_KMD = self.heads(hidden_MD, path_MK, self._base)
-        return fused_loss(features_KMD, targets, self._base.logits, self.heads.lm_heads, self._rows)
+        teacher_MK = _places(last_MD) + torch.arange(1, path_MK.shape[1] + 1, device=last_MD.device)
+        labels_MK = drafted_labels(self.heads, labels_MK)
+        targets = Targets(labels_MK, self._heads_loss, last_MD.detach(), teacher_MK)
+        features_KMD = self.heads(hidden_MF, path_MK, self._base)
+        return fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, self._rows)
 
-    def _of_base(self, hidden_MD: Tensor, labels_M1: Tensor, original_MD: Tensor | None) -> tuple[Tensor, Tensor]:
-        targets = Targets(labels_M1, self._base_loss, original_MD, _places(hidden_MD))
-        return fused_loss(hidden_MD[None], targets, self._base.logits, chunk_rows=self._rows)
+    def _of_base(self, last_MD: Tensor, labels_M1: Tensor, original_MD: Tensor | None) -> tuple[Tensor, Tensor]:
+        targets = Targets(labels_M1, self._base_loss, original_MD, _places(last_MD))
+        return fused_loss(last_MD[None], targets, self._base.logits, chunk_rows=self._rows)
 
     def _rest(self) -> tuple[Tensor, Tensor]:
         """No loss of the base, but a gradient of zeros: ZeRO waits for one from every parameter."""
@@ -103,5 +112,5 @@ class JointLoss(nn.Module):
         return nothing[None], torch.zeros(1, dtype=torch.int64, device=nothing.device)
 
 
-def _places(hidden_MD: Tensor) -> Tensor:
-    return torch.arange(len(hidden_MD), device=hidden_MD.device)[:, None]
+def _places(last_MD: Tensor) -> Tensor:
+    return torch.arange(len(last_MD), device=last_MD.device)[:, None]

@@ -1,12 +1,13 @@
 """The trained module: heads and their loss.
 
-Shapes: M positions, K heads, U teachers, D hidden size, V vocabulary.
+Shapes: M positions, K heads, U teachers, D hidden size, F width of the base's hidden states, V vocabulary.
 """
 
 import torch
 from torch import Tensor, nn
 
 from medusa.heads import DraftHeads, Vocabulary
+from train.draft_vocabulary import drafted_labels
 from train.fused import Targets, fused_loss
 
 CHUNK_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -21,6 +22,9 @@ def chunk_rows(loss_rows: int, vocab_size: int, device: torch.device) -> int:
 class HeadsLoss(nn.Module):
     """Heads and their loss in one module, so that ZeRO sees every use of a parameter.
 
+    Where heads draft a part of the vocabulary only, that part is all there is: other labels are left out, and the
+    distributions that teach are restricted to it and normalised again.
+
     Args:
         heads: the trained heads.
         vocabulary: both ends of the frozen base.
@@ -33,12 +37,13 @@ class HeadsLoss(nn.Module):
         super().__init__()
         self.heads = heads
         self._vocabulary = vocabulary
+        self._output = heads.output(vocabulary)
         self._loss_rows = loss_rows
         self._kind = kind
 
     def forward(
         self,
-        hidden_MD: Tensor,
+        hidden_MF: Tensor,
         path_MK: Tensor,
         labels_MK: Tensor,
         weights_K: Tensor,
@@ -48,7 +53,7 @@ class HeadsLoss(nn.Module):
         """Weighted loss of one micro-batch; M = 0 gives 0 with a gradient of zeros for every parameter.
 
         Args:
-            hidden_MD: the base's last hidden states at the kept positions.
+            hidden_MF: the base's hidden states at the kept positions.
             path_MK: the K tokens after each of them, int64.
             labels_MK: int64 token ids, `IGNORE` where a head has no target.
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
@@ -62,8 +67,8 @@ class HeadsLoss(nn.Module):
         Raises:
             ValueError: kl or tv without teachers.
         """
-        targets = Targets(labels_MK, self._kind, teacher_UD, teacher_MK)
-        features_KMD = self.heads(hidden_MD, path_MK, self._vocabulary)
-        rows = chunk_rows(self._loss_rows, self.heads.config.vocab_size, hidden_MD.device)
-        loss_K, correct_K = fused_loss(features_KMD, targets, self._vocabulary.logits, self.heads.lm_heads, rows)
+        targets = Targets(drafted_labels(self.heads, labels_MK), self._kind, teacher_UD, teacher_MK)
+        features_KMD = self.heads(hidden_MF, path_MK, self._vocabulary)
+        rows = chunk_rows(self._loss_rows, self.heads.config.output_size, hidden_MF.device)
+        loss_K, correct_K = fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, rows)
         return (loss_K * weights_K).sum(), loss_K.detach(), correct_K

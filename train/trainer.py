@@ -19,16 +19,19 @@ from data.packing import PackedRows, pack
 from data.rows import open_rows
 from data.sources import Sample, Source, read_samples
 from medusa.base_model import BaseModel
+from medusa.calibrate import Calibration
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
 from medusa.self_test import choose_decoding
+from medusa.taps import spread_layers
 from train.config import BaseRecipe, Recipe
+from train.draft_vocabulary import check_draft_vocabulary, most_frequent_tokens
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows, served_tokens
 from train.jobs import build_job
 from train.progress import Progress
-from train.provenance import provenance
+from train.provenance import provenance, software
 from train.quantised import load_options
 from train.recipe_file import RecipeError, flatten, resolved
 from train.report import write_report
@@ -76,7 +79,9 @@ class Trainer:
         _check_rows(recipe, workers)
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
-        self.base = _load_base(str(base_name), recipe.base, workers.device)
+        base = _load_base(str(base_name), recipe.base, workers.device)
+        self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
+        check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
         self.packed = self._read_training_rows()
         _check_same(recipe, self.packed, workers)
         self.heldout = self._read_heldout()
@@ -87,10 +92,14 @@ class Trainer:
 
         torch.manual_seed(recipe.optim.seed)
         heads = build_heads(self._heads_config(str(base_name)))
+        if heads.draft_ids is not None:
+            ids = most_frequent_tokens(self.packed, len(heads.draft_ids), self.base.vocab_size, workers)
+            heads.draft_ids.copy_(ids)
         heads.init_from_base(self.base.lm_head_weight)
         self.job = build_job(recipe, self.base, heads, self.packed, workers, self.total, directory.path)
         self.engine = Engine(self.job.module, recipe.optim, recipe.engine, workers.device, self.job.groups)
         self.step, self.seconds = 0, 0.0
+        self.calibration: Calibration | None = None  # of the last evaluation
         self._resume()
         self.job.prepare()
         self.useful = 0  # labels of the base since this process began, for the tokens per second
@@ -163,7 +172,10 @@ class Trainer:
         mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout_packed, mine, self.recipe.optim.micro_rows)
         counts = workers.total(counts).long() // (workers.world_size if together else 1)
-        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy_figures(counts).items()}
+        self.calibration = Calibration.of(counts, self._calibration_origin(len(rows)))
+        figures: dict[str, Any] = {
+            f"heldout_{name}": values for name, values in accuracy_figures(self.calibration).items()
+        }
         if options.prompts and not together:
             longest = max(1, self.base.context_length - options.max_new_tokens)
             prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
@@ -207,9 +219,21 @@ class Trainer:
                 adapter = self.job.save_adapter(self.directory.heads)
                 heads.config = replace(heads.config, base_adapter=adapter)
                 origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
-                save_heads(heads, self.directory.heads, origin)
+                save_heads(heads, self.directory.heads, origin, self.calibration)
             LOGGER.info("heads are in %s", self.directory.heads)
         self.workers.wait()
+
+    def _calibration_origin(self, rows: int) -> dict[str, Any]:
+        """What the held-out counts belong to."""
+        recipe = self.recipe
+        return {
+            "heads": f"{recipe.heads.num_heads} {recipe.heads.architecture}",
+            "base": self.base.name,
+            "data": {"source": recipe.data.heldout, "rows": rows, "row_tokens": recipe.data.row_tokens},
+            "dtype": str(self.base.dtype).removeprefix("torch."),
+            "step": self.step,
+            **software(),
+        }
 
     def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
         self.directory.log(figures)
@@ -243,6 +267,9 @@ class Trainer:
             own_lm_heads=heads.own_lm_heads,
             base=base_name,
             architecture=heads.architecture,
+            feature_layers=self.base.feature_layers,
+            rank=heads.rank,
+            draft_vocab_size=heads.draft_vocab,
         )
 
     def _trained_heads(self) -> DraftHeads:

@@ -14,7 +14,7 @@ class DecodeState:
 
     Attributes:
         roots: [B] int64, the newest committed token of each sequence; its keys and values are not cached yet.
-        hidden: [B, D], the base's last hidden state at the token before the root (the one that predicted it).
+        hidden: [B, F], the base's hidden state at the token before the root (the one that predicted it).
         active: [B] bool, false for sequences that are finished and must not grow.
         history: [B, T] int64, all tokens of each active sequence up to its root; what stands behind it is undefined.
             One buffer, which grows with the cache: every step writes its new tokens into it.

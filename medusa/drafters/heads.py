@@ -53,14 +53,14 @@ class HeadsDrafter:
         host_decides: bool = True,
         sizes: "Sizes | None" = None,
     ) -> None:
-        num_heads, vocab_size = heads.config.num_heads, heads.config.vocab_size
+        num_heads, output_size = heads.config.num_heads, heads.config.output_size
         if tree is not None:
             check_tree(tree, heads.config)
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         self.heads, self.vocabulary = heads, vocabulary
         device = next(heads.parameters()).device
-        depth, width = min(num_heads, nodes - 1), min(WIDTH, vocab_size)
+        depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, (sizes or Floors()) if host_decides else None)
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
@@ -83,7 +83,7 @@ class HeadsDrafter:
             logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
             best_BmW, logprobs_BmW = _best_tokens(logits, shape.width)
             scores_BmW = scores_Bm[:, :, None] + logprobs_BmW
-            tokens.append(best_BmW.expand_as(scores_BmW).flatten(1))
+            tokens.append(self.heads.token_ids(best_BmW).expand_as(scores_BmW).flatten(1))
             parents.append(columns_Bm[:, :, None].expand_as(scores_BmW).flatten(1))
             scores.append(scores_BmW.flatten(1))
             picked_Bm = shape.pick(head, scores[-1])
@@ -111,12 +111,14 @@ def check_tree(tree: Tree, config: HeadsConfig) -> None:
             f"tree depth ({tree.depth}) exceeds the number of heads ({config.num_heads}); prune the tree or train more"
             " heads"
         )
-    if tree.width > config.vocab_size:
-        raise ValueError(f"tree width ({tree.width}) exceeds the vocabulary ({config.vocab_size}); prune it")
+    if tree.width > config.output_size:
+        raise ValueError(
+            f"tree width ({tree.width}) exceeds the tokens that the heads can draft ({config.output_size}); prune it"
+        )
 
 
 def _best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The ``width`` best tokens of each row of logits, and their log-probabilities less the cost of an edge."""
+    """The ``width`` best columns of each row of logits, and their log-probabilities less the cost of an edge."""
     best = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
     return best.indices, best.values.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0) - EDGE_COST
 

@@ -1,6 +1,7 @@
 """Drafting by drawing: tokens come from the heads' distributions, which the ``speculative`` rule then needs to know.
 
-Legend: B batch, N tree nodes, m nodes that get children, C children of a level, W draws per node, V vocabulary.
+Legend: B batch, N tree nodes, m nodes that get children, C children of a level, W draws per node, V columns of the
+draft logits.
 """
 
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class SampledHeadsDrafter:
         tree: Tree | None = None,
     ) -> None:
         config = heads.config
-        tree = tree or coin_tree(nodes, config.num_heads, min(WIDTH, config.vocab_size))
+        tree = tree or coin_tree(nodes, config.num_heads, min(WIDTH, config.output_size))
         check_tree(tree, config)
         if not temperature > 0:
             raise ValueError(f"temperature ({temperature}) must be above 0 to draw drafts; raise it, or draft the best")
@@ -79,11 +80,11 @@ class SampledHeadsDrafter:
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft below ``state.roots`` with the law of every token."""
-        batch, vocab_size = len(state.roots), self.heads.config.vocab_size
+        batch, output_size = len(state.roots), self.heads.config.output_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
-        noise_BKV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_K, vocab_size, DRAFT)
+        noise_BKV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_K, output_size, DRAFT)
         tokens_BN = state.roots[:, None].repeat(1, self.nodes)
-        probs = [noise_BKV.new_zeros(batch, 1, vocab_size)]
+        probs = [noise_BKV.new_zeros(batch, 1, output_size)]
         heads_state = self.heads.begin(state.hidden, self.vocabulary)
         for head, level in enumerate(self._levels):
             slots_Bm = level.slots.expand(batch, -1)
@@ -93,10 +94,17 @@ class SampledHeadsDrafter:
             logprobs_BmV = (logits.float() / self.temperature).log_softmax(-1).nan_to_num(nan=LOWEST).clamp(min=LOWEST)
             logprobs_BmV = logprobs_BmV.expand(-1, len(level.inner), -1)
             drawn_BmW = (logprobs_BmV + noise_BKV[:, head, None]).topk(self.tree.width).indices
-            tokens_BN[:, level.children] = drawn_BmW[:, level.places, level.ranks]
+            tokens_BN[:, level.children] = self.heads.token_ids(drawn_BmW[:, level.places, level.ranks])
             probs.append(_laws(logprobs_BmV[:, level.places], drawn_BmW[:, level.places], level.ranks))
         parents_BN = self._parents_N.expand(batch, -1)
-        return Draft.of(tokens_BN, parents_BN, self.tree.depth, torch.cat(probs, dim=1))
+        return Draft.of(tokens_BN, parents_BN, self.tree.depth, self._over_all_tokens(torch.cat(probs, dim=1)))
+
+    def _over_all_tokens(self, probs_BNV: Tensor) -> Tensor:
+        """Laws over the whole vocabulary: tokens that heads cannot draft have probability 0."""
+        if self.heads.draft_ids is None:
+            return probs_BNV
+        whole = probs_BNV.new_zeros(*probs_BNV.shape[:2], self.heads.config.vocab_size)
+        return whole.index_copy_(2, self.heads.draft_ids, probs_BNV)
 
 
 def _laws(logprobs_BCV: Tensor, drawn_BCW: Tensor, ranks_C: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""This project's own format: ``config.json``, ``heads.safetensors`` and, where known, ``provenance.json``.
+"""This project's own format: ``config.json``, ``heads.safetensors``; where known, provenance and calibration as JSON.
 
 Heads that changed their base in training (Medusa-2) have its adapter beside them, in ``adapter/``.
 """
@@ -15,17 +15,25 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from medusa.calibrate import Calibration
+from medusa.files import replace_file, write_json
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 
 WEIGHTS = "heads.safetensors"
 CONFIG = "config.json"
 PROVENANCE = "provenance.json"
+CALIBRATION = "calibration.json"
 ADAPTER = "adapter"
 FORMAT = "medusa-heads"
 FORMAT_VERSION = 1
 
 
-def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
+def save_heads(
+    heads: DraftHeads,
+    directory: str | Path,
+    provenance: Mapping[str, Any] | None = None,
+    calibration: Calibration | None = None,
+) -> Path:
     """Write heads, file by file; every file appears whole under its name or not at all.
 
     A base that is a local directory is stored relative to ``directory``: the two can move together. An adapter of the
@@ -35,6 +43,7 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
         heads: The heads; their tensors are stored in the dtype they have.
         directory: Created if missing.
         provenance: Anything that tells where the heads come from (recipe, versions, figures).
+        calibration: Of these heads; without one, one that other heads have left there is removed.
 
     Returns:
         The directory.
@@ -49,11 +58,14 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
             shutil.copytree(heads.config.base_adapter, directory / ADAPTER, dirs_exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
-    _replace(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    (directory / CALIBRATION).unlink(missing_ok=True)
+    replace_file(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
     if provenance is not None:
-        _replace(directory / PROVENANCE, lambda path: _write_json(path, provenance))
+        write_json(directory / PROVENANCE, provenance)
+    if calibration is not None:
+        calibration.save(directory / CALIBRATION)
     header = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    _replace(directory / CONFIG, lambda path: _write_json(path, header | config))
+    write_json(directory / CONFIG, header | config)
     return directory
 
 
@@ -113,17 +125,19 @@ def load_heads(
     return heads.to(device=device, dtype=dtype).eval()
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+def load_calibration(directory: str | Path, config: HeadsConfig) -> Calibration | None:
+    """The calibration of heads of this shape; None where there is none.
 
-
-def _replace(path: Path, write: Any) -> None:
-    """Write beside ``path``, flush to the disk, and rename over it."""
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    Raises:
+        ValueError: It is damaged or belongs to other heads.
+    """
+    path = Path(directory) / CALIBRATION
+    if not path.is_file():
+        return None
+    calibration = Calibration.load(path)
+    if len(calibration.samples) != config.num_heads:
+        raise ValueError(
+            f"calibration ({path}) is of {len(calibration.samples)} heads and there are {config.num_heads}; remove it,"
+            " or copy it again"
+        )
+    return calibration

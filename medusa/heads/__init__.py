@@ -4,7 +4,12 @@ from importlib import import_module
 
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 
-ARCHITECTURES = {"medusa": "medusa.heads.medusa:MedusaHeads", "recurrent": "medusa.heads.recurrent:RecurrentHeads"}
+ARCHITECTURES = {
+    "medusa": "medusa.heads.medusa:MedusaHeads",
+    "markov": "medusa.heads.markov:MarkovHeads",
+    "hydra": "medusa.heads.hydra:HydraHeads",
+    "recurrent": "medusa.heads.recurrent:RecurrentHeads",
+}
 
 __all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "Vocabulary", "build_heads"]
 

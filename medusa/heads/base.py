@@ -1,21 +1,31 @@
 """What every head architecture is: hidden state and drafted tokens in, one draft distribution per head out."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from medusa.packed import LinearFunction, packed_linear
+
 
 class Vocabulary(Protocol):
     """Both ends of the base, as heads use them; ``BaseModel`` is one."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether logits are a linear function of hidden states, apart from a constant."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of last hidden states [..., D]."""
+
+    def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
+        """What computes the logits of some tokens alone; see ``BaseModel.logits_of``."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,20 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1; correct the heads' config")
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size ({self.draft_vocab_size}) must be from 0 to the vocabulary's size"
+                f" ({self.vocab_size}); correct the heads' config"
+            )
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the draft logits: tokens that heads can draft."""
+        return self.draft_vocab_size or self.vocab_size
 
 
 class DraftHeads(nn.Module, ABC):
@@ -59,31 +79,68 @@ class DraftHeads(nn.Module, ABC):
     Training calls ``forward``: all heads at many positions of a text that is known. Decoding calls ``begin`` once per
     step and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.
 
-    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, V.
+    Both get the base's hidden states with the outputs of ``feature_layers`` behind them, and begin with ``fuse``.
+
+    Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, F = D * (1 + number of
+    feature layers), and V columns of logits: the vocabulary, or the part of it that heads can draft.
 
     Attributes:
         config: The shape.
+        draft_ids: int64 [V] token ids of the columns, ascending, where heads can draft a part of the vocabulary only;
+            None = all of it.
         lm_heads: Own vocabulary matrices [K, V, D], or None where the base's frozen output layer is shared.
+        fusion: What is added to the last hidden state [D] for the feature layers' outputs [F - D], or None without
+            such layers.
     """
+
+    draft_ids: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
-        shape = (config.num_heads, config.vocab_size, config.hidden_size)
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
+        shape = (config.num_heads, config.output_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
+        self._output: Callable[[Tensor], Tensor] | None = None
+        self.fusion: nn.Linear | None = None
+        self._frozen_fusion: LinearFunction | None = None
+        if config.feature_layers:
+            self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
+            nn.init.zeros_(self.fusion.weight)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The hidden state [..., D] that heads start from, out of the base's [..., F]; fresh heads take its first D.
+
+        Every layer's output is normed by itself: the numbers of a residual stream grow from layer to layer.
+
+        Raises:
+            ValueError: The hidden state is that of other layers.
+        """
+        dim, count = self.config.hidden_size, len(self.config.feature_layers)
+        if hidden.shape[-1] != dim * (1 + count):
+            raise ValueError(
+                f"hidden state ({hidden.shape[-1]} numbers) must hold {dim} for the last layer and for each of the"
+                f" {count} feature layers of these heads; take it from base.tapped(heads.config.feature_layers)"
+            )
+        if self.fusion is None:
+            return hidden
+        last, layers = hidden.tensor_split([dim], dim=-1)
+        layers = nn.functional.rms_norm(layers.unflatten(-1, (count, dim)), (dim,)).flatten(-2)
+        fused: Tensor = last + (self._frozen_fusion or self.fusion)(layers)
+        return fused
 
     @abstractmethod
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] that a vocabulary matrix reads.
 
         Args:
-            hidden_MD: Hidden states of the base at M positions t, after its last norm.
+            hidden_MF: Hidden states of the base at M positions t, see ``BaseModel.hidden_states``.
             path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
             vocabulary: Embeds tokens.
         """
 
     @abstractmethod
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The state that the first level starts from, for the hidden states that predicted the roots."""
 
     @abstractmethod
@@ -103,17 +160,41 @@ class DraftHeads(nn.Module, ABC):
             Logits of the children [B, m, V], or [B, 1, V] where they are the same for all m nodes; the new state.
         """
 
-    def freeze(self) -> None:
-        """Prepare for decoding; the weights do not change any more. Training never calls it."""
+    def freeze(self, vocabulary: Vocabulary) -> None:
+        """Prepare for decoding; the weights, and those of the base, do not change any more. Training never calls it."""
+        if self.draft_ids is not None and self.lm_heads is None:
+            self._output = vocabulary.logits_of(self.draft_ids, pack=True)
+        if self.fusion is not None:
+            self._frozen_fusion = packed_linear(self.fusion.weight)
 
-    def init_from_base(self, lm_head_weight_VD: Tensor) -> None:
+    def init_from_base(self, lm_head_weight: Tensor) -> None:
         """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""
-        if self.lm_heads is not None:
-            with torch.no_grad():
-                self.lm_heads.copy_(lm_head_weight_VD.expand_as(self.lm_heads))
+        if self.lm_heads is None:
+            return
+        if self.draft_ids is not None:
+            lm_head_weight = lm_head_weight[self.draft_ids.to(lm_head_weight.device)]
+        with torch.no_grad():
+            self.lm_heads.copy_(lm_head_weight.expand_as(self.lm_heads))
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Token ids of columns of the draft logits."""
+        return columns if self.draft_ids is None else self.draft_ids[columns]
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """Columns of the draft logits of token ids; negative for those that heads cannot draft."""
+        if self.draft_ids is None:
+            return tokens
+        nearest = torch.searchsorted(self.draft_ids, tokens.contiguous()).clamp(max=len(self.draft_ids) - 1)
+        return torch.where(self.draft_ids[nearest] == tokens, nearest, -1)
+
+    def output(self, vocabulary: Vocabulary) -> Callable[[Tensor], Tensor]:
+        """The base's output layer as heads share it: features [..., D] -> logits [..., V]."""
+        if self.draft_ids is None:
+            return vocabulary.logits
+        return self._output or vocabulary.logits_of(self.draft_ids)
 
     def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Logits [..., V] of one head's features [..., D]."""
         if self.lm_heads is None:
-            return vocabulary.logits(features)
+            return self.output(vocabulary)(features)
         return nn.functional.linear(features, self.lm_heads[head])

@@ -26,19 +26,20 @@ class MedusaHeads(DraftHeads):
         self.bias = nn.Parameter(torch.zeros(layers, heads, dim))
         self._first_block: LinearFunction | None = None
 
-    def freeze(self) -> None:
+    def freeze(self, vocabulary: Vocabulary) -> None:
         """Pack the first block's weights for the CPU's matrix kernels."""
+        super().freeze(vocabulary)
         self._first_block = packed_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D]; the tokens are not read."""
-        return self._features(hidden_MD)
+        return self._features(self.fuse(hidden_MF))
 
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Logits of all levels [K, B, V]."""
-        features_KBD = self._features(hidden_BD)
+        features_KBD = self._features(self.fuse(hidden_BF))
         if self.lm_heads is None:
-            return vocabulary.logits(features_KBD)
+            return self.output(vocabulary)(features_KBD)
         return torch.bmm(features_KBD, self.lm_heads.transpose(1, 2))
 
     def level(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
-from medusa.packed import LinearFunction, packed_linear
+from medusa.heads.blocks import ResidualBlock, freeze_blocks, of_parents, unit_embeddings
 
 EXPANSION = 2
 """Inner width of a block / D."""
@@ -24,55 +24,35 @@ class RecurrentHeads(DraftHeads):
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
-        self.blocks = nn.ModuleList(_Block(config.hidden_size) for _ in range(config.num_layers))
+        dim = config.hidden_size
+        self.blocks = nn.ModuleList(ResidualBlock(dim, dim, EXPANSION * dim) for _ in range(config.num_layers))
 
-    def freeze(self) -> None:
+    def freeze(self, vocabulary: Vocabulary) -> None:
         """Pack the weights for the CPU's matrix kernels."""
-        for block in self.modules():
-            if isinstance(block, _Block):
-                block.freeze()
+        super().freeze(vocabulary)
+        freeze_blocks(self)
 
-    def forward(self, hidden_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
-        states, state_MD = [], hidden_MD
+        states, state_MD = [], self.fuse(hidden_MF)
         for tokens_M in path_MK.unbind(1):
-            state_MD = self._advance(state_MD, vocabulary.embed(tokens_M))
+            state_MD = self._advance(state_MD, tokens_M, vocabulary)
             states.append(state_MD)
         return torch.stack(states)
 
-    def begin(self, hidden_BD: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """State [B, 1, D]."""
-        return hidden_BD[:, None]
+        return self.fuse(hidden_BF)[:, None]
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, m, V] and states [B, m, D] of the level's nodes."""
-        before_BmD = state.gather(1, parents_Bm[..., None].expand(-1, -1, state.shape[-1]))
-        state_BmD = self._advance(before_BmD, vocabulary.embed(tokens_Bm))
+        state_BmD = self._advance(of_parents(state, parents_Bm), tokens_Bm, vocabulary)
         return self.head_logits(head, state_BmD, vocabulary), state_BmD
 
-    def _advance(self, state: Tensor, embedding: Tensor) -> Tensor:
-        embedding = nn.functional.rms_norm(embedding.to(state.dtype), embedding.shape[-1:])
+    def _advance(self, state: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
+        embeddings = unit_embeddings(tokens, vocabulary, state.dtype)
         for block in self.blocks:
-            state = block(state, embedding)
+            state = block(state, embeddings)
         return state
-
-
-class _Block(nn.Module):
-    """``x + O SiLU(W [x; e] + b)``."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2 * dim, EXPANSION * dim)
-        self.outer = nn.Linear(EXPANSION * dim, dim, bias=False)
-        nn.init.zeros_(self.outer.weight)
-        self._frozen: tuple[LinearFunction, LinearFunction] | None = None
-
-    def freeze(self) -> None:
-        self._frozen = packed_linear(self.inner.weight, self.inner.bias), packed_linear(self.outer.weight)
-
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        inner, outer = self._frozen or (self.inner, self.outer)
-        out: Tensor = x + outer(nn.functional.silu(inner(torch.cat([x, embedding], dim=-1))))
-        return out

@@ -91,21 +91,57 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _trace(options: argparse.Namespace) -> None:
-    from data.prompts import embedded_prompts, file_prompts
+    from medusa import load_tree
     from serve.bench.trace import record, save_trace
 
+    tree = load_tree(options.tree) if options.tree else None
     model = _trained(options)
-    if options.prompts == "heldout":
-        prompts = embedded_prompts(model, "heldout", options.count)
-    else:
-        prompts = file_prompts(model, options.prompts)[: options.count]
-    trace = record(model, prompts, options.max_new_tokens, options.nodes, options.drafter)
+    prompts = _prompts(options, model, options.count)
+    drafter = options.drafter if tree or options.drafter else "heads"
+    trace = record(model, prompts, options.max_new_tokens, options.nodes, drafter, tree)
     save_trace(trace, options.out)
     print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
 
 
+def _tree(options: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from medusa.calibrate import calibrate
+    from medusa.tree_file import save_tree
+    from medusa.tree_search import grow_tree
+    from serve.bench.tree import describe_tree, measure_trees
+
+    model = _trained(options)
+    if model.base.decoding != "tree":
+        raise ValueError(f"base ({model.base.name}) does not verify trees, see above; name another with --base")
+    known = model.calibration if options.calibrate is None else None
+    wanted = options.count + (0 if known else options.calibrate or options.count)
+    prompts = _prompts(options, model, wanted)
+    measured, others = prompts[: options.count], prompts[options.count :]
+    if not known and not others:
+        raise ValueError(
+            f"prompts ({options.prompts}) are all measured and none is left to calibrate on; lower --count"
+        )
+    calibration = known or calibrate(model, others, options.max_new_tokens, options.prompts)
+    grown = grow_tree(calibration.accuracies, options.keep or max(options.nodes))
+    details = describe_tree(grown, calibration)
+    if options.out:
+        save_tree(grown.tree, options.out, details)
+    sizes = tqdm(options.nodes, desc="tree sizes", unit="size", leave=False)
+    figures = {
+        "base": "/".join(Path(model.base.name).parts[-2:]),
+        "heads": calibration.provenance.get("heads", options.heads),
+        "source": options.prompts,
+        "prompts": len(measured),
+        "max_new_tokens": options.max_new_tokens,
+        "rows": measure_trees(model, calibration, measured, options.max_new_tokens, sizes),
+        "tree": {"nodes": grown.tree.nodes, "depth": grown.tree.depth, "paths": grown.tree.paths, **details},
+    }
+    _publish("tree", options, model.base.device, model.base.dtype, figures)
+
+
 def _trained(options: argparse.Namespace, **how: Any) -> "MedusaModel":
-    """The heads that the flags name, and their base."""
+    """The heads that the flags name, with their base."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -119,6 +155,15 @@ def _trained(options: argparse.Namespace, **how: Any) -> "MedusaModel":
         device=None if options.device == "auto" else options.device,
         **how,
     )
+
+
+def _prompts(options: argparse.Namespace, model: "MedusaModel", count: int) -> list[list[int]]:
+    """The first ``count`` prompts of what the flags name, or fewer where there are fewer."""
+    from data.prompts import embedded_prompts, file_prompts
+
+    if options.prompts == "heldout":
+        return embedded_prompts(model, "heldout", count)
+    return file_prompts(model, options.prompts)[:count]
 
 
 def _nodes(options: argparse.Namespace) -> None:
@@ -162,6 +207,7 @@ def _attention(options: argparse.Namespace) -> None:
 def _how(options: argparse.Namespace, base: "BaseModel") -> dict[str, Any]:
     """How steps are made, as reports say it."""
     heads = f"{options.num_heads} {options.architecture}, random"
+    heads += f", reading {options.feature_layers} layers" if options.feature_layers else ""
     return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "compiled": options.compile}
 
 
@@ -187,11 +233,12 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
         choose_decoding(base)
         if base.decoding != "tree":
             raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
-    if options.compile and not compile_base(base):
+    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
+    model = MedusaModel(base, random_heads(base, *shape))
+    if options.compile and not compile_base(model.base):
         raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
-    model = MedusaModel(base, random_heads(base, options.architecture, options.num_heads, options.seed))
     assert model.heads is not None, "given above"
-    return base, model.heads
+    return model.base, model.heads
 
 
 def _publish(
@@ -219,7 +266,9 @@ def _publish(
             draw(report, options.picture)
 
 
-COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "attention": _attention, "nodes": _nodes}
+COMMANDS = {
+    "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "nodes": _nodes, "attention": _attention,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,13 +8,15 @@ from serve.arguments import at_least
 from serve.chat import ATTENTION
 from serve.conversation import GREEDY_DRAFTERS
 
+TREE_HELP = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ARCHITECTURES = ("recurrent", "medusa")
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
   medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
   medusa-bench replay --shape llama-1b --nodes 16
+  medusa-bench tree --heads runs/demo/heads --keep 16 --out tree.json --picture tree.png
 """
 
 
@@ -26,10 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace,attention,nodes}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace,tree,nodes,attention}")
     _add_step(_command(commands, "step", "cost of a step against tree size and batch, beside the memory's bound"))
     _add_replay(_command(commands, "replay", "a recorded acceptance trace, forced through the real step of any shape"))
     _add_trace(_command(commands, "trace", "record the acceptance of trained heads, for replay"))
+    _add_tree(_command(commands, "tree", "the best static trees for trained heads, beside dynamic ones"))
     _add_attention(_command(commands, "attention", "attention of one layer per backend, beside the memory's bound"))
     _add_nodes(_command(commands, "nodes", "trees sized by measured costs, beside fixed sizes and plain decoding"))
     return parser
@@ -71,31 +74,63 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
 
 
 def _add_trace(trace: argparse.ArgumentParser) -> None:
-    trace.add_argument("--heads", required=True, metavar="DIR", help="directory of trained heads")
+    _add_answers(trace, count=8)
     trace.add_argument("--out", required=True, metavar="FILE", help="where the trace goes")
-    trace.add_argument("--base", metavar="NAME", help="base (default: the one that the heads name)")
-    trace.add_argument(
-        "--prompts",
-        default="heldout",
-        metavar="FILE",
-        help="JSON lines of prompts or conversations, or heldout: the standard library (default: %(default)s)",
-    )
-    trace.add_argument(
-        "--count", type=at_least(1), default=8, metavar="N", help="prompts that are answered (default: %(default)s)"
-    )
-    trace.add_argument(
-        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
-    )
     trace.add_argument(
         "--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, sized by what steps cost)"
     )
     trace.add_argument(
         "--drafter",
         choices=GREEDY_DRAFTERS,
-        default="heads",
-        help="what guesses (default: %(default)s, as replay drafts)",
+        help="what guesses (default: heads, as replay drafts)",
     )
-    _add_place(trace)
+    trace.add_argument("--tree", metavar="FILE", help=TREE_HELP)
+
+
+def _add_tree(tree: argparse.ArgumentParser) -> None:
+    _add_answers(tree, count=24)
+    tree.add_argument(
+        "--calibrate",
+        type=at_least(1),
+        metavar="N",
+        help="count how often the heads are right in the answers to N more prompts (default: the calibration beside the"
+        " heads; where there is none, as many prompts as --count)",
+    )
+    tree.add_argument(
+        "--nodes",
+        type=_numbers,
+        default=[1, 4, 8, 16, 32, 64],
+        metavar="N,...",
+        help="tree sizes with the root (default: 1,4,8,16,32,64)",
+    )
+    tree.add_argument(
+        "--keep",
+        type=at_least(1),
+        metavar="N",
+        help="size of the tree that is drawn and written (default: the largest)",
+    )
+    tree.add_argument("--out", metavar="FILE", help="also write that tree there, for --tree")
+    _add_report(tree)
+    tree.set_defaults(shape=None)
+
+
+def _add_answers(command: argparse.ArgumentParser, count: int) -> None:
+    """Which trained heads answer what."""
+    command.add_argument("--heads", required=True, metavar="DIR", help="directory of trained heads")
+    command.add_argument("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    command.add_argument(
+        "--prompts",
+        default="heldout",
+        metavar="FILE",
+        help="JSON lines of prompts or conversations, or heldout: the standard library (default: %(default)s)",
+    )
+    command.add_argument(
+        "--count", type=at_least(1), default=count, metavar="N", help="prompts that are answered (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
+    )
+    _add_place(command)
 
 
 def _add_nodes(nodes: argparse.ArgumentParser) -> None:
@@ -168,6 +203,9 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--num-heads", type=at_least(1), default=5, metavar="K", help="heads, the depth of trees (default: %(default)s)"
     )
+    command.add_argument(
+        "--feature-layers", type=at_least(0), default=0, metavar="N", help="layers that heads read (default: none)"
+    )
 
 
 def _add_place(command: argparse.ArgumentParser) -> None:
@@ -198,6 +236,10 @@ def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
     command.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)"
     )
+    _add_report(command)
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="also write the report there")
     command.add_argument("--picture", metavar="FILE", help="also draw it, as PNG")
 

@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from serve.bench.report import title
+from serve.bench.tree_picture import draw_tree
 from serve.picture import BLUE, GREY, ORANGE
 
 COLOURS = (BLUE, ORANGE, "#3a8f4d", "#8a4fa3", "#a83232", "#555555")
@@ -16,6 +17,9 @@ COLOURS = (BLUE, ORANGE, "#3a8f4d", "#8a4fa3", "#a83232", "#555555")
 
 def draw(report: dict[str, Any], path: str | Path) -> None:
     """Draw a report into a PNG file."""
+    if report["kind"] == "tree":
+        draw_tree(report, path)
+        return
     figure, axes = pyplot.subplots(figsize=(9, 5.2), layout="constrained")
     {"step": _draw_step, "replay": _draw_replay, "attention": _draw_attention}[report["kind"]](axes, report)
     axes.spines[["top", "right"]].set_visible(False)

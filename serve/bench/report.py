@@ -161,7 +161,26 @@ def _nodes_tables(report: dict[str, Any]) -> Tables:
     return [(f"nodes: {what}; {versus}; {report['auto']}", headings, rows)]
 
 
-TABLES = {"step": _step_tables, "replay": _replay_tables, "attention": _attention_tables, "nodes": _nodes_tables}
+def _tree_tables(report: dict[str, Any]) -> Tables:
+    headings = ("N", "static, predicted", "static", "dynamic", "dynamic / static")
+    rows: list[Sequence[object]] = [
+        (
+            row["nodes"],
+            f"{row['predicted']:.3f}",
+            f"{row['static']:.3f}",
+            f"{row['dynamic']:.3f}",
+            f"{row['dynamic_over_static']:.3f}x",
+        )
+        for row in report["rows"]
+    ]
+    what = f"{report['heads']} heads of {report['base']}, {report['dtype']}, {report['prompts']} prompts"
+    return [(f"tree: tokens per step at equal N, greedy; {what}", headings, rows)]
+
+
+TABLES = {
+    "step": _step_tables, "replay": _replay_tables, "tree": _tree_tables, "nodes": _nodes_tables,
+    "attention": _attention_tables,
+}  # fmt: skip
 
 
 def _version(package: str) -> str | None:

@@ -1,26 +1,24 @@
 """A base and its heads at a given cached length, to be stepped from there again and again."""
 
-from itertools import islice
-
 import torch
 
 from medusa import BaseModel, Draft, DraftHeads, Tree
 from medusa.acceptance import Rule, greedy
-from medusa.cost import likely_paths
 from medusa.drafters import DecodeState, Drafter, HeadsDrafter, PlainDrafter
 from medusa.step import StepResult, decode_step, verify
+from medusa.tree_search import typical_tree
 
 
 def likely_tree(nodes: int, depth: int) -> Tree:
-    """The ``nodes - 1`` likeliest paths below a root, for heads that are typical and all alike."""
-    return Tree(tuple(path for _, path in islice(likely_paths(depth), nodes - 1)))
+    """The best tree of ``nodes`` nodes for heads that are typical and all alike."""
+    return typical_tree(nodes, depth).tree
 
 
 class Rig:
     """Sequences of ``context`` cached tokens that hold random numbers, since their values decide no time.
 
     Args:
-        base: Prepared for decoding.
+        base: Prepared for decoding; the layers that the heads read are tapped here.
         heads: On its device and in its dtype, frozen.
         batch: Sequences B.
         context: Cached tokens L of each.
@@ -38,6 +36,7 @@ class Rig:
                 f"context ({context} tokens) and {room} rows behind it exceed the base's context"
                 f" ({base.context_length} tokens); give a smaller --context"
             )
+        base = base.tapped(heads.config.feature_layers)
         self.base, self.heads, self.batch, self.context = base, heads, batch, context
         generator = torch.Generator(base.device).manual_seed(seed)
         self.cache = base.new_cache(batch, context + room)
@@ -46,9 +45,9 @@ class Rig:
             base.vocab_size, (batch, context + room + 1), device=base.device, generator=generator
         )
         roots_B, positions_B = history_BT[:, context].clone(), self.cache.lengths.clone()
-        hidden_BD = torch.randn(batch, base.hidden_size, dtype=base.dtype, device=base.device, generator=generator)
+        hidden_BF = torch.randn(batch, base.feature_size, dtype=base.dtype, device=base.device, generator=generator)
         active_B = torch.ones_like(roots_B, dtype=torch.bool)
-        self.state = DecodeState(roots_B, hidden_BD, active_B, history_BT, positions_B, torch.zeros_like(roots_B))
+        self.state = DecodeState(roots_B, hidden_BF, active_B, history_BT, positions_B, torch.zeros_like(roots_B))
         self.verify(Draft.chain(roots_B[:, None]))  # the cache is allocated at its first write
         for layer in self.cache.layers:
             if layer.is_initialized:

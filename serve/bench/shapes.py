@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads, packed
 from medusa.base_model import choose_dtype
 from medusa.int8 import Int8Linear, round_linears
+from medusa.taps import spread_layers
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3
@@ -135,10 +136,15 @@ def unpacked_copy(base: BaseModel, shape: str | None, seed: int = 0) -> PreTrain
     return AutoModelForCausalLM.from_pretrained(base.name, dtype=base.dtype).to(base.device).eval()
 
 
-def random_heads(base: BaseModel, architecture: str, num_heads: int, seed: int = 0) -> DraftHeads:
-    """Heads for ``base`` with small random weights."""
+def random_heads(
+    base: BaseModel, architecture: str, num_heads: int, seed: int = 0, feature_layers: int = 0
+) -> DraftHeads:
+    """Heads for ``base`` with small random weights, which read so many of its layers beside the last hidden state."""
+    layers = spread_layers(feature_layers, base.num_layers)
     with torch.device(base.device):
-        config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, architecture=architecture)
+        config = HeadsConfig(
+            base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers
+        )
         heads = build_heads(config).to(base.dtype)
     fill(heads, seed)
     return heads

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa import MedusaModel, Output
+from medusa import MedusaModel, Output, Tree
 
 EMBEDDED_TRACE = Path(__file__).parent / "traces" / "embedded.json"
 FORMAT = "medusa-trace"
@@ -60,7 +60,12 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def record(
-    model: MedusaModel, prompts: Sequence[list[int]], max_new_tokens: int, nodes: int | None, drafter: str | None
+    model: MedusaModel,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    nodes: int | None,
+    drafter: str | None,
+    tree: Tree | None = None,
 ) -> Trace:
     """Answer prompts greedily, one after the other, and note what every step emitted.
 
@@ -70,12 +75,14 @@ def record(
         max_new_tokens: Limit per answer.
         nodes: Tree budget, None = sized by what steps cost.
         drafter: As ``MedusaModel.start`` takes it.
+        tree: A static tree in place of both.
 
     Raises:
         ValueError: The answers have no whole step.
     """
     outputs: list[Output] = [
-        model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes, drafter=drafter) for prompt in prompts
+        model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes, drafter=drafter, tree=tree)
+        for prompt in prompts
     ]
     emitted = tuple(count for output in outputs for count in emitted_per_step(output.drafted))
     if not emitted:
@@ -83,8 +90,8 @@ def record(
     provenance = {
         "base": "/".join(Path(model.base.name).parts[-2:]),
         "heads": f"{model.heads.config.num_heads} {model.heads.config.architecture}" if model.heads else "none",
-        "drafter": drafter or "default",
-        "nodes": nodes or "auto",
+        "drafter": drafter or ("static tree" if tree else "default"),
+        "nodes": tree.nodes if tree else nodes or "auto",
         "dtype": str(model.base.dtype).removeprefix("torch."),
         "acceptance": "greedy",
         "answers": len(prompts),

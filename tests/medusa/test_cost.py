@@ -10,11 +10,12 @@ import torch
 
 from medusa import MedusaModel
 from medusa.auto import FixedSize
-from medusa.cost import StepCosts, best_fixed, likely_paths, typical_tokens_per_step
+from medusa.cost import StepCosts, best_fixed
 from medusa.drafters import PlainDrafter
 from medusa.graph import StepGraphs
 from medusa.measure import facts, known_costs, measure_host
 from medusa.output import Output
+from medusa.tree_search import typical_tree
 from tests.medusa.tape import Recorder
 
 LINE = StepCosts((1, 3, 9), (1.0, 1.2, 1.8), begin=0.5, level=0.25)
@@ -61,17 +62,17 @@ def test_the_rate_settles_at_the_best_that_there_is():
 
 
 def test_typical_heads():
-    probabilities = [p for p, _ in zip(likely_paths(2), range(6), strict=False)]
-    assert [round(p, 4) for p, _ in probabilities] == [0.5, 0.25, 0.2, 0.1, 0.1, 0.08]
-    assert typical_tokens_per_step(1, 4) == 1.0
-    assert typical_tokens_per_step(4, 2) == pytest.approx(1.95)
+    probabilities = sorted(typical_tree(7, 2).survivals, reverse=True)
+    assert [round(p, 4) for p in probabilities] == [0.5, 0.25, 0.2, 0.1, 0.1, 0.08]
+    assert typical_tree(1, 4).tokens_per_step == 1.0
+    assert typical_tree(4, 2).tokens_per_step == pytest.approx(1.95)
 
 
 @pytest.mark.parametrize("seconds", [(1, 1, 1), (1, 1.01, 9), (1, 1.2, 1.3), (1, 5, 9)])
 def test_the_best_fixed_size_has_the_most_tokens_per_second(seconds):
     costs = StepCosts((1, 4, 16), seconds)
-    speeds = {nodes: typical_tokens_per_step(nodes, 4) / costs.step(nodes) for nodes in costs.nodes}
-    assert best_fixed(costs, lambda nodes: typical_tokens_per_step(nodes, 4)) == max(speeds, key=speeds.get)
+    speeds = {nodes: typical_tree(nodes, 4).tokens_per_step / costs.step(nodes) for nodes in costs.nodes}
+    assert best_fixed(costs, lambda nodes: typical_tree(nodes, 4).tokens_per_step) == max(speeds, key=speeds.get)
 
 
 def answers(steps, per_step):
@@ -79,7 +80,7 @@ def answers(steps, per_step):
 
 
 def test_a_fixed_size_follows_the_answers_and_useless_drafts_are_rarely_tried():
-    size = FixedSize(StepCosts((1, 8, 64), (1.0, 1.3, 2.5)), lambda nodes: typical_tokens_per_step(nodes, 4))
+    size = FixedSize(StepCosts((1, 8, 64), (1.0, 1.3, 2.5)), lambda nodes: typical_tree(nodes, 4).tokens_per_step)
     assert size.choose() == 64 or size.choose() == 8
     chosen = []
     for _ in range(300):

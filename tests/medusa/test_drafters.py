@@ -18,6 +18,7 @@ from medusa.drafters import (
 )
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
+from medusa.heads import ARCHITECTURES
 from medusa.step import decode_step, prefill
 from tests.medusa.trees import LOPSIDED
 
@@ -86,7 +87,7 @@ def test_finished_sequences_have_no_say(base, make_heads):
         assert paths(drafter.propose(others), row) == paths(drafter.propose(alone))
 
 
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture):
     """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
     heads, state = make_heads(2, architecture=architecture), decode_state([[3]], base)
@@ -117,7 +118,7 @@ def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
             assert logits.topk(6).indices[path[-1]] == token
 
 
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tree", [LOPSIDED, coin_tree(9, 3, 4)], ids=["lopsided", "coin"])
 def test_draws_come_from_the_heads_and_siblings_differ(base, make_heads, architecture, tree):
     """Row by row: the reported law is the heads' at the temperature, without what was drawn before."""

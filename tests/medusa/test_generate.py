@@ -158,7 +158,7 @@ def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
         ("abc", {"nodes": 0}, "nodes"),
         ("abc", {"tree": Tree.chain(4)}, "exceeds the number of heads"),
         ("abc", {"tree": Tree.chain(2), "nodes": 1}, "takes the place of nodes"),
-        ("abc", {"tree": Tree.full([300])}, "exceeds the vocabulary"),
+        ("abc", {"tree": Tree.full([300])}, "exceeds the tokens that the heads can draft"),
         ("abc", {"stop": ["x", ""]}, "end every answer at once"),
         ("abc", {"seed": -1}, "seed"),
         ("abc", {"seed": 2**70}, "seed"),
@@ -194,11 +194,20 @@ def test_missing_bases_are_named(tmp_path, model):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
-def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain, value, architecture, monkeypatch):
+@pytest.mark.parametrize(
+    ("architecture", "weight"),
+    [
+        ("medusa", lambda heads: heads.weight[0, 1]),
+        ("markov", lambda heads: heads.up[1]),
+        ("hydra", lambda heads: heads.blocks[1][0].outer.weight),
+        ("recurrent", lambda heads: heads.blocks[0].outer.weight),
+    ],
+)
+def test_heads_that_overflow_change_speed_and_never_text(
+    base, make_heads, plain, value, architecture, weight, monkeypatch
+):
     heads = make_heads(architecture=architecture)
-    weight = heads.weight[0, 1] if architecture == "medusa" else heads.blocks[0].outer.weight
-    weight.data *= value
+    weight(heads).data *= value
     model = MedusaModel(base, heads)
     for nodes, floor in ((3, 0.02), (16, 0.02), (3, 1e-300), (16, 1e-300)):  # no floor: such nodes are verified too
         monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", floor)

@@ -15,6 +15,7 @@ from medusa.acceptance import build_rule
 from medusa.cache import SlotLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.graph import StepGraphs
+from medusa.heads import ARCHITECTURES
 from medusa.step import prefill, step_on_device
 from tests.medusa.known_text import Chain
 from tests.medusa.tape import Recorder, Strict, Tape
@@ -90,6 +91,19 @@ def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, pr
     steps = max(row[3] for row in contents(outputs))
     assert long_lived.recorder.recorded == recorded + 1
     assert long_lived.recorder.replays - replays in (steps - 1, steps), "the first step is eager, one may run ahead"
+
+
+@pytest.mark.parametrize("name", ["dynamic", "sampled"])
+@pytest.mark.parametrize(
+    "options", [*({"architecture": name} for name in ARCHITECTURES), {"draft_vocab_size": 60}], ids=str
+)
+def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
+    model, settings = graphed(base, make_heads(**options)), {"max_new_tokens": 12} | SETTINGS["speculative"]
+    settings["drafter"] = DRAFTERS[name](model.heads, base)
+    assert contents(model.generate(PROMPTS, **settings)) == contents(
+        MedusaModel(base, model.heads).generate(PROMPTS, **settings)
+    )
+    assert model.recorder.recorded == 1
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -297,7 +311,11 @@ def test_graphs_need_a_gpu(base):
 def test_families_that_look_at_their_cache(family, monkeypatch):
     """Windows, chunks, learned positions, queries scaled by their place: none may depend on the host's lengths."""
     base, _ = tiny(family)
-    eager, model, options = MedusaModel(base), graphed(base, None), {"max_new_tokens": 20, "drafter": "prompt-lookup"}
+    eager, model, options = (
+        MedusaModel(base),
+        graphed(base, None),
+        {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
+    )
     monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
     monkeypatch.setattr("medusa.output.Answer._new_text", lambda answer: [])
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))

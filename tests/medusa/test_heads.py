@@ -20,9 +20,11 @@ def randomised(heads):
 class Vocabulary:
     """A random base of width 8 with 20 tokens."""
 
+    linear = True
+
     def __init__(self, dim=8, vocab_size=20):
         self.embed = torch.nn.Embedding(vocab_size, dim)
-        self.logits = torch.nn.Linear(dim, vocab_size, bias=False)
+        self.logits = torch.nn.Linear(dim, vocab_size)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -42,13 +44,17 @@ def test_fresh_own_lm_heads_start_as_the_base(architecture):
     torch.testing.assert_close(heads.head_logits(2, hidden, Vocabulary()), hidden @ weight.T)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_drafting_level_by_level_is_what_training_computes(architecture, own):
+@torch.no_grad()
+def test_drafting_level_by_level_is_what_training_computes(architecture, own, frozen):
     """Three sequences; at every level two nodes are asked for, and the path runs through them alternately."""
     heads, base = randomised(build_heads(config(architecture=architecture, own_lm_heads=own))), Vocabulary()
     hidden, path = torch.randn(3, 8), torch.randint(20, (3, 3))
     expected = heads(hidden, path, base)
+    if frozen:
+        heads.freeze(base)
     parents, state = torch.zeros(3, 1, dtype=torch.int64), heads.begin(hidden, base)
     tokens, at = path[:, :1], 0
     for head in range(3):
@@ -84,10 +90,56 @@ def test_recurrent_blocks_follow_their_equation():
         torch.testing.assert_close(features[k], state, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("architecture", "block"), [("medusa", 3 * (64 + 8)), ("recurrent", 256 + 16 + 128)])
-def test_layers_are_different_layers(architecture, block):
-    heads = (build_heads(config(architecture=architecture, num_layers=n)) for n in (1, 2, 3))
-    assert [sum(p.numel() for p in h.parameters()) for h in heads] == [block * n for n in (1, 2, 3)]
+def test_hydra_blocks_follow_the_papers_equation():
+    heads = randomised(build_heads(config(architecture="hydra", num_layers=2)))
+    hidden, path, base = torch.randn(4, 8), torch.randint(20, (4, 3)), Vocabulary()
+    features, embeddings = heads(hidden, path, base), base.embed(path)
+    embeddings = embeddings / embeddings.pow(2).mean(-1, keepdim=True).sqrt()
+    for k in range(3):
+        x = hidden
+        for block in heads.blocks[k]:
+            inner = torch.cat([x, *embeddings[:, : k + 1].unbind(1)], 1) @ block.inner.weight.T + block.inner.bias
+            x = x + torch.nn.functional.silu(inner) @ block.outer.weight.T
+        torch.testing.assert_close(features[k], x, atol=1e-3, rtol=1e-3)
+
+
+def test_the_markov_correction_is_of_low_rank_and_reads_the_token_before():
+    heads, base = randomised(build_heads(config(architecture="markov", rank=2))), Vocabulary()
+    hidden, path = torch.randn(4, 8), torch.randint(20, (4, 3))
+    medusa = build_heads(config())
+    medusa.load_state_dict({name: heads.state_dict()[name] for name in medusa.state_dict()})
+    logits = base.logits(heads(hidden, path, base)) - base.logits(medusa(hidden, path, base))
+    for k in range(3):
+        embedding = base.embed(path[:, k])
+        embedding = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
+        left, right = base.logits.weight @ heads.up[k], heads.down[k] @ embedding.T
+        assert (left.shape, right.shape) == ((20, 2), (2, 4))
+        torch.testing.assert_close(logits[k], (left @ right).T, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_markov_corrections_are_made_before_a_soft_cap():
+    heads, base = randomised(build_heads(config(architecture="markov"))), Vocabulary()
+    linear = base.logits
+    base.linear, base.logits = False, lambda hidden: 3 * torch.tanh(linear(hidden) / 3)
+    hidden, path = torch.randn(4, 8), torch.randint(20, (4, 3))
+    heads.freeze(base)
+    logits, _ = heads.level(1, heads.begin(hidden, base), path[:, :1] * 0, path[:, 1:2], base)
+    torch.testing.assert_close(logits[:, 0], base.logits(heads(hidden, path, base)[1]))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "block", "rest"),
+    [
+        ("medusa", 3 * (64 + 8), 0),
+        ("markov", 3 * (64 + 8), 3 * 5 * (8 + 8)),
+        ("hydra", (2 + 3 + 4) * 64 + 3 * (8 + 64), 0),
+        ("recurrent", 256 + 16 + 128, 0),
+    ],
+)
+def test_layers_are_different_layers(architecture, block, rest):
+    heads = (build_heads(config(architecture=architecture, num_layers=n, rank=5)) for n in (1, 2, 3))
+    assert [sum(p.numel() for p in h.parameters()) for h in heads] == [block * n + rest for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -98,7 +150,7 @@ def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, tmp_
     hidden, path, base = torch.randn(3, 128), torch.randint(20, (3, 4)), Vocabulary(128)
     with torch.no_grad():
         expected = heads(hidden, path, base)
-        heads.freeze()
+        heads.freeze(base)
         torch.testing.assert_close(heads(hidden, path, base), expected, atol=1e-5, rtol=1e-5)
         save_heads(heads, tmp_path)
         torch.testing.assert_close(load_heads(tmp_path)(hidden, path, base), expected)
@@ -107,10 +159,11 @@ def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, tmp_
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_frozen_heads_can_be_moved_and_frozen_again(architecture):
     heads = randomised(build_heads(HeadsConfig(128, 20, 2, architecture=architecture))).eval().requires_grad_(False)
-    heads.freeze()
-    heads.to(torch.float64)
-    heads.freeze()
     hidden, path, base = torch.randn(3, 128).double(), torch.randint(20, (3, 2)), Vocabulary(128)
+    heads.freeze(base)
+    heads.to(torch.float64)
+    base.logits.double()
+    heads.freeze(base)
     frozen = heads(hidden, path, base)
     plain = build_heads(heads.config).double()
     plain.load_state_dict(heads.state_dict())
@@ -175,7 +228,7 @@ def unknown_architecture(directory):
         (garbage_config, ValueError, "not valid JSON"),
         (other_format, ValueError, "not of the format"),
         (other_shape, ValueError, "does not fit its config"),
-        (unknown_architecture, ValueError, "choose one of: medusa, recurrent"),
+        (unknown_architecture, ValueError, "choose one of: medusa, markov, hydra, recurrent"),
     ],
 )
 def test_damaged_heads_give_one_clear_error(tmp_path, harm, error, message):
@@ -190,7 +243,7 @@ def test_missing_heads_directory(tmp_path):
         load_heads(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("changes", [{"num_heads": 0}, {"num_layers": -1}, {"hidden_size": "8"}])
+@pytest.mark.parametrize("changes", [{"num_heads": 0}, {"num_layers": -1}, {"hidden_size": "8"}, {"rank": 0}])
 def test_impossible_shapes_are_refused(changes):
     with pytest.raises(ValueError, match="whole number of at least 1"):
         config(**changes)

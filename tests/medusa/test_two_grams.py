@@ -33,13 +33,17 @@ def base():
     return BaseModel(LlamaForCausalLM(config), tokenizer=None)
 
 
-@pytest.fixture(scope="module")
-def heads(base):
+def random_heads(base, **options):
     torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(base.hidden_size, V, 2, architecture="recurrent"))
+    heads = build_heads(HeadsConfig(base.hidden_size, V, 2, architecture="recurrent", **options))
     for parameter in heads.parameters():
         parameter.data += 0.15 * torch.randn_like(parameter)
     return heads.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def heads(base):
+    return random_heads(base)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,13 @@ def drafters(base, heads):
 )
 def test_pairs_follow_the_law_of_the_base(base, heads, law, name, drafter):
     counts = two_grams(base, drafters(base, heads)[drafter], build_rule(name, **SETTINGS))
+    assert chi_square(counts, law) < LIMIT
+
+
+def test_pairs_follow_the_law_where_heads_draft_a_part_of_the_vocabulary(base, law):
+    heads = random_heads(base, draft_vocab_size=4)
+    heads.draft_ids.copy_(torch.tensor([1, 2, 5, 6]))
+    counts = two_grams(base, drafters(base, heads)["drawn"], build_rule("speculative", **SETTINGS))
     assert chi_square(counts, law) < LIMIT
 
 

@@ -28,12 +28,21 @@ def _load(base: Path) -> BaseModel:
     return BaseModel.load(base, dtype=torch.float64, device="cpu")
 
 
-def _joint(base: Path, base_loss: str = "kl", heads_loss: str = "ce", changed: bool = True, **lora: Any) -> JointLoss:
+def _joint(
+    base: Path,
+    base_loss: str = "kl",
+    heads_loss: str = "ce",
+    changed: bool = True,
+    drafted: int = 0,
+    layers: tuple[int, ...] = (),
+    **lora: Any,
+) -> JointLoss:
     """Heads and adapters as they are after some training, or at its start."""
-    model = _load(base)
+    model = _load(base).tapped(layers)
     torch.manual_seed(4)
     adapters = Adapters(model, LoraRecipe(**({"rank": 4, "dropout": 0.0} | lora)))
-    heads = build_heads(HeadsConfig(model.hidden_size, model.vocab_size, HEADS, architecture="recurrent")).double()
+    options = {"architecture": "recurrent", "draft_vocab_size": drafted, "feature_layers": layers}
+    heads = build_heads(HeadsConfig(model.hidden_size, model.vocab_size, HEADS, **options)).double()
     for parameter in [*heads.parameters(), *(adapters.parameters().values() if changed else [])]:
         parameter.data = 0.1 * torch.randn_like(parameter)
     return JointLoss(heads, model, adapters, base_loss, heads_loss, loss_rows=7)
@@ -75,8 +84,13 @@ def _naive(joint: JointLoss, original: BaseModel, packed: PackedRows, base_loss:
             for column, scores in enumerate(logits):
                 kind = heads_loss if column else base_loss
                 for t in (t for t in range(len(ids) - 1 - column) if mask[t + 1 + column]):
-                    teacher = logits[0].detach()[t + column] if column else kept[t]
-                    losses[column] += _loss(kind, scores[t], int(ids[t + 1 + column]), teacher)
+                    teacher, label = logits[0].detach()[t + column] if column else kept[t], int(ids[t + 1 + column])
+                    if column and joint.heads.draft_ids is not None:
+                        drafted = joint.heads.draft_ids.tolist()
+                        if label not in drafted:
+                            continue
+                        teacher, label = teacher[drafted], drafted.index(label)
+                    losses[column] += _loss(kind, scores[t], label, teacher)
     return losses
 
 
@@ -88,14 +102,24 @@ def _loss(kind: str, scores: Tensor, label: int, teacher: Tensor) -> Tensor:
     return (scores.softmax(0) - teacher.softmax(0)).abs().sum() / 2
 
 
-@pytest.mark.parametrize(("base_loss", "heads_loss"), [("kl", "ce"), ("ce", "ce"), ("kl", "kl"), ("ce", "tv")])
+@pytest.mark.parametrize(
+    ("base_loss", "heads_loss", "drafted", "layers"),
+    [
+        ("kl", "ce", 0, ()),
+        ("ce", "ce", 0, ()),
+        ("kl", "kl", 0, ()),
+        ("ce", "tv", 0, (1,)),
+        ("kl", "kl", 120, ()),
+        ("kl", "kl", 120, (1,)),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_formula(
-    base: Path, packed: PackedRows, base_loss: str, heads_loss: str
+    base: Path, packed: PackedRows, base_loss: str, heads_loss: str, drafted: int, layers: tuple[int, ...]
 ) -> None:
-    joint = _joint(base, base_loss, heads_loss)
+    joint = _joint(base, base_loss, heads_loss, drafted=drafted, layers=layers)
     parameters = list(joint.parameters())
 
-    expected_C = _naive(joint, _load(base), packed, base_loss, heads_loss)
+    expected_C = _naive(joint, _load(base).tapped(layers), packed, base_loss, heads_loss)
     expected = torch.autograd.grad((expected_C * WEIGHTS).sum(), parameters)
 
     sums_C, grads = torch.zeros_like(expected_C), [torch.zeros_like(parameter) for parameter in parameters]
@@ -169,7 +193,7 @@ def test_dropout_is_a_function_of_the_seed_and_the_same_where_layers_are_compute
     inputs = _inputs(packed, torch.arange(2))
 
     def gradients(seed: int, checkpoint: bool) -> list[Tensor]:
-        joint = _joint(base, dropout=0.5, checkpoint_layers=checkpoint)
+        joint = _joint(base, layers=(1,), dropout=0.5, checkpoint_layers=checkpoint)
         torch.manual_seed(seed)
         loss, _, _ = joint(*inputs, WEIGHTS)
         return list(torch.autograd.grad(loss, joint.parameters()))

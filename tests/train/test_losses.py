@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.packing import IGNORE
-from medusa.heads import HeadsConfig, build_heads
+from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 from train import row_losses
 from train.fused import Targets, fused_loss
 from train.losses import HeadsLoss
@@ -186,7 +186,7 @@ def _module(kind: str, architecture: str, own_lm_heads: bool, loss_rows: int = 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("own_lm_heads", [False, True])
 class TestModule:
     def test_micro_batches_add_up_whatever_their_size(self, kind, architecture, own_lm_heads) -> None:

@@ -1,0 +1,59 @@
+"""Files that appear whole under their name or not at all, and JSON files that say what they are."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+"""Of every JSON file with a ``format`` that this package writes."""
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside ``path``, flush to the disk, and rename over it."""
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an object as JSON, whole or not at all."""
+    text = json.dumps(values, indent=2) + "\n"
+    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def header(name: str) -> dict[str, Any]:
+    """The keys that tell what a JSON file is: a "tree", a "calibration"."""
+    return {"format": f"medusa-{name}", "format_version": FORMAT_VERSION}
+
+
+def read_json(path: Path, name: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON object that begins with ``header(name)``.
+
+    Args:
+        path: The file.
+        name: What it should be.
+        remedy: What to do where it is not; ends every error.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not UTF-8, not JSON, or of another format or version.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{name} ({path}) does not exist; {remedy}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} ({path}) is not valid JSON: {error}; {remedy}") from error
+    expected = header(name)
+    if not isinstance(values, dict) or values.get("format") != expected["format"]:
+        raise ValueError(f"{name} ({path}) is not of the format {expected['format']!r}; {remedy}")
+    if values.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{name} ({path}) has format version {values.get('format_version')}; update this package")
+    return values

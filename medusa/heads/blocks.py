@@ -1,0 +1,55 @@
+"""What head architectures are made of.
+
+Legend: B sequences, m tree nodes, D hidden size, S width of what a node hands down to its children.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from medusa.heads.base import Vocabulary
+from medusa.packed import LinearFunction, packed_linear
+
+
+class ResidualBlock(nn.Module):
+    """``x + O SiLU(W [x; more] + b)`` with O = 0 at the start: a fresh block changes nothing.
+
+    Args:
+        dim: D, width of x.
+        more: Width of what is read beside it.
+        inner: Rows of W.
+    """
+
+    def __init__(self, dim: int, more: int, inner: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim + more, inner)
+        self.outer = nn.Linear(inner, dim, bias=False)
+        nn.init.zeros_(self.outer.weight)
+        self._frozen: tuple[LinearFunction, LinearFunction] | None = None
+
+    def freeze(self) -> None:
+        """Pack the weights for the CPU's matrix kernels."""
+        self._frozen = packed_linear(self.inner.weight, self.inner.bias), packed_linear(self.outer.weight)
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        """The block's output, of the shape [..., D] of x."""
+        inner, outer = self._frozen or (self.inner, self.outer)
+        out: Tensor = x + outer(nn.functional.silu(inner(torch.cat([x, more], dim=-1))))
+        return out
+
+
+def freeze_blocks(heads: nn.Module) -> None:
+    """Freeze every residual block of the heads."""
+    for block in heads.modules():
+        if isinstance(block, ResidualBlock):
+            block.freeze()
+
+
+def unit_embeddings(tokens: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor:
+    """The base's input embeddings [..., D] of tokens [...] at unit scale: bases differ in theirs by orders."""
+    embeddings = vocabulary.embed(tokens).to(dtype)
+    return nn.functional.rms_norm(embeddings, embeddings.shape[-1:])
+
+
+def of_parents(state_BnS: Tensor, parents_Bm: Tensor) -> Tensor:
+    """[B, m, S]: what the parent of each node hands down, out of the states of the level before."""
+    return state_BnS.gather(1, parents_Bm[..., None].expand(-1, -1, state_BnS.shape[-1]))

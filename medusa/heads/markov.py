@@ -1,0 +1,71 @@
+"""Medusa heads with a correction by the token drafted just before (as in DSpark): cheap, and one token of sight."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from medusa.heads.base import HeadsConfig, Vocabulary
+from medusa.heads.blocks import unit_embeddings
+from medusa.heads.medusa import MedusaHeads
+from medusa.packed import LinearFunction, packed_linear
+
+
+class MarkovHeads(MedusaHeads):
+    """``f_k = m_k + Q_k P_k e_k`` with m_k the features of Medusa head k, Q = 0 at the start.
+
+    e_k is the base's embedding, at unit scale, of the k-th token after the hidden state, the last one before the token
+    that head k predicts. Behind the base's output layer W this adds the low-rank term ``(W Q_k) (P_k e_k)`` to the
+    logits: both ends are the base's, and nothing of the size of the vocabulary is trained. For decoding W Q_k is
+    computed once, so a step reads W once for all levels, as with Medusa heads; behind a soft cap, where logits do not
+    add up, every level reads W.
+
+    Attributes:
+        down: [K, R, D] P, with R = ``config.rank``.
+        up: [K, D, R] Q.
+    """
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        heads, dim, rank = config.num_heads, config.hidden_size, config.rank
+        self.down = nn.Parameter(torch.empty(heads, rank, dim).uniform_(-1, 1) / math.sqrt(dim))
+        self.up = nn.Parameter(torch.zeros(heads, dim, rank))
+        self._low_rank: list[tuple[LinearFunction, LinearFunction]] = []  # P_k and W Q_k of frozen heads
+
+    def freeze(self, vocabulary: Vocabulary) -> None:
+        """Pack the weights for the CPU's matrix kernels, those of the correction with the output layer behind them."""
+        super().freeze(vocabulary)
+        self._low_rank = []
+        if self.lm_heads is not None or vocabulary.linear:
+            raised = [self._behind_output(head, vocabulary) for head in range(self.config.num_heads)]
+            self._low_rank = [(packed_linear(p), packed_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
+
+    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Features [K, M, D] on the given path."""
+        hidden_MD = self.fuse(hidden_MF)
+        embeddings_KMD = unit_embeddings(path_MK.T, vocabulary, hidden_MD.dtype)
+        low_KMR = torch.bmm(embeddings_KMD, self.down.transpose(1, 2))
+        return self._features(hidden_MD) + torch.bmm(low_KMR, self.up.transpose(1, 2))
+
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
+        return super().begin(hidden_BF, vocabulary) if self._low_rank else self._features(self.fuse(hidden_BF))
+
+    def level(
+        self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, m, V] of the level's nodes; the state stays."""
+        before, embeddings_BmD = state[head][:, None], unit_embeddings(tokens_Bm, vocabulary, self.down.dtype)
+        if self._low_rank:
+            down, raised = self._low_rank[head]
+            return before + raised(down(embeddings_BmD)), state
+        linear = nn.functional.linear
+        features_BmD = before + linear(linear(embeddings_BmD, self.down[head]), self.up[head])
+        return self.head_logits(head, features_BmD, vocabulary), state
+
+    @torch.no_grad()
+    def _behind_output(self, head: int, vocabulary: Vocabulary) -> Tensor:
+        """W Q_k [V, R]."""
+        columns_RD = self.up[head].T
+        bias_1V = self.head_logits(head, torch.zeros_like(columns_RD[:1]), vocabulary)
+        return (self.head_logits(head, columns_RD, vocabulary) - bias_1V).T.to(self.up.dtype).contiguous()

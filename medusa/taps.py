@@ -1,0 +1,104 @@
+"""Outputs of some of a decoder's layers, beside its last hidden state.
+
+Hooks note them on the way. A layer carries one hook at most, for good, which does nothing unless the pass that runs on
+its thread has asked for that layer: passes of several threads do not mix, and nothing outlives a pass.
+
+Legend: T rows, D hidden size, F = D * (1 + number of tapped layers).
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_now = threading.local()
+"""``noted``: outputs by layer of the pass that runs on this thread; None or missing where it asks for none."""
+
+
+class DecoderPass:
+    """A decoder's pass: its last hidden state, and behind it the outputs of some of its layers.
+
+    Args:
+        decoder: What is between token ids and the output layer.
+        layers: Which, counted from 1; none = the last hidden state alone.
+        num_layers: How many the decoder has.
+
+    Raises:
+        ValueError: A layer is not one of those below the last, or the decoder's layers cannot be told from its other
+            modules.
+    """
+
+    def __init__(self, decoder: nn.Module, layers: Sequence[int] = (), num_layers: int = 0) -> None:
+        self._decoder = decoder
+        if len(set(layers)) < len(layers) or not set(layers) <= set(range(1, num_layers)):
+            raise ValueError(
+                f"feature layers ({', '.join(map(str, layers))}) must be different layers below the last one of the"
+                f" base ({num_layers}), counted from 1; these heads belong to another base, or train them anew"
+            )
+        stack = _find_layers(decoder, num_layers) if layers else ()
+        self._tapped = [stack[layer - 1] for layer in layers]
+        for layer in self._tapped:
+            if _note not in layer._forward_hooks.values():
+                layer.register_forward_hook(_note)
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        """Hidden states [B, T, F] on the device of the last one; the first D numbers are the last hidden state.
+
+        Raises:
+            ValueError: What a layer gives is not one hidden state per row.
+        """
+        if not self._tapped:
+            hidden: Tensor = self._decoder(**inputs).last_hidden_state
+            return hidden
+        noted: dict[nn.Module, Tensor | None] = dict.fromkeys(self._tapped)
+        _now.noted = noted
+        try:
+            hidden = self._decoder(**inputs).last_hidden_state
+        finally:
+            _now.noted = None
+        return torch.cat([hidden, *(_like(hidden, state) for state in noted.values())], dim=-1)
+
+
+def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
+    """``count`` layers, counted from 1, spread evenly below the last of ``num_layers``.
+
+    Raises:
+        ValueError: There are fewer layers.
+    """
+    if count >= num_layers:
+        raise ValueError(
+            f"feature layers ({count}) are more than the layers below the last one of the base ({num_layers - 1});"
+            " read fewer"
+        )
+    return tuple(round(num_layers * index / (count + 1)) for index in range(1, count + 1))
+
+
+def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The outermost list of so many modules, whatever a family calls it."""
+    lists = [(name, module) for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
+    stacks = [(name.count("."), module) for name, module in lists if len(module) == num_layers]
+    if not stacks:
+        raise ValueError(
+            f"layers of the base ({type(decoder).__name__}) cannot be found: it has no list of {num_layers} modules;"
+            " use heads without feature layers"
+        )
+    return min(stacks, key=lambda stack: stack[0])[1]
+
+
+def _note(layer: nn.Module, _: Any, output: Any) -> None:
+    noted = getattr(_now, "noted", None)
+    if noted is not None and layer in noted:
+        noted[layer] = output[0] if isinstance(output, tuple) else output
+
+
+def _like(hidden: Tensor, state: Tensor | None) -> Tensor:
+    """A layer's output in the dtype and on the device of the last hidden state."""
+    if state is None or state.shape != hidden.shape:
+        shape = None if state is None else tuple(state.shape)
+        raise ValueError(
+            f"a layer of the base gives {shape} where the last hidden state is {tuple(hidden.shape)}; use heads"
+            " without feature layers"
+        )
+    return state.to(hidden)

@@ -1,0 +1,171 @@
+"""Heads that can draft a part of the vocabulary: they read a part of the output layer, and the text stays."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from medusa import BaseModel, MedusaModel
+from medusa.drafters import HeadsDrafter, PlainDrafter, SampledHeadsDrafter
+from medusa.formats import load_heads, save_heads
+from medusa.heads import ARCHITECTURES
+from tests.medusa.test_conformance import tiny
+from tests.medusa.test_drafters import decode_state
+from tests.medusa.trees import LOPSIDED
+
+PART = 60
+PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
+
+
+def in_part(heads):
+    """The same heads with a random part of the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(heads.config.vocab_size, generator=generator)
+    heads.draft_ids.copy_(order[: len(heads.draft_ids)].sort().values)
+    return heads
+
+
+@pytest.fixture
+def heads(make_heads):
+    return in_part(make_heads(draft_vocab_size=PART))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "gptj"])
+def test_logits_of_some_tokens_are_those_of_the_base(family, pack):
+    """With a soft cap (gemma2), a scale (cohere), and a bias (gptj)."""
+    base, _ = tiny(family)
+    if base._lm_head.bias is not None:
+        torch.nn.init.normal_(base._lm_head.bias)
+    tokens, hidden = torch.tensor([3, 4, 17, 49]), 9 * torch.randn(2, 5, base.hidden_size).to(base.dtype)
+    expected = base.logits(hidden)[..., tokens]
+    torch.testing.assert_close(base.logits_of(tokens, pack)(hidden), expected)
+
+
+def test_a_gradient_passes_through_the_logits_of_some_tokens():
+    base, _ = tiny("gemma2")
+    hidden, tokens = torch.randn(3, base.hidden_size).to(base.dtype).requires_grad_(), torch.tensor([3, 49])
+    (ours,) = torch.autograd.grad(base.logits_of(tokens)(hidden).sum(), hidden)
+    (theirs,) = torch.autograd.grad(base.logits(hidden)[:, tokens].sum(), hidden)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_columns_and_token_ids_are_inverse(heads):
+    columns = heads.columns(torch.arange(heads.config.vocab_size))
+    assert heads.token_ids(torch.arange(PART)).tolist() == heads.draft_ids.tolist()
+    assert (columns >= 0).nonzero()[:, 0].tolist() == heads.draft_ids.tolist()
+    assert columns[columns >= 0].tolist() == list(range(PART))
+    assert (heads.columns(torch.tensor([-100])) < 0).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_level_gives_the_logits_of_the_part(base, make_heads, architecture, own, frozen):
+    options = {"architecture": architecture, "own_lm_heads": own}
+    heads, whole = in_part(make_heads(draft_vocab_size=PART, **options)), make_heads(**options)
+    state = heads.state_dict()
+    if own:
+        assert heads.lm_heads.shape == (3, PART, base.hidden_size)
+        state["lm_heads"] = whole.lm_heads.index_copy(1, heads.draft_ids, heads.lm_heads)
+    ids = state.pop("draft_ids")
+    whole.load_state_dict(state)
+    if frozen:
+        heads.freeze(base)
+    hidden, tokens = torch.randn(2, base.hidden_size).to(base.dtype), torch.tensor([[3], [200]])
+    (part, _), (all_of_it, _) = (
+        h.level(0, h.begin(hidden, base), torch.zeros_like(tokens), tokens, base) for h in (heads, whole)
+    )
+    assert part.shape == (2, 1, PART)
+    torch.testing.assert_close(part, all_of_it[..., ids])
+
+
+@pytest.mark.parametrize("drafter", [None, "heads", "heads-sampled", "static"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 2}])
+def test_text_is_that_of_plain_decoding(base, heads, drafter, settings):
+    model, options = MedusaModel(base, heads), {"max_new_tokens": 18} | settings
+    if drafter == "heads-sampled":
+        drafter = SampledHeadsDrafter(heads, base, 12, 1.0)
+    how = {"tree": LOPSIDED} if drafter == "static" else {"drafter": drafter}
+    plain = model.generate(PROMPTS, drafter=PlainDrafter(), **options)
+    outputs = model.generate(PROMPTS, **how, **options)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    assert any(token not in heads.draft_ids for output in outputs for token in output.tokens)
+
+
+def test_drafts_hold_tokens_of_the_part_only(base, heads):
+    state = decode_state([[3], [1, 4]], base)
+    for drafter in (HeadsDrafter(heads, base, 16), SampledHeadsDrafter(heads, base, 16, 1.0)):
+        draft = drafter.propose(state)
+        assert draft.tokens.shape[1] > 2
+        assert torch.isin(draft.tokens[:, 1:], heads.draft_ids).all()
+        assert draft.tokens[:, 0].tolist() == [3, 4]
+
+
+def test_laws_of_draws_are_over_the_whole_vocabulary(base, heads):
+    draft = SampledHeadsDrafter(heads, base, 8, temperature=0.7).propose(decode_state([[3]], base))
+    assert draft.probs.shape == (1, 8, base.vocab_size)
+    torch.testing.assert_close(draft.probs[0, 1:].sum(-1), torch.ones(7, dtype=draft.probs.dtype))
+    outside = torch.ones(base.vocab_size).index_fill(0, heads.draft_ids, 0).bool()
+    assert not draft.probs[0, 1:, outside].any()
+    assert (draft.probs[0, torch.arange(1, 8), draft.tokens[0, 1:]] > 0).all()
+
+
+class Reads(TorchDispatchMode):
+    """Adds up the bytes of matrices that products read."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.mkldnn._linear_pointwise):
+            self.bytes += max(leaf.numel() * 4 for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        return function(*arguments, **(options or {}))
+
+
+def test_a_draft_reads_a_part_of_the_output_layer(base_directory, make_heads):
+    base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
+    read = {}
+    for size in (0, PART):
+        heads = make_heads(draft_vocab_size=size).float()
+        heads.freeze(base)
+        drafter = HeadsDrafter(heads, base, 9, host_decides=False)
+        state = decode_state([[3], [1, 4]], base)
+        with Reads() as reads:
+            drafter.propose(state)
+        read[size] = reads.bytes
+    levels, row = 3, 4 * base.hidden_size
+    assert read[0] - read[PART] == levels * row * (base.vocab_size - PART)
+
+
+@pytest.mark.parametrize(("architecture", "once"), [("medusa", True), ("markov", True), ("hydra", False)])
+def test_heads_that_read_the_output_layer_once_for_all_levels(base_directory, make_heads, architecture, once):
+    base, read = BaseModel.load(base_directory, dtype=torch.float32, device="cpu"), []
+    for num_heads in (3, 4):
+        heads = make_heads(num_heads, architecture=architecture, rank=2).float()
+        heads.freeze(base)
+        with Reads() as reads:
+            HeadsDrafter(heads, base, 9, host_decides=False).propose(decode_state([[3], [1, 4]], base))
+        read.append(reads.bytes)
+    assert (read[1] - read[0] < 4 * base.lm_head_weight.numel()) == once
+
+
+def test_the_part_is_saved_with_the_heads(heads, tmp_path):
+    save_heads(heads, tmp_path)
+    loaded = load_heads(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(loaded.draft_ids, heads.draft_ids)
+    assert loaded.config.draft_vocab_size == PART
+
+
+@pytest.mark.parametrize("size", [-1, 258])
+def test_a_part_larger_than_the_vocabulary_is_refused(make_heads, size):
+    with pytest.raises(
+        ValueError, match=rf"draft_vocab_size \({size}\) must be from 0 to the vocabulary's size \(257\)"
+    ):
+        make_heads(draft_vocab_size=size)
+
+
+def test_a_tree_wider_than_the_part_is_refused(base, make_heads):
+    with pytest.raises(ValueError, match=r"tree width \(6\) exceeds the tokens that the heads can draft \(5\)"):
+        HeadsDrafter(make_heads(draft_vocab_size=5), base, 1, LOPSIDED)

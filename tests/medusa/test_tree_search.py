@@ -1,0 +1,90 @@
+"""Grown trees are the best there are, and their figures are what simulation gives."""
+
+import json
+import random
+from itertools import combinations, pairwise, product
+
+import pytest
+
+from medusa import Tree, load_tree
+from medusa.tree_file import save_tree
+from medusa.tree_search import GrownTree, grow_tree
+
+FALLING = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]]
+NOISY = [[0.1, 0.5, 0.2], [0.05, 0.4, 0.45]]
+
+
+def survival(path, accuracies):
+    value = 1.0
+    for depth, rank in enumerate(path):
+        value *= accuracies[depth][rank]
+    return value
+
+
+@pytest.mark.parametrize("accuracies", [FALLING, NOISY], ids=["falling", "noisy"])
+@pytest.mark.parametrize("nodes", range(1, 7))
+def test_no_other_tree_is_better(accuracies, nodes):
+    """Against every tree of that size."""
+    everything = [path for depth in (1, 2) for path in product(range(3), repeat=depth)]
+    best = max(
+        1 + sum(survival(path, accuracies) for path in chosen)
+        for chosen in combinations(everything, nodes - 1)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+    )
+    grown = grow_tree(accuracies, nodes)
+    assert grown.tree.nodes == nodes
+    assert grown.tokens_per_step == pytest.approx(best)
+    assert grown.survivals == pytest.approx([survival(path, accuracies) for path in grown.tree.paths])
+
+
+def test_larger_trees_hold_smaller_ones_up_to_all_there_is():
+    trees = [set(grow_tree(FALLING, nodes).tree.paths) for nodes in range(1, 20)]
+    assert all(small <= large for small, large in pairwise(trees))
+    assert trees[12] == trees[-1] == set(Tree.full((3, 3)).paths)
+
+
+def test_nodes_that_never_survive_are_left_out():
+    assert grow_tree([[0.5, 0.0], [0.0, 0.0]], 16) == GrownTree(Tree(((0,),)), (0.5,))
+    assert grow_tree([], 16) == GrownTree(Tree(()), ())
+    with pytest.raises(ValueError, match=r"nodes \(0\) must be at least 1"):
+        grow_tree(FALLING, 0)
+
+
+def test_expected_tokens_are_those_of_a_simulation():
+    """Steps in which each head's label has rank r with its probability, by itself."""
+    grown, draw = grow_tree(NOISY, 6), random.Random(0)
+    inside, steps, tokens = set(grown.tree.paths), 40_000, 0
+    for _ in range(steps):
+        ranks = [draw.choices([0, 1, 2, 3], [*row, 1 - sum(row)])[0] for row in NOISY]
+        tokens += 1 + sum(tuple(ranks[:depth]) in inside for depth in (1, 2))
+    assert grown.tokens_per_step == pytest.approx(tokens / steps, abs=0.02)
+
+
+def test_trees_survive_the_disk(tmp_path):
+    tree = grow_tree(NOISY, 6).tree
+    save_tree(tree, tmp_path / "tree.json", {"tokens_per_step": 1.9})
+    assert load_tree(tmp_path / "tree.json") == tree
+    values = json.loads((tmp_path / "tree.json").read_text())
+    assert (values["nodes"], values["depth"], values["tokens_per_step"]) == (6, 2, 1.9)
+    save_tree(Tree(()), tmp_path / "tree.json")
+    assert load_tree(tmp_path / "tree.json").nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "medusa-heads"}, "not of the format 'medusa-tree'"),
+        ({"paths": [[0], [1, 0]]}, r"damaged: .*has no parent \(1,\)"),
+        ({"paths": [[0], [-1]]}, "damaged: .*negative rank"),
+        ({"paths": [[0], ["1"]]}, "damaged: .*'1' is not a rank"),
+        ({"paths": [[]]}, "damaged"),
+        ({"paths": [0]}, "damaged"),
+        ({"nodes": 9}, r"damaged: .*nodes \(9\) is not that of its paths \(3\)"),
+        ({"depth": 1}, r"damaged: .*depth \(1\)"),
+    ],
+)
+def test_damaged_trees_are_refused(tmp_path, change, message):
+    save_tree(Tree.chain(2), tmp_path / "tree.json")
+    (tmp_path / "tree.json").write_text(json.dumps(json.loads((tmp_path / "tree.json").read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_tree(tmp_path / "tree.json")

@@ -1,0 +1,165 @@
+"""Heads that learn to draft the most frequent tokens only."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional
+
+from data.packing import IGNORE, PackedRows
+from medusa.base_model import BaseModel
+from medusa.formats.native import load_heads
+from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from tests.train.jobs import metrics
+from train import draft_vocabulary
+from train.__main__ import main
+from train.draft_vocabulary import most_frequent_tokens
+from train.losses import HeadsLoss
+from train.trainer import Trainer
+from train.workers import Workers
+
+HEADS, ROWS, PART = 3, 29, 60
+
+
+class Alone(Workers):
+    """One of several processes whose counts are not added up."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return values.double()
+
+
+def _workers(rank: int = 0, world_size: int = 1) -> Workers:
+    return Alone(rank, world_size, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedRows:
+    generator = torch.Generator().manual_seed(0)
+    ids = (torch.randn(37, 16, generator=generator) * 6).abs().int() + 3
+    mask = torch.rand(37, 16, generator=generator) < 0.5
+    return PackedRows(ids, torch.arange(16, dtype=torch.int32).expand(37, -1), mask, torch.full((37,), 16))
+
+
+def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_vocabulary, "ROWS", 5)
+    counts = Counter(packed.input_ids[packed.loss_mask].tolist())
+    order = sorted(range(50), key=lambda token: (-counts[token], token))
+    assert len(counts) < 30
+    for size in (3, 11, len(counts) + 5):
+        assert most_frequent_tokens(packed, size, 50, _workers()).tolist() == sorted(order[:size])
+    filled = most_frequent_tokens(packed, len(counts) + 3, 50, _workers()).tolist()
+    assert set(filled) - set(counts) == {0, 1, 2}, "the lowest ids fill up"
+
+
+def test_processes_count_every_row_once(packed: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[torch.Tensor] = []
+    monkeypatch.setattr(Alone, "total", lambda self, values: parts.append(values) or values.double())
+    for rank in range(3):
+        most_frequent_tokens(packed, 10, 50, _workers(rank, 3))
+    expected = torch.bincount(packed.input_ids[packed.loss_mask].long(), minlength=50)
+    assert torch.equal(sum(parts), expected)
+
+
+def _heads(base: BaseModel, own: bool) -> DraftHeads:
+    torch.manual_seed(0)
+    config = HeadsConfig(base.hidden_size, base.vocab_size, HEADS, own_lm_heads=own, draft_vocab_size=PART)
+    heads = build_heads(config).to(base.dtype)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    heads.draft_ids.copy_(torch.randperm(base.vocab_size)[:PART].sort().values)
+    return heads
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["ce", "kl", "tv"])
+def test_the_loss_leaves_other_tokens_out(base: Path, kind: str, own: bool) -> None:
+    model = BaseModel.load(base, dtype=torch.float64, device="cpu")
+    heads = _heads(model, own)
+    hidden, teacher = (torch.randn(rows, model.hidden_size, dtype=torch.float64) for rows in (ROWS, ROWS + HEADS))
+    labels = torch.randint(model.vocab_size, (ROWS, HEADS))
+    labels[::2] = heads.draft_ids[torch.randint(PART, labels[::2].shape)]
+    labels[torch.rand(ROWS, HEADS) < 0.2] = IGNORE
+    index = torch.arange(ROWS)[:, None] + torch.arange(1, HEADS + 1)
+    path, weights = torch.randint(model.vocab_size, (ROWS, HEADS)), torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
+
+    loss, loss_K, correct_K = HeadsLoss(heads, model, 7, kind)(hidden, path, labels, weights, teacher, index)
+
+    features, expected, correct = heads(hidden, path, model), torch.zeros(HEADS, dtype=torch.float64), [0] * HEADS
+    for head in range(HEADS):
+        for row in range(ROWS):
+            if labels[row, head] not in heads.draft_ids:
+                continue
+            matrix = heads.lm_heads[head] if heads.lm_heads is not None else model.lm_head_weight[heads.draft_ids]
+            logprobs = (matrix @ features[head, row]).log_softmax(0)
+            place = heads.draft_ids.tolist().index(int(labels[row, head]))
+            target = model.logits(teacher[index[row, head]]).softmax(0)[heads.draft_ids]
+            target = target / target.sum()
+            expected[head] += {
+                "ce": -logprobs[place],
+                "kl": functional.kl_div(logprobs, target, reduction="sum"),
+                "tv": (logprobs.exp() - target).abs().sum() / 2,
+            }[kind]
+            correct[head] += int(logprobs.argmax()) == place
+    torch.testing.assert_close(loss_K, expected.detach(), rtol=0, atol=1e-9)
+    assert correct_K.tolist() == correct
+    parameters = list(heads.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, parameters),
+        torch.autograd.grad((expected * weights).sum(), parameters),
+        atol=1e-9,
+        rtol=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    values = {
+        "run": str(path.parent / "run"),
+        "base": {"name": str(base), "dtype": "float32"},
+        "heads": {"num_heads": 2, "draft_vocab": 12, "own_lm_heads": True},
+        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 6, "loss": "kl"},
+        "engine": {"device": "cpu"},
+        "evaluate": {"prompts": 1, "max_new_tokens": 8, "nodes": 4},
+        "log": {"checkpoint_steps": 4},
+    }
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def test_a_run_with_a_draft_vocabulary_resumes_exactly(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step = Trainer.train_step
+
+    def interrupted(trainer: Trainer) -> dict[str, object]:
+        if trainer.step == 5:
+            raise KeyboardInterrupt
+        return train_step(trainer)
+
+    whole, parts = (["--recipe", str(recipe), "--recipe.run", str(tmp_path / name)] for name in ("whole", "parts"))
+    assert main(whole) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        assert main(parts) == 130
+    assert main(parts) == 0
+
+    ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
+    assert [line.get("loss") for line in ours] == pytest.approx([line.get("loss") for line in theirs], abs=1e-6)
+    assert theirs[-2]["loss"] < theirs[0]["loss"] - 0.1
+    heads, expected = (load_heads(tmp_path / name / "heads") for name in ("parts", "whole"))
+    assert heads.lm_heads.shape[1] == 12
+    assert torch.equal(heads.draft_ids, expected.draft_ids)
+    torch.testing.assert_close(heads.lm_heads, expected.lm_heads, rtol=0, atol=1e-6)
+    assert 0 < theirs[-1]["heldout_top10"][0] < 0.95, "what heads cannot draft is a miss"
+
+
+@pytest.mark.parametrize("size", ["9", "258"])
+def test_a_draft_vocabulary_of_a_wrong_size_is_wrong_use(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: str
+) -> None:
+    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.heads.draft_vocab", size]) == 2
+    assert f"heads.draft_vocab ({size}) must be from 10 (children of a node in a tree) to 257" in caplog.text
