@@ -212,9 +212,7 @@ def test_heads_add_what_normed_layers_say_to_the_last_hidden_state(architecture)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_hidden_states_of_other_layers_are_one_clear_error(architecture, layers, width):
     heads = build_heads(HeadsConfig(8, 20, 3, architecture=architecture, feature_layers=layers))
-    with pytest.raises(
-        ValueError, match=rf"hidden state \({width} numbers\) must hold 8 .* {len(layers)} feature"
-    ):
+    with pytest.raises(ValueError, match=rf"hidden state \({width} numbers\) must hold 8 .* {len(layers)} feature"):
         heads.begin(torch.zeros(2, width), Vocabulary(8))
 
 
