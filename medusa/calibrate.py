@@ -109,26 +109,26 @@ def count_ranks(
         features_KMD = heads(hidden, path, vocabulary)
         for head, labels_M in enumerate(labels.unbind(1)):
             logits_MV = heads.head_logits(head, features_KMD[head], vocabulary)
-            columns_M = heads.columns(labels_M)
-            counts_KR[head] += rank_counts(logits_MV, columns_M)
-            counts_KR[head, 0] += int(((labels_M >= 0) & (columns_M < 0)).sum())  # heads cannot draft it: a miss
+            counts_KR[head, 0] += int((labels_M >= 0).sum())
+            counts_KR[head, 1:] += rank_counts(logits_MV, heads.columns(labels_M))
     return counts_KR
 
 
-def rank_counts(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """The number of labels that are not negative, and of those at each rank: [1 + R] int64 on the CPU.
+def rank_counts(logits_MV: Tensor, columns_M: Tensor) -> Tensor:
+    """How many of the right columns stand at each rank: [R] int64 on the CPU.
 
-    Labels are columns of the logits. Of equal logits the lower column comes first, as heads that cannot tell tokens
-    apart must not count as right.
+    Of equal logits the lower column comes first, as heads that cannot tell tokens apart must not count as right.
+
+    Args:
+        logits_MV: What a head says.
+        columns_M: The right ones; negative = nothing is counted.
     """
-    label_M1 = labels_M.clamp(min=0)[:, None]
-    own_M1 = logits_MV.gather(1, label_M1)
-    before_MV = torch.arange(logits_MV.shape[1], device=logits_MV.device) < label_M1
-    # Not "greater": where a logit is not a number, the label has the worst rank.
+    column_M1 = columns_M.clamp(min=0)[:, None]
+    own_M1 = logits_MV.gather(1, column_M1)
+    before_MV = torch.arange(logits_MV.shape[1], device=logits_MV.device) < column_M1
+    # Not "greater": where a logit is not a number, the right column has the worst rank.
     ranks_M = (~(logits_MV <= own_M1) | ((logits_MV == own_M1) & before_MV)).sum(1)
-    valid_M = labels_M >= 0
-    hits_R = torch.bincount(ranks_M[valid_M & (ranks_M < RANKS)], minlength=RANKS)
-    return torch.cat([valid_M.sum()[None], hits_R]).cpu()
+    return torch.bincount(ranks_M[(columns_M >= 0) & (ranks_M < RANKS)], minlength=RANKS).cpu()
 
 
 def calibrate(
@@ -174,10 +174,10 @@ def _answer_counts(model: "MedusaModel", heads: DraftHeads, prompt: list[int], a
     num_heads, base = heads.config.num_heads, model.base
     tokens_T, missing = torch.tensor([*prompt, *answer]), torch.full((num_heads,), -1)
     first, last = max(0, len(prompt) - 2), len(tokens_T) - 2  # the positions t
-    hidden_TD = base.hidden_states(tokens_T[None].to(base.device))[0]
+    hidden_TF = base.hidden_states(tokens_T[None].to(base.device))[0]
     ahead_TK = torch.cat([tokens_T, missing]).unfold(0, num_heads, 1)
     path_MK, labels_MK = ahead_TK[first + 1 : last + 1].clamp(min=0), ahead_TK[first + 2 : last + 2]
-    return count_ranks(heads, base, hidden_TD[first:last], path_MK.to(base.device), labels_MK.to(base.device))
+    return count_ranks(heads, base, hidden_TF[first:last], path_MK.to(base.device), labels_MK.to(base.device))
 
 
 def _count(value: object) -> int:

@@ -3,6 +3,7 @@
 from medusa.drafters.base import DecodeState, Drafter, PlainDrafter, is_recordable
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
+from medusa.drafters.priced import PricedDrafter
 from medusa.drafters.prompt_lookup import PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 
@@ -12,6 +13,7 @@ __all__ = [
     "HeadsDrafter",
     "HybridDrafter",
     "PlainDrafter",
+    "PricedDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",
     "is_recordable",

@@ -70,8 +70,7 @@ def _baseline(options: argparse.Namespace, base: "BaseModel", heads: "DraftHeads
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from medusa.model import CPU_NODES, GPU_NODES
-    from serve.bench.replay import measure_replay
+    from serve.bench.replay import CPU_NODES, GPU_NODES, measure_replay
     from serve.bench.trace import EMBEDDED_TRACE, load_trace
 
     trace = load_trace(options.trace or EMBEDDED_TRACE)

@@ -75,7 +75,9 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
 def _add_trace(trace: argparse.ArgumentParser) -> None:
     _add_answers(trace, count=8)
     trace.add_argument("--out", required=True, metavar="FILE", help="where the trace goes")
-    trace.add_argument("--nodes", type=at_least(2), metavar="N", help="tree budget (default: 16 on a CPU, 64 on a GPU)")
+    trace.add_argument(
+        "--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, sized by what steps cost)"
+    )
     trace.add_argument(
         "--drafter",
         choices=GREEDY_DRAFTERS,

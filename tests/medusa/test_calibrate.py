@@ -8,6 +8,7 @@ import torch
 from medusa import Calibration, MedusaModel
 from medusa.calibrate import RANKS, calibrate, count_ranks, rank_counts
 from medusa.formats.native import CALIBRATION, load_calibration, save_heads
+from medusa.heads import ARCHITECTURES
 
 PROMPTS = [[5, 6, 7], [9], [3, 4]]
 
@@ -19,13 +20,24 @@ def calibration():
 
 def test_ranks_are_counted_from_the_best_token_on():
     logits = torch.arange(40.0).flip(0).repeat(5, 1)  # token 0 is the best
-    assert rank_counts(logits, torch.tensor([0, 0, 3, -1, 39])).tolist() == [4, 2, 0, 0, 1, *[0] * (RANKS - 4)]
+    assert rank_counts(logits, torch.tensor([0, 0, 3, -1, 39])).tolist() == [2, 0, 0, 1, *[0] * (RANKS - 4)]
 
 
 def test_heads_that_cannot_tell_tokens_apart_are_not_right():
     flat = torch.zeros(2, 40)
-    assert rank_counts(flat, torch.tensor([2, 39])).tolist() == [2, 0, 0, 1, *[0] * (RANKS - 3)]
-    assert rank_counts(flat * torch.nan, torch.tensor([2, 39])).tolist() == [2, *[0] * RANKS]
+    assert rank_counts(flat, torch.tensor([2, 39])).tolist() == [0, 0, 1, *[0] * (RANKS - 3)]
+    assert not rank_counts(flat * torch.nan, torch.tensor([2, 39])).any()
+
+
+def test_tokens_that_heads_cannot_draft_are_misses(base, make_heads):
+    heads = make_heads(1, draft_vocab_size=20)
+    heads.draft_ids.copy_(torch.arange(20) * 2)
+    hidden, path = torch.randn(40, base.hidden_size, dtype=base.dtype), torch.zeros(40, 1, dtype=torch.int64)
+    counts = count_ranks(heads, base, hidden, path, torch.arange(40)[:, None])[0]
+    even = count_ranks(heads, base, hidden[::2], path[::2], torch.arange(40)[::2, None])[0]
+    assert (counts[0], even[0]) == (40, 20)
+    assert torch.equal(counts[1:], even[1:])
+    assert counts[1:].any()
 
 
 def test_accuracies_are_shares_of_a_heads_own_samples(calibration):
@@ -35,7 +47,7 @@ def test_accuracies_are_shares_of_a_heads_own_samples(calibration):
     assert Calibration((0,), ((0, 0),)).top(1) == [0.0]
 
 
-@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_heads_are_asked_about_every_token_that_the_base_said(base, make_heads, architecture):
     """Against a loop over texts, positions and heads."""
     model = MedusaModel(base, make_heads(3, architecture=architecture))

@@ -55,6 +55,7 @@ class FakeModel:
         self.delay = delay
         self.prompts: list[list[Message]] = []
         self.options: list[dict[str, Any]] = []
+        self.trees: list[Any] = []
         self._rendered: dict[str, list[Message]] = {}
 
     def chat_prompt(self, messages: list[Message]) -> list[int]:
@@ -62,10 +63,11 @@ class FakeModel:
         self._rendered[text] = messages
         return list(map(ord, text))
 
-    def stream(self, prompt: list[int], prefix: Any = None, **options: Any) -> FakeStream:
+    def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **options: Any) -> FakeStream:
         messages = self._rendered["".join(map(chr, prompt))]
         self.prompts.append(messages)
         self.options.append(options)
+        self.trees.append(tree)
         words = self.answers.pop(0) if self.answers else ["re", ": ", messages[-1]["content"]]
         limit = min(options["max_new_tokens"], self.base.context_length - len(prompt))
         return FakeStream(words, len(prompt), limit, self.delay)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from medusa import Tree
+from medusa.tree_file import save_tree
 from serve import chat
 from serve.conversation import Settings
 from tests.serve.fake_model import FakeModel
@@ -19,6 +21,8 @@ WRONG = [
     "--drafter eagle",
     "--attention paged",
     "--acceptance typical",
+    "--nodes 8 --tree tree.json",
+    "--drafter heads --tree tree.json",
 ]
 
 
@@ -37,6 +41,20 @@ def test_missing_heads_exit_1_with_a_remedy(tmp_path: Path, capsys: pytest.Captu
     assert len(streams.err.splitlines()) == 1
     assert "nowhere" in streams.err
     assert "run ./launch.sh first" in streams.err
+
+
+def test_a_static_tree_reaches_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = FakeModel(), str(tmp_path / "tree.json")
+    monkeypatch.setattr(chat, "load_model", lambda args: model)
+    monkeypatch.setattr(chat, "describe", lambda model, heads: "")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    assert chat.main(["--tree", path]) == 1
+    assert f"tree ({path}) does not exist; make one with medusa-bench tree" in capsys.readouterr().err
+    save_tree(Tree.full((2, 1)), path)
+    assert chat.main(["--tree", path]) == 0
+    assert model.trees == [Tree.full((2, 1))] * 2
 
 
 def test_help_says_what_is_lossy(capsys: pytest.CaptureFixture[str]) -> None:
