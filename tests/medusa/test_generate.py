@@ -142,8 +142,8 @@ def test_prompts_come_as_text_ids_or_tensors(model, base):
 def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
     model.save_pretrained(tmp_path / "heads")
     loaded = MedusaModel.from_pretrained(tmp_path / "heads", dtype=torch.float64)
-    expected = model.generate("abc", max_new_tokens=20)
-    output = loaded.generate("abc", temperature=0.0, max_steps=512, max_new_tokens=20)
+    expected = model.generate("abc", max_new_tokens=20, nodes=16)
+    output = loaded.generate("abc", temperature=0.0, max_steps=512, max_new_tokens=20, nodes=16)
     assert (output.tokens, output.steps) == (expected.tokens, expected.steps)
 
 
