@@ -29,6 +29,7 @@ usage: ./launch.sh [command] [arguments]
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
+  study          train head designs side by side, and compare what they draft, cost and save
   bench          what a decode step costs on this machine, beside what it could cost at best
   bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
@@ -133,6 +134,7 @@ case $command in
     data) run -m data "$@" ;;
     train) train "$@" ;;
     report) run -m train.report "$@" ;;
+    study) run -m train.study "$@" ;;
     chat) run -m serve.chat "$@" ;;
     bench) run -m serve.bench "$@" ;;
     bench-train) run -m train.bench "$@" ;;

@@ -13,10 +13,12 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
+from medusa.auto import AutoNodes
 from medusa.base_model import BaseModel, resolve_base
 from medusa.cache import SlotCache
 from medusa.calibrate import Calibration
 from medusa.drafters import (
+    LOOKUP_GUESSES,
     Drafter,
     HeadsDrafter,
     HybridDrafter,
@@ -26,7 +28,7 @@ from medusa.drafters import (
 )
 from medusa.formats import load_heads, save_heads
 from medusa.formats.native import load_calibration, load_config
-from medusa.generate import cache_rows, decode, new_answers
+from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
 from medusa.output import Answer, Output, Piece
@@ -39,11 +41,7 @@ logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
-CPU_NODES = 16
-GPU_NODES = 64
 DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
-LOOKUP_GUESSES = 10
-"""Most tokens that a hybrid draft takes from the text before; half of its budget where that is less."""
 SURE_MATCH = 4
 """Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
 
@@ -113,6 +111,7 @@ class MedusaModel:
         self.base, self.heads, self.calibration = base, heads, calibration
         self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self._plain = PlainDrafter()
+        self._auto = AutoNodes(base, self.heads, calibration)
         self._drafters: dict[tuple[str, int, Tree | None, float], Drafter] = {}
 
     @classmethod
@@ -177,11 +176,6 @@ class MedusaModel:
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
         loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
         return cls(base_model, loaded, graph, load_calibration(heads, loaded.config))
-
-    @property
-    def default_nodes(self) -> int:
-        """Tree budget where none is given: what the device's pass over that many rows costs decides it."""
-        return CPU_NODES if self.base.device.type == "cpu" else GPU_NODES
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
@@ -265,7 +259,10 @@ class MedusaModel:
                 distribution, but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy.
             epsilon: Threshold of typical acceptance.
             delta: Entropy factor of typical acceptance.
-            nodes: Tree budget N with the root; 1 = plain decoding, None = a default for the device.
+            nodes: Tree budget N with the root; 1 = plain decoding. None = what brings most tokens per second here, by
+                step costs that the first call measures (about a second; later starts read them from ~/.cache/medusa)
+                and by what is accepted; plain decoding is among the choices. The text does not depend on it, except
+                under speculative and typical acceptance, where only a number makes it repeat for a seed.
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
                 no heads; "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature,
@@ -293,7 +290,7 @@ class MedusaModel:
             repetition_penalty=repetition_penalty, logit_bias=logit_bias, epsilon=epsilon, delta=delta,
         )  # fmt: skip
         if drafter is None or isinstance(drafter, str):
-            drafter = self._drafter(drafter, nodes, tree, temperature)
+            drafter = self._drafter(drafter, nodes, tree, temperature, len(prompts))
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
@@ -301,6 +298,11 @@ class MedusaModel:
             raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
         cache = self._lend_cache(prompts, answers, drafter.nodes, prefix)
         return answers, self._decode(cache, drafter, rule, prompts, answers, max_steps, seeds)
+
+    def explain_nodes(self, drafter: str | None = None) -> str:
+        """What ``nodes=None`` means for one prompt and why, in one line; measures step costs that are not known."""
+        chosen = self._drafter(drafter, None, None, 1.0, batch=1)
+        return self._auto.reason if chosen is not self._plain else "nodes auto: 1, plain decoding"
 
     def release(self) -> None:
         """Free the memory that is kept between calls: idle caches and the graphs over them."""
@@ -326,9 +328,15 @@ class MedusaModel:
         max_steps: int | None,
         seeds: Sequence[int],
     ) -> Generator[list[list[Piece]]]:
-        start = self.graphs.steps if self.graphs is not None else EagerSteps
-        with lent as cache:
-            yield from decode(self.base, drafter, rule, prompts, answers, max_steps, seeds, cache, start)
+        try:
+            with lent as cache:
+                yield from decode(self.base, drafter, rule, prompts, answers, max_steps, seeds, cache, self._start)
+        finally:
+            self._auto.observe(drafter, [answer.output for answer in answers])
+
+    @property
+    def _start(self) -> StartSteps:
+        return self.graphs.steps if self.graphs is not None else EagerSteps
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
@@ -346,7 +354,9 @@ class MedusaModel:
             raise ValueError(f"chat template of the base ({self.base.name}) refuses this: {error}") from error
         return ids
 
-    def _drafter(self, name: str | None, nodes: int | None, tree: Tree | None, temperature: float) -> Drafter:
+    def _drafter(
+        self, name: str | None, nodes: int | None, tree: Tree | None, temperature: float, batch: int
+    ) -> Drafter:
         takes_tree = name in (None, "heads", "heads-sampled")
         if tree is not None and (self.heads is None or nodes is not None or not takes_tree):
             raise ValueError(
@@ -361,7 +371,17 @@ class MedusaModel:
         if nodes == 1 or (name is None and self.heads is None):
             return self._plain
         name = name or ("heads" if tree else "hybrid")
-        key = (name, nodes or self.default_nodes, tree, temperature if name == "heads-sampled" else 0.0)
+        if nodes is not None or tree is not None or self.base.decoding == "plain":
+            return self._sized(name, nodes or 2, tree, temperature)
+        on_host = self.graphs is None and self.base.device.type == "cpu" and self.base.decoding == "tree"
+        if on_host and name != "heads-sampled":
+            return self._auto.priced(name, batch)
+        return self._auto.fixed(name, batch, self._start, lambda n: self._sized(name, n, None, temperature))
+
+    def _sized(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
+        if nodes == 1 and tree is None and self.base.decoding != "plain":
+            return self._plain
+        key = (name, nodes, tree, temperature if name == "heads-sampled" else 0.0)
         if key not in self._drafters:
             self._drafters[key] = self._new_drafter(*key)
         return self._drafters[key]

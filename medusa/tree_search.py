@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from medusa.tree import Tree
 
+FIRST_GUESS, NEXT_GUESS = 0.5, 0.4
+"""How often the best guess of a head is right where nothing is known about heads; each next rank less."""
+
 
 @dataclass(frozen=True)
 class GrownTree:
@@ -64,3 +67,9 @@ def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> GrownTree:
         wait(path, -negative, 0)
     tree = Tree(tuple(found))
     return GrownTree(tree, tuple(found[path] for path in tree.paths))
+
+
+def typical_tree(nodes: int, depth: int) -> GrownTree:
+    """The best tree for ``depth`` heads of which nothing is known: typical, and all alike."""
+    accuracies = [FIRST_GUESS * NEXT_GUESS**rank for rank in range(nodes)]
+    return grow_tree([accuracies] * depth, nodes)

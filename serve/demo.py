@@ -162,7 +162,7 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
         "repeated_4grams": round(repeated_share([o.tokens for o in outputs]), 3),
         "prompts": len(prompts),
         "max_new_tokens": MAX_NEW_TOKENS,
-        "nodes": model.default_nodes,
+        "nodes": "auto",
         "dtype": str(dtype).removeprefix("torch."),
         "compiled": model.base.compiled,
         "device": str(device),

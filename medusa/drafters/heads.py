@@ -38,6 +38,7 @@ class HeadsDrafter:
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
         host_decides: On a CPU, leave out what is too unlikely to be worth its time; no shape is fixed then.
+        sizes: Says what that is; None = ``Floors``.
 
     Raises:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
@@ -50,6 +51,7 @@ class HeadsDrafter:
         nodes: int,
         tree: Tree | None = None,
         host_decides: bool = True,
+        sizes: "Sizes | None" = None,
     ) -> None:
         num_heads, output_size = heads.config.num_heads, heads.config.output_size
         if tree is not None:
@@ -60,7 +62,7 @@ class HeadsDrafter:
         device = next(heads.parameters()).device
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
-        best_first = _BestFirst(nodes, depth, width, host_decides)
+        best_first = _BestFirst(nodes, depth, width, (sizes or Floors()) if host_decides else None)
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
@@ -135,28 +137,49 @@ class _Shape(Protocol):
         """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
 
 
+class Sizes(Protocol):
+    """How far a dynamic tree grows, where the host sees scores without waiting (a CPU)."""
+
+    def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
+        """How many of a level's candidates get children, at most ``beam``; 0 = the tree ends here."""
+
+    def nodes(self, scores_BM: Tensor, most: int) -> int:
+        """How many of all candidates become the draft, the root among them: 1 to ``most``."""
+
+
+class Floors:
+    """Sizes by fixed probabilities, for a tree budget that was given as a number."""
+
+    def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
+        """See ``Sizes``."""
+        return 0 if float(scores_BC.max()) < math.log(LEVEL_FLOOR) else beam
+
+    def nodes(self, scores_BM: Tensor, most: int) -> int:
+        """See ``Sizes``."""
+        return max(1, min(most, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max())))
+
+
 class _BestFirst:
-    """The best by score.
+    """The best by score, as far as ``sizes`` lets them grow; None = always as far as they can."""
 
-    Where the host sees scores without waiting (a CPU), the tree stops to grow once a further level or node would cost
-    more time than it is likely to save.
-    """
-
-    def __init__(self, nodes: int, depth: int, width: int, host_decides: bool) -> None:
-        self.depth, self.width, self.host_decides = depth, width, host_decides
+    def __init__(self, nodes: int, depth: int, width: int, sizes: Sizes | None) -> None:
+        self.depth, self.width, self.sizes = depth, width, sizes
         self._beam = max(MIN_BEAM, nodes // 4)
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
-        if level + 1 == self.depth or (self.host_decides and float(scores_BC.max()) < math.log(LEVEL_FLOOR)):
+        if level + 1 == self.depth:
             return None
-        return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
+        parents = min(self._beam, scores_BC.shape[1])
+        if self.sizes is not None:
+            parents = self.sizes.parents(level, scores_BC, parents)
+        return scores_BC.topk(parents).indices if parents else None
 
     def choose(self, scores_BM: Tensor) -> Tensor:
         # Every score is below that of the root.
         nodes = min(self.nodes, scores_BM.shape[1])
-        if self.host_decides:
-            nodes = max(1, min(nodes, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max())))
+        if self.sizes is not None:
+            nodes = self.sizes.nodes(scores_BM, nodes)
         return scores_BM.topk(nodes).indices.sort(-1).values
 
 

@@ -5,12 +5,16 @@ themselves are full of it; new text is not, so it is at its best beside heads (`
 """
 
 import torch
+from torch import Tensor
 
 from medusa.drafters.base import DecodeState
 from medusa.tree import Draft
 
 MAX_MATCH = 6
 """Tokens that are compared; of several places the one with the longest match counts, then the latest."""
+
+LOOKUP_GUESSES = 10
+"""Most tokens that are taken from the text before, beside what heads draft."""
 
 
 class PromptLookupDrafter:
@@ -35,6 +39,10 @@ class PromptLookupDrafter:
 
     def propose(self, state: DecodeState) -> Draft:
         """A chain below ``state.roots``, found in ``state.history``."""
+        return self.look_up(state)[0]
+
+    def look_up(self, state: DecodeState) -> tuple[Draft, Tensor]:
+        """That chain, and how many tokens agree at each sequence's best place, [B]; 0 where that is no match."""
         history_BT, root_B1 = state.history, state.positions[:, None]
         on_host = self.host_decides and history_BT.device.type == "cpu"
         if on_host:
@@ -48,9 +56,10 @@ class PromptLookupDrafter:
         score_BT = torch.where(index_T < root_B1, match_BT * len(index_T) + index_T, -1)
         best_B1, place_B1 = score_BT.max(-1, keepdim=True)
         found_B = (best_B1[:, 0] >= self.min_match * len(index_T)) & state.active
+        matches_B = torch.where(found_B, best_B1[:, 0] // len(index_T), 0)
         if on_host and not found_B.any():
-            return Draft.chain(state.roots[:, None])
+            return Draft.chain(state.roots[:, None]), matches_B
         # A match that runs into the root goes on as it began: the text repeats with that period.
         ahead_N = torch.arange(self.nodes - 1, device=history_BT.device)
         source_BN = place_B1 + 1 + ahead_N % (root_B1 - place_B1).clamp(min=1)
-        return Draft.chain(torch.cat([state.roots[:, None], history_BT.gather(1, source_BN)], dim=1))
+        return Draft.chain(torch.cat([state.roots[:, None], history_BT.gather(1, source_BN)], dim=1)), matches_B

@@ -112,11 +112,20 @@ class DraftHeads(nn.Module, ABC):
         """The hidden state [..., D] that heads start from, out of the base's [..., F]; fresh heads take its first D.
 
         Every layer's output is normed by itself: the numbers of a residual stream grow from layer to layer.
+
+        Raises:
+            ValueError: The hidden state is that of other layers.
         """
+        dim, count = self.config.hidden_size, len(self.config.feature_layers)
+        if hidden.shape[-1] != dim * (1 + count):
+            raise ValueError(
+                f"hidden state ({hidden.shape[-1]} numbers) must hold {dim} for the last layer and for each of the"
+                f" {count} feature layers of these heads; take it from base.tapped(heads.config.feature_layers)"
+            )
         if self.fusion is None:
             return hidden
-        last, layers = hidden.tensor_split([self.config.hidden_size], dim=-1)
-        layers = nn.functional.rms_norm(layers.unflatten(-1, (-1, last.shape[-1])), last.shape[-1:]).flatten(-2)
+        last, layers = hidden.tensor_split([dim], dim=-1)
+        layers = nn.functional.rms_norm(layers.unflatten(-1, (count, dim)), (dim,)).flatten(-2)
         fused: Tensor = last + (self._frozen_fusion or self.fusion)(layers)
         return fused
 

@@ -20,6 +20,9 @@ from serve.bench.rig import Rig
 from serve.bench.timing import alternate, ratio, timed
 from serve.bench.trace import Trace
 
+CPU_NODES, GPU_NODES = 16, 64
+"""Tree sizes where none is given; the acceptance of a trace belongs to the size that it was recorded with."""
+
 
 class ForcedRule:
     """Computes what ``rule`` says, then lets exactly as many tokens pass as the trace wants.

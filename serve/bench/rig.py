@@ -6,19 +6,12 @@ from medusa import BaseModel, Draft, DraftHeads, Tree
 from medusa.acceptance import Rule, greedy
 from medusa.drafters import DecodeState, Drafter, HeadsDrafter, PlainDrafter
 from medusa.step import StepResult, decode_step, verify
-from medusa.tree_search import grow_tree
-
-FIRST_GUESS, NEXT_GUESS = 0.5, 0.4
-"""How often the best guess of a head is right in the imagined heads that trees are grown for; each next rank less."""
+from medusa.tree_search import typical_tree
 
 
 def likely_tree(nodes: int, depth: int) -> Tree:
-    """The best tree of ``nodes`` nodes for heads that are typical and all alike.
-
-    Rank r of every head is right with probability ``FIRST_GUESS * NEXT_GUESS**r``.
-    """
-    accuracies = [FIRST_GUESS * NEXT_GUESS**rank for rank in range(nodes)]
-    return grow_tree([accuracies] * depth, nodes).tree
+    """The best tree of ``nodes`` nodes for heads that are typical and all alike."""
+    return typical_tree(nodes, depth).tree
 
 
 class Rig:

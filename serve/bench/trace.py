@@ -73,7 +73,7 @@ def record(
         model: A base with trained heads.
         prompts: Token ids.
         max_new_tokens: Limit per answer.
-        nodes: Tree budget, None = the device's default.
+        nodes: Tree budget, None = sized by what steps cost.
         drafter: As ``MedusaModel.start`` takes it.
         tree: A static tree in place of both.
 
@@ -91,7 +91,7 @@ def record(
         "base": "/".join(Path(model.base.name).parts[-2:]),
         "heads": f"{model.heads.config.num_heads} {model.heads.config.architecture}" if model.heads else "none",
         "drafter": drafter or ("static tree" if tree else "default"),
-        "nodes": tree.nodes if tree else nodes or model.default_nodes,
+        "nodes": tree.nodes if tree else nodes or "auto",
         "dtype": str(model.base.dtype).removeprefix("torch."),
         "acceptance": "greedy",
         "answers": len(prompts),

@@ -9,6 +9,7 @@ from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS, BackendUnavailableError
 from medusa.drafters import HeadsDrafter
+from medusa.heads import ARCHITECTURES
 from medusa.step import decode_step, prefill, verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -36,7 +37,7 @@ def load(directory, dtype, attention="auto", architecture="recurrent"):
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
-@pytest.mark.parametrize("architecture", ["recurrent", "medusa"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_text_is_that_of_plain_decoding(base_directory, attention, architecture):
     model = load(base_directory, torch.float32, attention, architecture)
     for length in (1, 7, 60):

@@ -35,7 +35,7 @@ def decode_state(histories, base, seeds=None):
 
 def unbounded(drafter):
     """As on a GPU: every draft has its full size."""
-    drafter._shape.host_decides = False
+    drafter._shape.sizes = None
     return drafter
 
 

@@ -158,7 +158,7 @@ def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
         ("abc", {"nodes": 0}, "nodes"),
         ("abc", {"tree": Tree.chain(4)}, "exceeds the number of heads"),
         ("abc", {"tree": Tree.chain(2), "nodes": 1}, "takes the place of nodes"),
-        ("abc", {"tree": Tree.full([300])}, "exceeds the vocabulary"),
+        ("abc", {"tree": Tree.full([300])}, "exceeds the tokens that the heads can draft"),
         ("abc", {"stop": ["x", ""]}, "end every answer at once"),
         ("abc", {"seed": -1}, "seed"),
         ("abc", {"seed": 2**70}, "seed"),

@@ -143,7 +143,7 @@ def tokens(outputs):
 
 
 def test_what_is_recorded_serves_later_calls(eager, fresh):
-    options = {"max_new_tokens": 10, "temperature": 0.7}
+    options = {"max_new_tokens": 10, "temperature": 0.7, "nodes": 16}
     first = fresh.generate(PROMPTS, **options)
     for seed in (0, 1, [2, 3, 4]):
         expected = eager.generate(PROMPTS, seed=seed, **options)
@@ -157,7 +157,7 @@ def test_what_is_recorded_serves_later_calls(eager, fresh):
     assert fresh.recorder.recorded == 2, "another batch size"
     fresh.generate(PROMPTS, **(options | {"temperature": 0.8}))
     assert fresh.recorder.recorded == 3, "another rule"
-    fresh.generate(PROMPTS, nodes=5, **options)
+    fresh.generate(PROMPTS, **(options | {"nodes": 5}))
     assert fresh.recorder.recorded == 4, "another drafter"
     fresh.generate(PROMPTS, **options)
     assert fresh.recorder.recorded == 4, "all of them are kept"
@@ -311,7 +311,11 @@ def test_graphs_need_a_gpu(base):
 def test_families_that_look_at_their_cache(family, monkeypatch):
     """Windows, chunks, learned positions, queries scaled by their place: none may depend on the host's lengths."""
     base, _ = tiny(family)
-    eager, model, options = MedusaModel(base), graphed(base, None), {"max_new_tokens": 20, "drafter": "prompt-lookup"}
+    eager, model, options = (
+        MedusaModel(base),
+        graphed(base, None),
+        {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
+    )
     monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
     monkeypatch.setattr("medusa.output.Answer._new_text", lambda answer: [])
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))

@@ -180,6 +180,8 @@ def test_more_layers_than_there_are_cannot_be_spread():
 
 
 class Vocabulary:
+    linear = True
+
     def __init__(self, dim):
         self.embed, self.logits = nn.Embedding(20, dim), nn.Linear(dim, 20, bias=False)
 
@@ -204,6 +206,14 @@ def test_heads_add_what_normed_layers_say_to_the_last_hidden_state(architecture)
     torch.testing.assert_close(heads(hidden, path, with_layers), plain(fused, path, with_layers), atol=1e-3, rtol=1e-3)
     begun, begun_plain = heads.begin(hidden, with_layers), plain.begin(fused, with_layers)
     torch.testing.assert_close(begun, begun_plain, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("layers", "width"), [((1, 4), 8), ((1, 4), 16), ((), 24)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hidden_states_of_other_layers_are_one_clear_error(architecture, layers, width):
+    heads = build_heads(HeadsConfig(8, 20, 3, architecture=architecture, feature_layers=layers))
+    with pytest.raises(ValueError, match=rf"hidden state \({width} numbers\) must hold 8 .* {len(layers)} feature"):
+        heads.begin(torch.zeros(2, width), Vocabulary(8))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

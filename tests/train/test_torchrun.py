@@ -19,6 +19,8 @@ for arguments in json.loads(sys.argv[1]):
     assert main(arguments) == 0
 """
 """Start-up costs most of a tiny run: several of them in one."""
+KINDS = {"medusa": 0, "recurrent": 0, "hydra": 11}
+"""Architectures, and how many tokens they can draft (0 = all)."""
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +36,17 @@ def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: P
     ]
     for processes in (1, 2):
         runs = []
-        for architecture in ("medusa", "recurrent"):
+        for architecture, drafted in KINDS.items():
             for stage, offload in shapes if processes == 2 else shapes[:1]:
                 run = tmp_path / f"{architecture}-{processes}-{stage}-{offload}"
                 flags = {
                     "run": run, "heads.own_lm_heads": "true", "heads.architecture": architecture,
-                    "engine.zero_stage": stage, "engine.offload": offload,
+                    "heads.draft_vocab": drafted, "engine.zero_stage": stage, "engine.offload": offload,
                 }  # fmt: skip
                 overrides = [text for key, value in flags.items() for text in (f"--recipe.{key}", str(value))]
                 runs.append(["--recipe", str(recipe), *overrides])
         finish(launch([str(script), json.dumps(runs)], processes=processes))
-    for architecture in ("medusa", "recurrent"):
+    for architecture in KINDS:
         reference = tmp_path / f"{architecture}-1-0-false"
         first, *_, last, _ = metrics(reference)
         assert last["loss"] < first["loss"] - 0.1
@@ -55,6 +57,7 @@ def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: P
 def test_a_sharded_base_gives_the_same_run(recipe: Path, samples: Path, tmp_path: Path) -> None:
     flags = ["--recipe.data.heldout", str(samples), "--recipe.evaluate.rows", "9", "--recipe.evaluate.prompts", "2"]
     flags += ["--recipe.evaluate.max_new_tokens", "8", "--recipe.heads.architecture", "recurrent"]
+    flags += ["--recipe.heads.draft_vocab", "40"]
     flags += ["--recipe.optim.rows_per_step", "5", "--recipe.optim.micro_rows", "1", "--recipe.optim.loss", "kl"]
     finish(train(recipe, tmp_path / "whole", *flags, processes=1))
     said = finish(train(recipe, tmp_path / "sharded", *flags, "--recipe.base.shard", "true"))

@@ -1,0 +1,139 @@
+"""Tree sizes that nobody has to give (``nodes=None``): from what steps cost on this machine."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from medusa.base_model import BaseModel
+from medusa.calibrate import Calibration
+from medusa.cost import StepCosts, best_fixed
+from medusa.drafters import Drafter, PricedDrafter
+from medusa.drafters.record import Average
+from medusa.generate import StartSteps
+from medusa.heads import DraftHeads
+from medusa.measure import facts, known_costs, measure_fixed, measure_host
+from medusa.output import Output
+from medusa.tree_search import grow_tree, typical_tree
+
+logger = logging.getLogger(__name__)
+
+TokensPerStep = Callable[[int], float]
+"""Expected tokens of a step by its number of nodes."""
+DOUBT = 64.0
+"""Steps after which answers count more than what is expected of heads."""
+
+
+class FixedSize:
+    """One tree size for whole answers, where shapes are fixed: the best by what answers before have shown.
+
+    N = 1 is among the sizes. Then drafts are tried again after 1, 2, 4, ... answers.
+
+    Args:
+        costs: Of whole steps.
+        tokens_per_step: What is expected, before there are answers.
+    """
+
+    def __init__(self, costs: StepCosts, tokens_per_step: TokensPerStep) -> None:
+        self.costs = costs
+        self._expected, self._share = tokens_per_step, Average(1.0, DOUBT)
+        self._left, self._next = 1, 1
+
+    def choose(self) -> int:
+        """The size for the next answers."""
+        best = best_fixed(self.costs, self.tokens_per_step)
+        if best > 1 or self.costs.most == 1:
+            self._left = self._next = 1
+            return best
+        self._left -= 1
+        if self._left >= 0:
+            return 1
+        self._next *= 2
+        self._left = self._next
+        return max(self.costs.nodes[1:], key=lambda size: self.tokens_per_step(size) / self.costs.step(size))
+
+    def tokens_per_step(self, nodes: int) -> float:
+        """What is expected now, after the answers that were seen."""
+        return 1.0 + self._share.value * (self._expected(nodes) - 1.0)
+
+    def observe(self, nodes: int, outputs: Sequence[Output]) -> None:
+        """Learn from answers of this size."""
+        steps = sum(output.steps for output in outputs)
+        drafted = sum(len(output.tokens) for output in outputs) - steps
+        self._share.add(drafted, steps * (self._expected(nodes) - 1.0))
+
+
+class AutoNodes:
+    """Costs, and what follows from them, by way of drafting and size of batch.
+
+    Batches are measured as the next power of two: a measurement takes about a second.
+
+    Args:
+        base: Prepared for decoding.
+        heads: Its heads, frozen.
+        calibration: How often they are right; None = as typical heads.
+
+    Attributes:
+        reason: The last choice and why, in one line.
+    """
+
+    def __init__(self, base: BaseModel, heads: DraftHeads | None, calibration: Calibration | None = None) -> None:
+        self._base, self._heads, self._calibration = base, heads, calibration
+        self._priced: dict[tuple[str, int], PricedDrafter] = {}
+        self._fixed: dict[tuple[str, int], FixedSize] = {}
+        self._watched: dict[tuple[Drafter, int], FixedSize] = {}
+        self.reason = ""
+
+    def priced(self, name: str, batch: int) -> PricedDrafter:
+        """The drafter of that name that is sized step by step."""
+        key = (name, _bucket(batch))
+        if key not in self._priced:
+            heads = None if name == "prompt-lookup" else self._heads
+            how = "host" if heads is not None else "host, without heads"
+            known_by = facts(self._base, heads, key[1], how)
+            costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[1]))
+            self._priced[key] = PricedDrafter(costs, self._base, heads, lookup=name != "heads")
+        drafter = self._priced[key]
+        self._tell(f"nodes auto: in each step as many of at most {drafter.nodes} as pay; {drafter.costs}")
+        return drafter
+
+    def fixed(self, name: str, batch: int, start: StartSteps, build: Callable[[int], Drafter]) -> Drafter:
+        """The drafter of that name with the size that is best for the next answers.
+
+        Args:
+            name: Of the drafter.
+            batch: Sequences B.
+            start: What runs the steps.
+            build: The drafter of a tree size; 1 = plain decoding.
+        """
+        key = (name, _bucket(batch))
+        if key not in self._fixed:
+            known_by = facts(self._base, self._heads, key[1], f"{name}, {start.__qualname__}")
+            costs = known_costs(known_by, lambda: measure_fixed(self._base, key[1], start, build))
+            self._fixed[key] = FixedSize(costs, self._expected)
+        size = self._fixed[key]
+        nodes = size.choose()
+        self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
+        drafter = build(nodes)
+        if nodes > 1:
+            self._watched[drafter, key[1]] = size
+        return drafter
+
+    def observe(self, drafter: Drafter, outputs: Sequence[Output]) -> None:
+        """Learn from answers that are over."""
+        size = self._watched.get((drafter, _bucket(len(outputs))))
+        if size is not None:
+            size.observe(drafter.nodes, outputs)
+
+    def _tell(self, reason: str) -> None:
+        if reason != self.reason:
+            logger.info("%s", reason)
+        self.reason = reason
+
+    def _expected(self, nodes: int) -> float:
+        if self._calibration is not None:
+            return grow_tree(self._calibration.accuracies, nodes).tokens_per_step
+        depth = self._heads.config.num_heads if self._heads is not None else nodes
+        return typical_tree(nodes, depth).tokens_per_step
+
+
+def _bucket(batch: int) -> int:
+    return 1 << (batch - 1).bit_length()

@@ -1,0 +1,220 @@
+"""Drafting no more than pays: heads beside prompt lookup, both sized by what steps cost here (``medusa.cost``).
+
+Decisions follow from measured costs, scores and what was accepted, never from a clock: a run can be repeated.
+"""
+
+from itertools import accumulate
+from operator import mul
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa.cost import StepCosts
+from medusa.drafters.base import DecodeState
+from medusa.drafters.heads import HeadsDrafter
+from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, MAX_MATCH, PromptLookupDrafter
+from medusa.drafters.record import Average, agreement, written
+from medusa.heads import DraftHeads, Vocabulary
+from medusa.tree import Draft
+
+NEXT_RIGHT = 0.6
+"""How often a level is right below one that was right, before anything was seen."""
+TRIAL, RETRIAL = 4.0, 2.0
+"""Plain steps' time that heads are trusted for at the start, and after a rest; half of it they may lose each time."""
+HOPE = 1.5
+"""What they are trusted to earn in it, as a multiple of plain decoding."""
+FIRST_REST, LONGEST_REST = 32, 1024
+"""Steps without heads; a rest is twice as long as the one before, until heads have paid for ``PROVEN`` steps on end."""
+PROVEN = 64
+
+
+class PricedDrafter:
+    """Proposes what brings more tokens than its time would bring otherwise; the root alone where nothing does.
+
+    A chain that was found in the text before is as likely as such chains were lately, by the number of tokens that
+    agreed. Heads add a tree if that chain leaves them enough to win. Their probabilities are corrected by what was
+    accepted of what they predicted. Heads that lose time rest, for longer and longer, and are tried again. The rate
+    that time is worth is kept apart for steps with a chain and without: tokens that a chain brings are cheap, and what
+    heads add is worth what it saves in the other steps.
+
+    For a CPU, where shapes cost nothing. Of a batch, a node costs rows of all sequences: what counts is its mean
+    probability over those that still grow.
+
+    Args:
+        costs: For this size of batch.
+        vocabulary: Both ends of the base.
+        heads: The trained heads; None = lookup alone.
+        lookup: Whether to look back.
+    """
+
+    recordable = False
+
+    def __init__(
+        self, costs: StepCosts, vocabulary: Vocabulary, heads: DraftHeads | None = None, lookup: bool = True
+    ) -> None:
+        self.costs, self.nodes = costs, costs.most
+        heads, lookup = (heads, lookup) if costs.most > 1 else (None, False)
+        self._sizes, self._trials = PricedSizes(costs), Trials(costs.step(1))
+        self._heads = HeadsDrafter(heads, vocabulary, costs.most, sizes=self._sizes) if heads is not None else None
+        self._lookup = PromptLookupDrafter(min(costs.most, LOOKUP_GUESSES + 1)) if lookup else None
+        self._odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
+        plain = costs.step(1)
+        self._paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
+        self._last: _Step | None = None
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A draft below ``state.roots``."""
+        self._learn(state)
+        chain, found = self._look_up(state)
+        # The engine can always decode plainly.
+        plain = 1 / self.costs.step(1)
+        easy, rate = (max(self._paces[known].value, plain) for known in (True, False))
+        guesses, first = self._price_chain(state, chain, found, easy)
+        draft = Draft.chain(chain.tokens[:, : 1 + guesses])
+        tree = None
+        if self._heads is not None and self._drafts_heads(guesses, first, rate):
+            self._sizes.open(rate, 1 + guesses, int(state.active.sum()))
+            tree = self._heads.propose(state)
+            draft = tree.join(draft) if guesses else tree
+        levels = 0 if tree is None else self._sizes.levels
+        seconds = self.costs.step(draft.tokens.shape[1]) + self.costs.draft(levels)
+        self._last = _Step(state, rate, chain, found, guesses, tree, seconds)
+        return draft
+
+    def _drafts_heads(self, guesses: int, first: float, rate: float) -> bool:
+        """Whether heads draft; beside a chain they win only where it is wrong at once."""
+        return self._trials.draft(rate) and (not guesses or (1 - first) * self._trials.earnings > rate)
+
+    def _look_up(self, state: DecodeState) -> tuple[Draft, list[int]]:
+        """The whole chain that was found, and the tokens that agreed for each sequence."""
+        if self._lookup is None:
+            return Draft.chain(state.roots[:, None]), [0] * len(state.roots)
+        chain, matches_B = self._lookup.look_up(state)
+        return chain, matches_B.tolist()
+
+    def _price_chain(self, state: DecodeState, chain: Draft, found: list[int], rate: float) -> tuple[int, float]:
+        """How many tokens of the chain to verify, and how likely its first one is right; (0, 0) for none."""
+        if not any(found):
+            return 0, 0.0
+        length = chain.tokens.shape[1] - 1
+        chances = [list(accumulate(self._chain_odds(match, length), mul)) for match in found if match]
+        gains_C = torch.tensor(chances).sum(0) / max(1, int(state.active.sum()))
+        guesses, _ = self.costs.worth(gains_C, rate)
+        return guesses, float(gains_C[0]) if guesses else 0.0
+
+    def _chain_odds(self, match: int, length: int) -> list[float]:
+        """How likely each token of a chain is right after those before it: they count as agreeing tokens too."""
+        return [self._odds[min(match + ahead, MAX_MATCH)].value for ahead in range(length)]
+
+    def _learn(self, state: DecodeState) -> None:
+        """See what became of the last step."""
+        last, self._last = self._last, None
+        texts = written(last.state, state) if last is not None else None
+        if last is None or texts is None or not any(texts):
+            return
+        rows = [row for row, text in enumerate(texts) if text]
+        self._paces[any(last.found)].add(fmean(len(texts[row]) for row in rows), last.seconds)
+        chained, length = agreement(last.chain, texts), last.chain.tokens.shape[1] - 1
+        for row in rows:
+            judged = min(chained[row] + 1, len(texts[row]), length) if last.found[row] else 0
+            for ahead in range(judged):
+                self._odds[min(last.found[row] + ahead, MAX_MATCH)].add(ahead < chained[row], 1.0)
+        if last.tree is None:
+            return
+        right, levels = agreement(last.tree, texts), self._sizes.levels
+        depth = fmean(right[row] for row in rows)
+        self._sizes.trust.add(depth, self._sizes.predicted)
+        self._sizes.next_right.add(depth, fmean(min(right[row] + 1, levels) for row in rows))
+        if not last.guesses:
+            self._trials.add(depth, last.seconds - self.costs.step(1))
+
+
+class PricedSizes:
+    """``Sizes`` of the heads' tree by prices.
+
+    Attributes:
+        trust: Accepted tokens / predicted ones.
+        next_right: Levels that were right / levels below a right one.
+        levels: Levels of the last tree.
+        predicted: Accepted tokens that the heads expect of it, not corrected.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.trust, self.next_right = Average(1.0, 8.0), Average(NEXT_RIGHT, 8.0)
+        self.levels, self.predicted = 0, 0.0
+        self._costs, self._rate, self._rows, self._active = costs, 0.0, 1, 1
+
+    def open(self, rate: float, rows: int, active: int) -> None:
+        """Begin a tree beside ``rows`` nodes for ``active`` sequences, at ``rate`` tokens per second and sequence."""
+        self.levels, self.predicted = 1, 0.0
+        self._rate, self._rows, self._active = rate, rows, max(1, active)
+
+    def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
+        """See ``Sizes``: as many as would each pay for a child, if these together pay for the level."""
+        children_C = self._gains(scores_BC, beam) * self.next_right.value
+        count, gain = self._costs.worth(children_C, self._rate, self._rows)
+        if gain <= self._rate * self._costs.level:
+            return 0
+        self.levels = level + 2
+        return count
+
+    def nodes(self, scores_BM: Tensor, most: int) -> int:
+        """See ``Sizes``; column 0 is the root."""
+        gains_C = self._gains(scores_BM[:, 1:], most - 1)
+        count, _ = self._costs.worth(gains_C, self._rate, self._rows)
+        self.predicted = float(gains_C[:count].sum()) / self.trust.value
+        return 1 + count
+
+    def _gains(self, scores_BC: Tensor, most: int) -> Tensor:
+        """[most] accepted tokens per active sequence that the best candidates add, as corrected."""
+        best_BC = scores_BC.topk(min(most, scores_BC.shape[1])).values.exp()
+        return (best_BC.sum(0) * (self.trust.value / self._active)).clamp(max=1.0)
+
+
+class Trials:
+    """Says when heads draft: while they earn their time, and after rests, in order to see.
+
+    Args:
+        plain: Seconds of a plain step.
+    """
+
+    def __init__(self, plain: float) -> None:
+        self._plain, self._average = plain, Average(HOPE / plain, TRIAL * plain)
+        self._rest, self._left, self._paid = FIRST_REST, 0, 0
+
+    @property
+    def earnings(self) -> float:
+        """Accepted tokens per second that drafts by heads have taken beyond a plain step."""
+        return self._average.value
+
+    def draft(self, rate: float) -> bool:
+        """Whether this step is not one of a rest; asked once per step."""
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._average = Average(HOPE / self._plain, RETRIAL * self._plain)
+        elif self.earnings <= rate:
+            self._left, self._paid = self._rest, 0
+            self._rest = min(2 * self._rest, LONGEST_REST)
+        return not self._left
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Count what a draft has brought, and its time."""
+        self._average.add(tokens, seconds)
+        self._paid += 1
+        if self._paid >= PROVEN:
+            self._rest = FIRST_REST
+
+
+class _Step(NamedTuple):
+    """The last step: from where, at what rate, what was found and drafted, and what it costs."""
+
+    state: DecodeState
+    rate: float
+    chain: Draft
+    found: list[int]
+    guesses: int
+    tree: Draft | None
+    seconds: float

@@ -1,0 +1,243 @@
+"""How long steps take on this machine: measured with the loaded base, and kept in a file for the next start."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+
+from medusa.acceptance import greedy
+from medusa.base_model import BaseModel
+from medusa.cost import StepCosts
+from medusa.drafters import DecodeState, Drafter, HeadsDrafter
+from medusa.generate import StartSteps
+from medusa.heads import DraftHeads
+from medusa.step import EagerSteps
+from medusa.tree import Draft
+
+logger = logging.getLogger(__name__)
+
+GRID = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Tree sizes that are measured where the host decides."""
+FIXED_GRID = (1, 4, 8, 16, 32, 64)
+"""And where shapes are fixed; fewer than recordings that a cache keeps."""
+CONTEXT = 256
+"""Cached tokens of each sequence, or half of the base's context where that is less."""
+SECONDS = 1.0
+"""Rounds are repeated until so much time is over, ``ROUNDS`` times at most; their medians count."""
+ROUNDS = 9
+STEPS = 3
+"""Steps per sample, after one that warms the caches."""
+MOST_DRAFTED = 32
+"""Nodes of the draft whose levels are timed."""
+STEEP = 4.0
+"""Larger trees are left out once a step takes so many times a plain one."""
+FORMAT = 1
+"""Of the files; changes with what is measured and how."""
+
+
+def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> dict[str, object]:
+    """Everything that costs depend on, as far as it can be known.
+
+    Args:
+        base: Prepared for decoding.
+        heads: Its heads.
+        batch: Sequences B.
+        how: Who drafts, and whether steps are recorded.
+    """
+    cuda = base.device.type == "cuda"
+    return {
+        "format": FORMAT,
+        "base": base.config.to_json_string(use_diff=False),
+        "dtype": str(base.dtype),
+        "device": torch.cuda.get_device_name(base.device) if cuda else f"{platform.node()} {platform.processor()}",
+        "threads": 0 if cuda else torch.get_num_threads(),
+        "compiled": base.compiled,
+        "int8": base.int8,
+        "attention": base.attention.name,
+        "heads": asdict(replace(heads.config, base="", base_adapter="")) if heads is not None else None,
+        "versions": [torch.__version__, transformers.__version__],
+        "batch": batch,
+        "how": how,
+    }
+
+
+def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
+    """Costs that an earlier start measured under the same facts, or those measured now.
+
+    They are kept under ``XDG_CACHE_HOME``, ~/.cache where it is not set. A file that cannot be read or written is as
+    good as none: the log says so, and nothing fails.
+
+    Args:
+        known_by: See ``facts``.
+        measure: Measures them.
+    """
+    text = json.dumps(known_by, sort_keys=True)
+    name = f"steps-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+    path = _cache_home() / "medusa" / name
+    costs = _read(path)
+    if costs is None:
+        costs = measure()
+        logger.info("batch of %s: %s (measured now)", known_by.get("batch"), costs)
+        _write(path, costs)
+    else:
+        logger.info("batch of %s: %s (measured by an earlier start, %s)", known_by.get("batch"), costs, path)
+    return costs
+
+
+def measure_host(base: BaseModel, heads: DraftHeads | None, batch: int) -> StepCosts:
+    """Costs where the host decides: steps of given drafts, and drafting apart from them.
+
+    Args:
+        base: Prepared for decoding.
+        heads: Its heads, frozen; None = drafting costs nothing.
+        batch: Sequences B.
+    """
+    rig = _Rig(base, batch, EagerSteps)
+    nodes, seconds = rig.sweep(GRID, rig.given)
+    if heads is None:
+        return StepCosts(nodes, seconds)
+    depth = heads.config.num_heads
+    shallow, deep = (_drafting(heads, base, rig.state, levels) for levels in (1, depth))
+    level = max(0.0, deep - shallow) / (depth - 1) if depth > 1 else shallow
+    return StepCosts(nodes, seconds, begin=shallow, level=level)
+
+
+def measure_fixed(base: BaseModel, batch: int, start: StartSteps, drafter: Callable[[int], Drafter]) -> StepCosts:
+    """Costs where shapes are fixed: whole steps, drafting included.
+
+    Args:
+        base: Prepared for decoding.
+        batch: Sequences B.
+        start: What runs the steps, see ``decode``.
+        drafter: The drafter of a tree size; 1 = plain decoding.
+    """
+    return StepCosts(*_Rig(base, batch, start).sweep(FIXED_GRID, drafter))
+
+
+class _Rig:
+    """Sequences of zeros in a scratch cache, stepped from the same place again and again: values decide no time."""
+
+    def __init__(self, base: BaseModel, batch: int, start: StartSteps) -> None:
+        self._base, self._start = base, start
+        self._context = min(CONTEXT, base.context_length // 2)
+        # Steps emit few tokens and start anew after a few; graphs make room for two steps at a time.
+        self._cache = base.new_cache(batch, self._context + 8 * max(GRID))
+        zeros_B = torch.zeros(batch, dtype=torch.int64, device=base.device)
+        history_BT = zeros_B[:, None].repeat(1, self._cache.capacity + 1)
+        hidden_BD = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
+        positions_B = zeros_B + self._context
+        self.state = DecodeState(zeros_B, hidden_BD, zeros_B == 0, history_BT, positions_B, zeros_B)
+
+    def given(self, nodes: int) -> Drafter:
+        """Proposes always the same binary tree."""
+        return _Given(nodes, self.state.roots)
+
+    def sweep(
+        self, grid: Sequence[int], drafter: Callable[[int], Drafter]
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Tree sizes and the seconds of their steps, measured alternately: a slow moment hits all sizes."""
+        drafters, times = {}, {}
+        for nodes in grid:
+            drafters[nodes] = drafter(nodes)
+            times[nodes] = [self._sample(drafters[nodes])]
+            if times[nodes][0] > STEEP * times[1][0]:
+                break
+        for seconds in times.values():
+            seconds.clear()  # the first samples have compiled and allocated what there is
+        end = time.perf_counter() + SECONDS
+        for number in range(ROUNDS):
+            for nodes, candidate in drafters.items():
+                times[nodes].append(self._sample(candidate))
+            if number and time.perf_counter() > end:
+                break
+        return tuple(times), tuple(map(median, times.values()))
+
+    def _sample(self, drafter: Drafter) -> float:
+        """Median seconds of a step."""
+        self._cache.cut([self._context] * self._cache.slots)
+        steps = self._start(self._base, self._cache, drafter, greedy, self.state)
+        steps.next()
+        return median(_timed(steps.next) for _ in range(STEPS))
+
+
+class _Levels:
+    """``Sizes`` that end a tree after so many levels and keep all of it."""
+
+    def __init__(self, levels: int) -> None:
+        self._levels = levels
+
+    def parents(self, level: int, scores_BC: torch.Tensor, beam: int) -> int:
+        """See ``Sizes``; it looks at the scores, as every choice does."""
+        return beam if level + 1 < self._levels and float(scores_BC.max()) <= 0.0 else 0
+
+    def nodes(self, scores_BM: torch.Tensor, most: int) -> int:
+        """See ``Sizes``."""
+        return most
+
+
+class _Given:
+    """Proposes one draft that was made before: a binary tree of the roots' tokens."""
+
+    recordable = False
+
+    def __init__(self, nodes: int, roots_B: torch.Tensor) -> None:
+        self.nodes = nodes
+        parents_N = (torch.arange(nodes) - 1).clamp(min=0) // 2
+        tokens_BN = roots_B[:, None].repeat(1, nodes)
+        self._draft = Draft.of(tokens_BN, parents_N.expand(len(roots_B), -1), nodes.bit_length() - 1)
+
+    def propose(self, state: DecodeState) -> Draft:
+        """The same draft."""
+        return self._draft
+
+
+def _drafting(heads: DraftHeads, base: BaseModel, state: DecodeState, levels: int) -> float:
+    """Median seconds of drafting so many levels, the choice of nodes included."""
+    drafter = HeadsDrafter(heads, base, MOST_DRAFTED, sizes=_Levels(levels))
+    with torch.inference_mode():
+        drafter.propose(state)
+        return median(_timed(lambda: drafter.propose(state)) for _ in range(STEPS * ROUNDS))
+
+
+def _timed(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _cache_home() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir())
+
+
+def _read(path: Path) -> StepCosts | None:
+    try:
+        return StepCosts.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("step costs (%s) are measured again: %s", path, error)
+        return None
+
+
+def _write(path: Path, costs: StepCosts) -> None:
+    """At once or not at all: another process may read or write the same file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(costs.to_json() + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        logger.warning("step costs are not kept for the next start: %s", error)

@@ -1,0 +1,192 @@
+"""What steps cost: made-up costs and the sizes that follow, measuring, and the file that keeps the figures."""
+
+import json
+import logging
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from medusa import MedusaModel
+from medusa.auto import FixedSize
+from medusa.cost import StepCosts, best_fixed
+from medusa.drafters import PlainDrafter
+from medusa.graph import StepGraphs
+from medusa.measure import facts, known_costs, measure_host
+from medusa.output import Output
+from medusa.tree_search import typical_tree
+from tests.medusa.tape import Recorder
+
+LINE = StepCosts((1, 3, 9), (1.0, 1.2, 1.8), begin=0.5, level=0.25)
+
+
+def test_steps_between_measured_ones_lie_on_a_line():
+    assert [LINE.step(nodes) for nodes in range(1, 10)] == pytest.approx([1 + 0.1 * n for n in range(9)])
+    assert LINE.table.tolist()[1:] == pytest.approx([1 + 0.1 * n for n in range(9)])
+    assert [LINE.draft(levels) for levels in range(4)] == [0, 0.5, 0.75, 1.0]
+    with pytest.raises(ValueError, match=r"nodes \(10\) exceed the largest measured size \(9\)"):
+        LINE.step(10)
+
+
+def test_more_nodes_never_cost_less():
+    assert StepCosts((1, 2, 4, 8, 16), (3.0, 1.0, 2.0, 5.0, 4.0)).seconds == (2.0, 2.0, 2.0, 4.5, 4.5)
+    assert StepCosts((1, 2, 4), (1.0, 2.0, 3.0)).seconds == (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 6.0])
+@pytest.mark.parametrize("have", [1, 2, 4])
+def test_nodes_are_worth_their_time(rate, have):
+    """Against brute force, with costs that jump: a node may pay only together with those behind the jump."""
+    costs = StepCosts((1, 2, 3, 4, 5, 6, 7), (1.0, 1.3, 1.31, 1.32, 1.8, 1.81, 1.9))
+    for gains in product((0.9, 0.3, 0.05, 0.0), repeat=3):
+        gains = sorted(gains, reverse=True)
+        room = min(3, costs.most - have)
+        nets = [sum(gains[:n]) - rate * (costs.step(have + n) - costs.step(have)) for n in range(room + 1)]
+        count, net = costs.worth(torch.tensor(gains), rate, have)
+        assert net == pytest.approx(max(nets), abs=1e-6)
+        assert nets[count] == pytest.approx(max(nets), abs=1e-6)
+    assert costs.worth(torch.tensor([1.0]), rate, nodes=7) == (0, 0.0)
+
+
+def test_the_rate_settles_at_the_best_that_there_is():
+    """Dinkelbach: whoever takes what pays at the present rate reaches the best rate of all sizes."""
+    gains = 0.8 ** torch.arange(1, 60).double()
+    costs = StepCosts((1, 8, 64), (1.0, 1.2, 4.0))
+    rate = 1.0
+    for _ in range(20):
+        nodes = 1 + costs.worth(gains, rate)[0]
+        rate = (1 + float(gains[: nodes - 1].sum())) / costs.step(nodes)
+    best = max((1 + float(gains[: n - 1].sum())) / costs.step(n) for n in range(1, 61))
+    assert rate == pytest.approx(best, rel=1e-9)
+
+
+def test_typical_heads():
+    probabilities = sorted(typical_tree(7, 2).survivals, reverse=True)
+    assert [round(p, 4) for p in probabilities] == [0.5, 0.25, 0.2, 0.1, 0.1, 0.08]
+    assert typical_tree(1, 4).tokens_per_step == 1.0
+    assert typical_tree(4, 2).tokens_per_step == pytest.approx(1.95)
+
+
+@pytest.mark.parametrize("seconds", [(1, 1, 1), (1, 1.01, 9), (1, 1.2, 1.3), (1, 5, 9)])
+def test_the_best_fixed_size_has_the_most_tokens_per_second(seconds):
+    costs = StepCosts((1, 4, 16), seconds)
+    speeds = {nodes: typical_tree(nodes, 4).tokens_per_step / costs.step(nodes) for nodes in costs.nodes}
+    assert best_fixed(costs, lambda nodes: typical_tree(nodes, 4).tokens_per_step) == max(speeds, key=speeds.get)
+
+
+def answers(steps, per_step):
+    return [Output(0, tokens=[0] * int(steps * per_step), steps=steps)]
+
+
+def test_a_fixed_size_follows_the_answers_and_useless_drafts_are_rarely_tried():
+    size = FixedSize(StepCosts((1, 8, 64), (1.0, 1.3, 2.5)), lambda nodes: typical_tree(nodes, 4).tokens_per_step)
+    assert size.choose() == 64 or size.choose() == 8
+    chosen = []
+    for _ in range(300):
+        chosen.append(size.choose())
+        if chosen[-1] > 1:
+            size.observe(chosen[-1], answers(100, 1.0))
+    assert chosen[0] > 1
+    assert sum(nodes > 1 for nodes in chosen) <= 12
+    assert any(nodes > 1 for nodes in chosen[100:]), "tried again"
+    while True:  # drafts become useful: sooner or later that is noticed
+        nodes = size.choose()
+        if nodes > 1:
+            size.observe(nodes, answers(10_000, 3.0))
+            break
+    assert all(size.choose() > 1 for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nodes": [2, 4], "seconds": [1.0, 2.0]},
+        {"nodes": [1, 4, 4], "seconds": [1.0, 2.0, 3.0]},
+        {"nodes": [1, 4], "seconds": [1.0]},
+        {"nodes": [1], "seconds": [0.0]},
+        {"nodes": [1], "seconds": [math.nan]},
+        {"nodes": [1], "seconds": [1.0], "level": -1.0},
+        {"nodes": ["1"], "seconds": [1.0]},
+    ],
+)
+def test_impossible_costs_are_refused(fields):
+    with pytest.raises(ValueError, match="measure them again"):
+        StepCosts.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"nodes": [1], "seconds": 3}', '{"nodes": [1], "seconds": ["a"]}'])
+def test_a_damaged_file_is_measured_again_and_replaced(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known_costs({"batch": 1}, lambda: LINE)
+    (path,) = (tmp_path / "medusa").iterdir()
+    path.write_text(text)
+    assert known_costs({"batch": 1}, lambda: LINE) == LINE
+    assert "measured again" in caplog.text
+    assert StepCosts.from_json(path.read_text()) == LINE
+
+
+def test_a_later_start_reads_what_an_earlier_one_measured(tmp_path, monkeypatch):
+    def fail():
+        raise AssertionError("measured twice")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert known_costs({"batch": 1}, lambda: LINE) == LINE
+    assert known_costs({"batch": 1}, fail) == LINE
+    other = StepCosts((1,), (1.0,))
+    assert known_costs({"batch": 2}, lambda: other) == other
+
+
+def test_a_cache_that_cannot_be_written_fails_nothing(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert known_costs({"batch": 1}, lambda: LINE) == LINE
+    assert "are not kept for the next start" in caplog.text
+
+
+def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
+    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.measure.GRID", (1, 2, 4))
+    costs = measure_host(base, make_heads(), batch=2)
+    assert costs.nodes == (1, 2, 4)
+    assert min(costs.seconds) > 1e-5
+    assert min(costs.begin, costs.level) > 0
+    assert measure_host(base, None, batch=1).draft(3) == 0.0
+
+
+def test_steep_trees_are_not_measured(base, monkeypatch):
+    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.measure.STEEP", 1e-9)
+    assert measure_host(base, None, batch=1).nodes == (1,)
+
+
+def test_costs_belong_to_what_they_depend_on(base, make_heads):
+    medusa, recurrent = (make_heads(architecture=name) for name in ("medusa", "recurrent"))
+    known = [facts(base, medusa, 1, "host"), facts(base, recurrent, 1, "host"), facts(base, medusa, 2, "host")]
+    known += [facts(base, None, 1, "host"), facts(base, medusa, 1, "graphs")]
+    assert len({json.dumps(known_by, sort_keys=True) for known_by in known}) == len(known)
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 1.1, 1.2), (1.0, 9.0, 9.0)])
+def test_where_shapes_are_fixed_a_whole_answer_has_one_size(base, make_heads, monkeypatch, caplog, seconds):
+    model, plain = MedusaModel(base, make_heads()), MedusaModel(base)
+    model.graphs = StepGraphs(base, Recorder())
+    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 8, 16), seconds))
+    with caplog.at_level(logging.INFO, "medusa.auto"):
+        output = model.generate([5, 6, 7], max_new_tokens=20)
+    assert output.tokens == plain.generate([5, 6, 7], max_new_tokens=20).tokens
+    assert f"nodes auto: {1 if seconds[1] > 8 else 16} for hybrid, batch of 1" in caplog.text
+
+
+def test_recorded_steps_are_measured_too(base, make_heads, monkeypatch):
+    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.measure.FIXED_GRID", (1, 4))
+    monkeypatch.setattr("medusa.measure.ROUNDS", 1)
+    model, graphs = MedusaModel(base, make_heads()), StepGraphs(base, recorder := Recorder())
+    model.graphs = graphs
+    prompts = [[5, 6, 7], [8]]
+    assert [o.tokens for o in model.generate(prompts, max_new_tokens=12)] == [
+        o.tokens for o in model.generate(prompts, max_new_tokens=12, nodes=1)
+    ]
+    assert recorder.recorded >= 2
+    assert isinstance(model._plain, PlainDrafter)

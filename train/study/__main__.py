@@ -1,0 +1,190 @@
+"""`python -m train.study`: trains head designs that differ in one thing each, and compares what they draft."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from train.recipe_file import RecipeError, parse_overrides
+from train.run_directory import RunDirectory
+from train.stop import Stopped, StopRequest
+from train.study.arguments import parser
+from train.study.variants import Run, plan_runs, read_variants
+
+if TYPE_CHECKING:
+    from train.study.texts import Texts
+
+STATIC_NODES = 64
+TEMPERATURES = (0.0, 1.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C, 143 SIGTERM (128 + the signal).
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser(quick="--quick" in words).parse_known_args(words)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        with StopRequest().listening():
+            _study(options, rest, words)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.number
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (OSError, ValueError, MemoryError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _study(options: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
+    common = {"data.train": str(_data(options) / "train.jsonl"), **parse_overrides(rest)}
+    if options.base:
+        common["base.name"] = options.base
+    variants = read_variants(options.variants, options.only)
+    runs = plan_runs(options.recipe, common, variants, options.seeds, options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    texts = _texts(options, runs[0].recipe.base.name)
+    _train(options, runs, texts)
+    evaluations = _evaluations(runs, texts)
+    speed = _speed(options, runs, texts, evaluations[runs[0].variant][0]["tree"]) if options.rounds else {}
+    _publish(options, _report(options, words, runs, evaluations, speed))
+
+
+def _data(options: argparse.Namespace) -> Path:
+    directory: Path = options.data or options.out / "data"
+    return directory
+
+
+def _texts(options: argparse.Namespace, base: str) -> "Texts":
+    """Training data, and the texts that designs are measured on; what is there already is kept."""
+    from train.study.inputs import load_base, make_samples, read_prompts
+    from train.study.texts import Questions, make_texts, read_texts
+
+    model, data, path = load_base(base), _data(options), options.out / "texts.json"
+    make_samples(model, data / "train.jsonl", "train", options.train_prompts, options.max_new_tokens)
+    make_samples(model, data / "heldout.jsonl", "heldout", options.prompts, options.max_new_tokens)
+    prompts = read_prompts(model, data / "heldout.jsonl", options.prompts, options.max_new_tokens)
+    nodes = tuple(sorted(set(options.nodes)))
+    questions = Questions(model.base.name, nodes, STATIC_NODES, TEMPERATURES, options.max_new_tokens, prompts)
+    if path.is_file() and (texts := read_texts(path)).questions == questions:
+        return texts
+    texts = make_texts(model, questions)
+    texts.write(path)
+    return texts
+
+
+def _train(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts") -> None:
+    """Train and evaluate every run that is not done yet, a few at a time."""
+    from tqdm import tqdm
+
+    from train.study.evaluate import evaluated
+    from train.study.pool import Job, Pool
+
+    jobs = []
+    for run in runs:
+        directory, commands = run.directory, []
+        if not RunDirectory(directory).finished(run.recipe):
+            commands.append(_train_command(options, run))
+        if commands or evaluated(directory, texts) is None:
+            static = ["--static"] if run.variant == runs[0].variant else []
+            words = ["-m", "train.study.evaluate", str(options.out / "texts.json"), str(directory), *static]
+            commands.append([sys.executable, *words])
+            jobs.append(Job(run.name, commands, directory / "study.log"))
+    threads = str(max(1, (os.cpu_count() or 1) // options.processes))
+    pool = Pool(options.processes, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)})
+    bar = tqdm(desc="train and evaluate", total=len(runs), initial=len(runs) - len(jobs), unit="run")
+    with bar, closing(pool.run(jobs)) as done:
+        for job in done:
+            bar.set_postfix_str(job.name, refresh=False)
+            bar.update()
+
+
+def _train_command(options: argparse.Namespace, run: Run) -> list[str]:
+    overrides = [word for key, value in run.overrides.items() for word in (f"--recipe.{key}", value)]
+    return [sys.executable, "-m", "train", "--recipe", str(options.recipe), *overrides]
+
+
+def _evaluations(runs: Sequence[Run], texts: "Texts") -> dict[str, list[dict[str, Any]]]:
+    """What was found out about each variant, one evaluation per seed."""
+    from train.study.evaluate import evaluated
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        evaluation = evaluated(run.directory, texts)
+        assert evaluation is not None, f"{run.name} is evaluated"
+        found.setdefault(run.variant, []).append(evaluation)
+    return found
+
+
+def _speed(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts", tree: Any) -> dict[str, Any]:
+    """Speeds of each variant's first seed; those of an equal question are kept."""
+    import torch
+
+    from train.study.speed import measure_speed
+
+    heads = {run.variant: run.directory / "heads" for run in runs if run.seed == 0}
+    sizes = (options.speed_prompts, options.rounds, options.compile)
+    asked = {"texts": texts.digest, "variants": list(heads), "sizes": sizes, "threads": torch.get_num_threads()}
+    path = options.out / "speed.json"
+    if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["asked"] == json.loads(
+        json.dumps(asked)
+    ):
+        figures: dict[str, Any] = stored["figures"]
+        return figures
+    figures = measure_speed(texts, heads, {runs[0].variant: tree}, *sizes)
+    path.write_text(json.dumps({"asked": asked, "figures": figures}) + "\n", encoding="utf-8")
+    return figures
+
+
+def _report(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    runs: Sequence[Run],
+    evaluations: dict[str, list[dict[str, Any]]],
+    speed: dict[str, Any],
+) -> dict[str, Any]:
+    import torch
+
+    from train.bench.report import environment
+    from train.study.report import summarise
+
+    names = ("seeds", "prompts", "max_new_tokens", "speed_prompts", "rounds", "compile")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        **environment(device, words),
+        "settings": {name: getattr(options, name) for name in names} | {"temperatures": TEMPERATURES},
+        "variants": {run.variant: run.overrides for run in runs if run.seed == 0},
+        "figures": summarise(evaluations),
+        "speed": speed,
+    }
+
+
+def _publish(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Write the report, its tables and its pictures, and print the tables."""
+    from train.study.picture import draw
+    from train.study.report import tables
+
+    text = tables(report)
+    (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (options.out / "report.md").write_text(text, encoding="utf-8")
+    pictures = draw(report, options.out)
+    print(f"{text}\nreport: {options.out / 'report.json'}, report.md, {', '.join(path.name for path in pictures)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The command line of the study."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from train.study.variants import DEFAULT
+
+RECIPE = "train/recipes/embedded.yaml"
+NODES = (4, 8, 16, 32, 64)
+SIZES = {
+    "seeds": (3, "training runs of each design"),
+    "train_prompts": (2400, "prompts that the base answers for training"),
+    "prompts": (96, "held-out prompts that designs are measured on"),
+    "max_new_tokens": (128, "tokens of an answer"),
+    "speed_prompts": (6, "held-out prompts that speed is measured on"),
+    "rounds": (3, "measurements of each speed, the median counts; 0 = no speed"),
+}
+QUICK = {"seeds": 1, "train_prompts": 160, "prompts": 16, "max_new_tokens": 48, "speed_prompts": 2, "rounds": 1}
+"""What ``--quick`` does less of."""
+
+
+def parser(quick: bool) -> argparse.ArgumentParser:
+    """The parser; ``quick`` lowers its defaults."""
+    command = argparse.ArgumentParser(
+        prog="python -m train.study",
+        description="Trains head designs on the same data and compares what they draft; a stopped study goes on. "
+        "--recipe.KEY VALUE changes the recipe of all of them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("--out", type=Path, default=Path("runs/study-quick" if quick else "runs/study"), help="directory of the study")
+    add("--recipe", type=Path, default=Path(RECIPE), metavar="FILE", help="recipe that all designs share")
+    add("--base", metavar="NAME", help="directory or Hub id of the base; default: the recipe's")
+    add("--data", type=Path, metavar="DIR", help="train.jsonl and heldout.jsonl, made where missing; default: OUT/data")
+    add(
+        "--variants",
+        type=Path,
+        default=DEFAULT,
+        metavar="FILE",
+        help="designs: name -> recipe keys, the baseline first",
+    )
+    add("--only", nargs="+", default=(), metavar="NAME", help="only these designs, and the baseline")
+    add("--nodes", type=_whole(2), nargs="+", default=list(NODES), metavar="N", help="sizes of dynamic trees")
+    add("--processes", type=_whole(1), default=2, help="runs at a time; they share the cores")
+    add("--compile", action="store_true", help="measure speed with the base's pass compiled")
+    add("--quick", action="store_true", help="try everything in minutes; its figures mean nothing")
+    for name, (size, text) in SIZES.items():
+        default = QUICK[name] if quick else size
+        add(f"--{name.replace('_', '-')}", type=_whole(0 if name == "rounds" else 1), default=default, help=text)
+    return command
+
+
+def _whole(low: int) -> Callable[[str], int]:
+    """A parser of whole numbers from ``low`` on."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or int(text) < low:
+            raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
+        return int(text)
+
+    return parse
