@@ -130,7 +130,7 @@ def learned():
 
 @pytest.mark.slow
 def test_trees_of_trained_heads_give_what_is_predicted(learned):
-    """Dynamic trees within 3 % of static ones: heads that learned for seconds are too sure of themselves to beat them."""
+    """Dynamic trees within 3 % of static ones: heads that learned for seconds are too sure of themselves for more."""
     model, prompts = learned
     calibration = calibrate(model, prompts[12:], max_new_tokens=48)
     assert calibration.accuracy(0, 0) > 0.15, "these heads learned something"
