@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from train.recipe_file import RecipeError, parse_overrides
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped; the same command goes on where it was", file=sys.stderr)
         return 130
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        print(f"stopped by {Signals(stopped.number).name}; the same command goes on where it was", file=sys.stderr)
         return 128 + stopped.number
     except RecipeError as error:
         print(error, file=sys.stderr)
