@@ -18,6 +18,7 @@ from medusa.base_model import BaseModel, resolve_base
 from medusa.cache import SlotCache
 from medusa.calibrate import Calibration
 from medusa.drafters import (
+    LOOKUP_GUESSES,
     Drafter,
     HeadsDrafter,
     HybridDrafter,
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
 DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
-LOOKUP_GUESSES = 10
-"""Most tokens that a hybrid draft takes from the text before; half of its budget where that is less."""
 SURE_MATCH = 4
 """Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
 

@@ -4,10 +4,11 @@ from medusa.drafters.base import DecodeState, Drafter, PlainDrafter, is_recordab
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.priced import PricedDrafter
-from medusa.drafters.prompt_lookup import PromptLookupDrafter
+from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 
 __all__ = [
+    "LOOKUP_GUESSES",
     "DecodeState",
     "Drafter",
     "HeadsDrafter",

@@ -14,13 +14,11 @@ from torch import Tensor
 from medusa.cost import StepCosts
 from medusa.drafters.base import DecodeState
 from medusa.drafters.heads import HeadsDrafter
-from medusa.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
+from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, MAX_MATCH, PromptLookupDrafter
 from medusa.drafters.record import Average, agreement, written
 from medusa.heads import DraftHeads, Vocabulary
 from medusa.tree import Draft
 
-LOOKUP_GUESSES = 10
-"""Most tokens that are taken from the text before."""
 NEXT_RIGHT = 0.6
 """How often a level is right below one that was right, before anything was seen."""
 TRIAL, RETRIAL = 4.0, 2.0
@@ -37,7 +35,9 @@ class PricedDrafter:
 
     A chain that was found in the text before is as likely as such chains were lately, by the number of tokens that
     agreed. Heads add a tree if that chain leaves them enough to win. Their probabilities are corrected by what was
-    accepted of what they predicted. Heads that lose time rest, for longer and longer, and are tried again.
+    accepted of what they predicted. Heads that lose time rest, for longer and longer, and are tried again. The rate
+    that time is worth is kept apart for steps with a chain and without: tokens that a chain brings are cheap, and what
+    heads add is worth what it saves in the other steps.
 
     For a CPU, where shapes cost nothing. Of a batch, a node costs rows of all sequences: what counts is its mean
     probability over those that still grow.
@@ -68,7 +68,7 @@ class PricedDrafter:
         """A draft below ``state.roots``."""
         self._learn(state)
         chain, found = self._look_up(state)
-        # What heads add is worth the time that it takes without a chain, and the engine can always decode plainly.
+        # The engine can always decode plainly.
         plain = 1 / self.costs.step(1)
         easy, rate = (max(self._paces[known].value, plain) for known in (True, False))
         guesses, first = self._price_chain(state, chain, found, easy)

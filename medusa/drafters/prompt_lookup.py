@@ -13,6 +13,9 @@ from medusa.tree import Draft
 MAX_MATCH = 6
 """Tokens that are compared; of several places the one with the longest match counts, then the latest."""
 
+LOOKUP_GUESSES = 10
+"""Most tokens that are taken from the text before, beside what heads draft."""
+
 
 class PromptLookupDrafter:
     """Proposes the continuation of the best earlier match as a chain; where there is no match, the root alone.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data import resolve_base_name
+from data import EMBEDDED, resolve_base_name
 from serve.bench.arguments import build_parser
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _tree(options: argparse.Namespace) -> None:
     _publish("tree", options, model.base.device, model.base.dtype, figures)
 
 
-def _trained(options: argparse.Namespace) -> "MedusaModel":
+def _trained(options: argparse.Namespace, **how: Any) -> "MedusaModel":
     """The heads that the flags name, with their base."""
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -153,6 +153,7 @@ def _trained(options: argparse.Namespace) -> "MedusaModel":
         base=resolve_base_name(options.base) if options.base else None,
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
         device=None if options.device == "auto" else options.device,
+        **how,
     )
 
 
@@ -163,6 +164,24 @@ def _prompts(options: argparse.Namespace, model: "MedusaModel", count: int) -> l
     if options.prompts == "heldout":
         return embedded_prompts(model, "heldout", count)
     return file_prompts(model, options.prompts)[:count]
+
+
+def _nodes(options: argparse.Namespace) -> None:
+    from data.prompts import embedded_prompts
+    from medusa import MedusaModel
+    from serve.bench.nodes import measure_nodes
+
+    if options.heads:
+        model = _trained(options, attention=options.attention, compiled=options.compile, int8=options.int8)
+    else:
+        options.base = options.base or EMBEDDED
+        model = MedusaModel(*_subject(options))
+    prompts = embedded_prompts(model, "heldout", options.count)
+    sizes = (options.nodes, options.drafter, options.max_new_tokens, options.rounds)
+    figures = _how(options, model.base) | measure_nodes(model, prompts, *sizes)
+    figures["heads"] = options.heads or figures["heads"]
+    options.base = model.base.name
+    _publish("nodes", options, model.base.device, model.base.dtype, figures)
 
 
 def _attention(options: argparse.Namespace) -> None:
@@ -247,7 +266,9 @@ def _publish(
             draw(report, options.picture)
 
 
-COMMANDS = {"step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "attention": _attention}
+COMMANDS = {
+    "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "nodes": _nodes, "attention": _attention,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

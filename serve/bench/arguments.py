@@ -28,12 +28,13 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace,tree,attention}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace,tree,nodes,attention}")
     _add_step(_command(commands, "step", "cost of a step against tree size and batch, beside the memory's bound"))
     _add_replay(_command(commands, "replay", "a recorded acceptance trace, forced through the real step of any shape"))
     _add_trace(_command(commands, "trace", "record the acceptance of trained heads, for replay"))
     _add_tree(_command(commands, "tree", "the best static trees for trained heads, beside dynamic ones"))
     _add_attention(_command(commands, "attention", "attention of one layer per backend, beside the memory's bound"))
+    _add_nodes(_command(commands, "nodes", "trees sized by measured costs, beside fixed sizes and plain decoding"))
     return parser
 
 
@@ -130,6 +131,33 @@ def _add_answers(command: argparse.ArgumentParser, count: int) -> None:
         "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
     )
     _add_place(command)
+
+
+def _add_nodes(nodes: argparse.ArgumentParser) -> None:
+    _add_place(nodes)
+    _add_heads(nodes)
+    nodes.add_argument(
+        "--heads", metavar="DIR", help="trained heads (default: random ones for --base, which are useless)"
+    )
+    nodes.add_argument(
+        "--base", metavar="NAME", help="embedded, a directory or a Hub id (default: what the heads name, or embedded)"
+    )
+    nodes.add_argument(
+        "--nodes", type=_numbers, default=[4, 8, 16, 32], metavar="N,...", help="fixed sizes (default: 4,8,16,32)"
+    )
+    nodes.add_argument(
+        "--drafter", choices=GREEDY_DRAFTERS, default="hybrid", help="what guesses (default: %(default)s)"
+    )
+    nodes.add_argument(
+        "--count", type=at_least(1), default=8, metavar="N", help="held-out prompts (default: %(default)s)"
+    )
+    nodes.add_argument(
+        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
+    )
+    nodes.add_argument("--rounds", type=at_least(1), default=5, help="measured repetitions (default: %(default)s)")
+    nodes.add_argument("--seed", type=int, default=0, help="of random heads (default: %(default)s)")
+    nodes.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
+    nodes.set_defaults(shape=None, picture=None)
 
 
 def _add_attention(attention: argparse.ArgumentParser) -> None:

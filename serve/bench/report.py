@@ -150,6 +150,17 @@ def _attention_tables(report: dict[str, Any]) -> Tables:
     return [(f"attention: {title(report)}; {bound}{missing}", headings, rows)]
 
 
+def _nodes_tables(report: dict[str, Any]) -> Tables:
+    headings = ("nodes", "tokens/s", "tokens per step", "speedup over plain")
+    rows: list[Sequence[object]] = [
+        (row["nodes"], row["tokens_per_s"], f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}x")
+        for row in report["rows"]
+    ]
+    what = f"{report['drafter']}, heads: {report['heads']}, {report['prompts']} prompts, {report['device_name']}"
+    versus = f"auto is {report['auto_over_best_fixed']:.3f}x of the best fixed size ({report['best_fixed']})"
+    return [(f"nodes: {what}; {versus}; {report['auto']}", headings, rows)]
+
+
 def _tree_tables(report: dict[str, Any]) -> Tables:
     headings = ("N", "static, predicted", "static", "dynamic", "dynamic / static")
     rows: list[Sequence[object]] = [
@@ -166,7 +177,10 @@ def _tree_tables(report: dict[str, Any]) -> Tables:
     return [(f"tree: tokens per step at equal N, greedy; {what}", headings, rows)]
 
 
-TABLES = {"step": _step_tables, "replay": _replay_tables, "tree": _tree_tables, "attention": _attention_tables}
+TABLES = {
+    "step": _step_tables, "replay": _replay_tables, "tree": _tree_tables, "nodes": _nodes_tables,
+    "attention": _attention_tables,
+}  # fmt: skip
 
 
 def _version(package: str) -> str | None:

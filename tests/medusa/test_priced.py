@@ -29,7 +29,7 @@ class LawHeads:
     """Four heads that say the same law everywhere, sharpened where they are too sure of themselves."""
 
     def __init__(self, law=LAW, sharp=1.0):
-        self.config = SimpleNamespace(num_heads=4, vocab_size=len(law))
+        self.config = SimpleNamespace(num_heads=4, output_size=len(law))
         self.logits, self.drafted = sharp * torch.tensor(law).log(), 0
 
     def parameters(self):
@@ -41,6 +41,9 @@ class LawHeads:
 
     def level(self, head, state, parents_Bm, tokens_Bm, vocabulary):
         return self.logits.expand(*tokens_Bm.shape, -1), state
+
+    def token_ids(self, columns):
+        return columns
 
 
 class Engine:

@@ -63,6 +63,9 @@ class FakeModel:
         self._rendered[text] = messages
         return list(map(ord, text))
 
+    def explain_nodes(self, drafter: str | None = None) -> str:
+        return f"nodes auto for {drafter or 'the default'}"
+
     def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **options: Any) -> FakeStream:
         messages = self._rendered["".join(map(chr, prompt))]
         self.prompts.append(messages)

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS
+from medusa.cost import StepCosts
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter
 from medusa.heads import ARCHITECTURES
 from medusa.step import decode_step
 from serve.bench import arguments, attention, inside, timing
 from serve.bench.__main__ import main
 from serve.bench.baseline import TokenClock
+from serve.bench.nodes import measure_nodes
 from serve.bench.replay import ForcedRule, schedule
 from serve.bench.rig import Rig, likely_tree
 from serve.bench.shapes import (
@@ -398,3 +400,29 @@ def test_ctrl_c(monkeypatch):
 
 def _raise(error, *_):
     raise error
+
+
+def test_sizes_are_swept_beside_auto_and_plain(model, monkeypatch):
+    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
+    figures = measure_nodes(model, [[5, 6, 7], [8]], [8, 4, 1], "heads", max_new_tokens=20, rounds=2)
+    rows = {row["nodes"]: row for row in figures["rows"]}
+    assert list(rows) == ["plain", "auto", "4", "8"]
+    assert rows["plain"]["tokens_per_step"] == rows["plain"]["speedup"] == 1.0
+    assert rows["auto"]["tokens_per_step"] > 1.0
+    assert all(len(row["rounds_tokens_per_s"]) == 2 for row in rows.values())
+    assert figures["best_fixed"] in ("plain", "4", "8")
+    assert figures["auto_over_plain"] == rows["auto"]["speedup"]
+
+
+def test_the_sweep_of_sizes_from_the_command_line(model, base_directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
+    monkeypatch.setattr("data.prompts.embedded_prompts", lambda model, kind, count: [[5, 6, 7]] * count)
+    model.save_pretrained(tmp_path / "heads")
+    words = ["nodes", "--nodes", "4", "--count", "1", "--rounds", "1", "--max-new-tokens", "8", "--dtype", "float32"]
+    for heads in (["--heads", str(tmp_path / "heads")], ["--base", str(base_directory)]):
+        assert main([*words, *heads, "--json", str(tmp_path / "nodes.json")]) == 0
+        report = json.loads((tmp_path / "nodes.json").read_text())
+        assert (report["kind"], len(report["rows"])) == ("nodes", 3)
+        assert report["heads"] == (heads[1] if heads[0] == "--heads" else "5 recurrent, random")
+        assert "of the best fixed size" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--heads", str(tmp_path / "nothing")]) == 1
