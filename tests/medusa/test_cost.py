@@ -182,6 +182,7 @@ def test_recorded_steps_are_measured_too(base, make_heads, monkeypatch):
     monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.measure.FIXED_GRID", (1, 4))
     monkeypatch.setattr("medusa.measure.ROUNDS", 1)
+    monkeypatch.setattr("medusa.auto.known_costs", known_costs)
     model, graphs = MedusaModel(base, make_heads()), StepGraphs(base, recorder := Recorder())
     model.graphs = graphs
     prompts = [[5, 6, 7], [8]]
