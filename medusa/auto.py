@@ -80,7 +80,7 @@ class AutoNodes:
         self._base, self._heads, self._calibration = base, heads, calibration
         self._priced: dict[tuple[str, int], tuple[StepCosts, Experience]] = {}
         self._fixed: dict[tuple[str, int], FixedSize] = {}
-        self._watched: dict[tuple[Drafter, int], FixedSize] = {}
+        self._watched: dict[tuple[Drafter, int], tuple[FixedSize, int]] = {}
         self.reason = ""
 
     def priced(self, name: str, batch: int) -> PricedDrafter:
@@ -114,14 +114,15 @@ class AutoNodes:
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
-            self._watched[drafter, key[1]] = size
+            self._watched[drafter, key[1]] = size, nodes
         return drafter
 
     def observe(self, drafter: Drafter, outputs: Sequence[Output]) -> None:
         """Learn from answers that are over."""
-        size = self._watched.get((drafter, _bucket(len(outputs))))
-        if size is not None:
-            size.observe(drafter.nodes, outputs)
+        watched = self._watched.get((drafter, _bucket(len(outputs))))
+        if watched is not None:
+            size, nodes = watched  # the drafter may have fewer, where a base verifies chains only
+            size.observe(nodes, outputs)
 
     def _tell(self, reason: str) -> None:
         if reason != self.reason:

@@ -210,3 +210,22 @@ def test_recorded_steps_are_measured_too(base, make_heads, monkeypatch):
     ]
     assert recorder.recorded >= 2
     assert isinstance(model._plain, PlainDrafter)
+
+
+def test_a_base_that_verifies_chains_learns_what_its_chains_bring(base, make_heads, monkeypatch):
+    """A chain has fewer nodes than its size allows; what is expected of the size must still become what was seen."""
+    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 64), (1.0, 1.2)))
+    monkeypatch.setattr("medusa.auto.DOUBT", 1e-6)
+    monkeypatch.setattr(base, "decoding", "chain")
+    model = MedusaModel(base, make_heads())
+    output = model.generate([5, 6, 7], max_new_tokens=40, drafter="heads")
+    (size,) = model._auto._fixed.values()
+    assert size.tokens_per_step(64) == pytest.approx(output.tokens_per_step, rel=1e-3)
+
+
+def test_what_auto_means_is_always_said(base, make_heads, monkeypatch):
+    assert MedusaModel(base).explain_nodes() == "nodes auto: 1, plain decoding"
+    model = MedusaModel(base, make_heads())
+    assert "as many of at most 64 as pay" in model.explain_nodes()
+    monkeypatch.setattr(base, "decoding", "plain")
+    assert model.explain_nodes() == MedusaModel(base, make_heads()).explain_nodes() == "nodes auto: 1, plain decoding"
