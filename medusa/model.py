@@ -260,9 +260,10 @@ class MedusaModel:
             epsilon: Threshold of typical acceptance.
             delta: Entropy factor of typical acceptance.
             nodes: Tree budget N with the root; 1 = plain decoding. None = what brings most tokens per second here, by
-                step costs that the first call measures (about a second; later starts read them from ~/.cache/medusa)
-                and by what is accepted; plain decoding is among the choices. The text does not depend on it, except
-                under speculative and typical acceptance, where only a number makes it repeat for a seed.
+                step costs that the first call measures (a second or two, or some twenty steps of a slow base; later
+                starts read them from ~/.cache/medusa) and by what is accepted; plain decoding is among the choices.
+                The text does not depend on it, except under speculative and typical acceptance, where only a number
+                makes it repeat for a seed.
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
                 no heads; "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature,
