@@ -150,7 +150,8 @@ def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
     costs = measure_host(base, make_heads(), batch=2)
     assert costs.nodes == (1, 2, 4)
     assert min(costs.seconds) > 1e-5
-    assert min(costs.begin, costs.level) > 0
+    assert costs.begin > 0
+    assert costs.level >= 0
     assert measure_host(base, None, batch=1).draft(3) == 0.0
 
 
