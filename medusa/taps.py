@@ -35,7 +35,7 @@ class DecoderPass:
         if len(set(layers)) < len(layers) or not set(layers) <= set(range(1, num_layers)):
             raise ValueError(
                 f"feature layers ({', '.join(map(str, layers))}) must be different layers below the last one of the"
-                f" base ({num_layers}), counted from 1; these heads belong to another base, or train them anew"
+                f" base ({num_layers}), counted from 1; load heads that were trained on this base"
             )
         stack = _find_layers(decoder, num_layers) if layers else ()
         self._tapped = [stack[layer - 1] for layer in layers]

@@ -10,7 +10,7 @@ from medusa.drafters.base import DecodeState
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.tree import Draft, Tree
 
-WIDTH = 10
+WIDTH = 16
 """Children that a node of a dynamic tree can have."""
 MIN_BEAM = 4
 """Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""

@@ -16,6 +16,7 @@ from medusa.drafters import (
     PromptLookupDrafter,
     SampledHeadsDrafter,
 )
+from medusa.drafters.heads import WIDTH
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.heads import ARCHITECTURES
@@ -89,18 +90,21 @@ def test_finished_sequences_have_no_say(base, make_heads):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture):
-    """Against brute force: every path of the best ten tokens per level, scored by running the heads along it."""
+    """Against brute force: every path of the best tokens per level, scored by running the heads along it.
+
+    With 64 nodes all of a root's 16 children may get children of their own.
+    """
     heads, state = make_heads(2, architecture=architecture), decode_state([[3]], base)
-    drafted = set(paths(unbounded(HeadsDrafter(heads, base, nodes=40)).propose(state)))
+    drafted = set(paths(unbounded(HeadsDrafter(heads, base, nodes=64)).propose(state)))
 
     def logprobs(head, token):
         features = heads(state.hidden, torch.tensor([[3, token]]), base)
         return heads.head_logits(head, features[head], base)[0].log_softmax(-1)
 
-    scores = {(a,): logprobs(0, 0)[a].item() for a in logprobs(0, 0).topk(10).indices.tolist()}
+    scores = {(a,): logprobs(0, 0)[a].item() for a in logprobs(0, 0).topk(WIDTH).indices.tolist()}
     for (a,), score in list(scores.items()):
-        scores |= {(a, b): score + logprobs(1, a)[b].item() for b in logprobs(1, a).topk(10).indices.tolist()}
-    best = sorted(scores, key=lambda path: scores[path] - 1e-4 * len(path), reverse=True)[:39]
+        scores |= {(a, b): score + logprobs(1, a)[b].item() for b in logprobs(1, a).topk(WIDTH).indices.tolist()}
+    best = sorted(scores, key=lambda path: scores[path] - 1e-4 * len(path), reverse=True)[:63]
     assert drafted == set(best)
 
 

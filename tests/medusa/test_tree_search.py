@@ -5,8 +5,11 @@ import random
 from itertools import combinations, pairwise, product
 
 import pytest
+import torch
 
-from medusa import Tree, load_tree
+from medusa import Calibration, Tree, load_tree
+from medusa.calibrate import count_ranks
+from medusa.drafters import DecodeState, HeadsDrafter
 from medusa.tree_file import save_tree
 from medusa.tree_search import GrownTree, grow_tree
 
@@ -88,3 +91,32 @@ def test_damaged_trees_are_refused(tmp_path, change, message):
     (tmp_path / "tree.json").write_text(json.dumps(json.loads((tmp_path / "tree.json").read_text()) | change))
     with pytest.raises(ValueError, match=message):
         load_tree(tmp_path / "tree.json")
+
+
+@pytest.mark.parametrize("architecture", ["medusa", "recurrent"])
+def test_where_heads_know_their_chances_dynamic_trees_beat_the_best_static_ones(base, make_heads, architecture):
+    """Texts are drawn from the heads themselves; accuracies are counted on one half, trees tried on the other."""
+    heads, batch, generator = make_heads(3, architecture=architecture), 2000, torch.Generator().manual_seed(0)
+    hidden = 2 * torch.randn(2 * batch, base.hidden_size, dtype=base.dtype, generator=generator)
+    texts = torch.zeros(2 * batch, 4, dtype=torch.int64)
+    for head in range(3):
+        law = heads.head_logits(head, heads(hidden, texts[:, :3], base)[head], base).softmax(-1)
+        texts[:, head + 1] = torch.multinomial(law, 1, generator=generator)[:, 0]
+    counts = count_ranks(heads, base, hidden[:batch], texts[:batch, :3], texts[:batch, 1:])
+    accuracies = Calibration.of(counts, {}).accuracies
+
+    zeros = torch.zeros(batch, dtype=torch.int64)
+    state = DecodeState(texts[batch:, 0], hidden[batch:], zeros == 0, texts[batch:], zeros, zeros)
+
+    def tokens_per_step(drafter):
+        draft = drafter.propose(state)
+        right = draft.tokens == texts[batch:].gather(1, draft.depths)
+        accepted = (right[:, None] | ~draft.ancestors).all(-1)
+        return 1 + (draft.depths * accepted).amax(1).double().mean().item()
+
+    for nodes in (2, 4, 8, 16, 32):
+        grown = grow_tree(accuracies, nodes)
+        static = tokens_per_step(HeadsDrafter(heads, base, nodes, grown.tree))
+        dynamic = tokens_per_step(HeadsDrafter(heads, base, nodes, host_decides=False))
+        assert dynamic >= static > 1.05
+        assert grown.tokens_per_step == pytest.approx(static, rel=0.1)

@@ -155,6 +155,7 @@ def test_the_cache_of_an_untapped_base_is_refused(deep: Path, samples: Path, tmp
         HiddenCache(tmp_path, tapped, packed, 2, BasePass(tapped, packed, 2, 2), 10_000)
 
 
+@pytest.mark.slow
 def test_joint_training_goes_through_the_layers_too(recipe: Path, tmp_path: Path) -> None:
     lora = {"lora.rank": 4, "lora.heads_only": 0.0, "lora.base_loss": "kl", "optim.loss": "kl", "optim.mix_steps": 1}
     assert _run(recipe, tmp_path, **lora) == 0

@@ -4,10 +4,13 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from train.recipe_file import RecipeError, parse_overrides
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped; the same command goes on where it was", file=sys.stderr)
         return 130
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        print(f"stopped by {Signals(stopped.number).name}; the same command goes on where it was", file=sys.stderr)
         return 128 + stopped.number
     except RecipeError as error:
         print(error, file=sys.stderr)
@@ -100,10 +103,10 @@ def _train(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts") -> 
         directory, commands = run.directory, []
         if not RunDirectory(directory).finished(run.recipe):
             commands.append(_train_command(options, run))
-        if commands or evaluated(directory, texts) is None:
-            static = ["--static"] if run.variant == runs[0].variant else []
-            words = ["-m", "train.study.evaluate", str(options.out / "texts.json"), str(directory), *static]
-            commands.append([sys.executable, *words])
+        static = run.variant == runs[0].variant
+        if commands or evaluated(directory, texts, static) is None:
+            words = [str(options.out / "texts.json"), str(directory), *["--static"] * static]
+            commands.append([sys.executable, "-m", "train.study.evaluate", *words])
             jobs.append(Job(run.name, commands, directory / "study.log"))
     threads = str(max(1, (os.cpu_count() or 1) // options.processes))
     pool = Pool(options.processes, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)})
@@ -125,7 +128,7 @@ def _evaluations(runs: Sequence[Run], texts: "Texts") -> dict[str, list[dict[str
 
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        evaluation = evaluated(run.directory, texts)
+        evaluation = evaluated(run.directory, texts, run.variant == runs[0].variant)
         assert evaluation is not None, f"{run.name} is evaluated"
         found.setdefault(run.variant, []).append(evaluation)
     return found
@@ -135,19 +138,18 @@ def _speed(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts", tre
     """Speeds of each variant's first seed; those of an equal question are kept."""
     import torch
 
+    from medusa.files import write_json
     from train.study.speed import measure_speed
 
     heads = {run.variant: run.directory / "heads" for run in runs if run.seed == 0}
     sizes = (options.speed_prompts, options.rounds, options.compile)
-    asked = {"texts": texts.digest, "variants": list(heads), "sizes": sizes, "threads": torch.get_num_threads()}
+    asked = [texts.digest, *heads, *sizes, torch.get_num_threads()]
     path = options.out / "speed.json"
-    if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["asked"] == json.loads(
-        json.dumps(asked)
-    ):
-        figures: dict[str, Any] = stored["figures"]
-        return figures
-    figures = measure_speed(texts, heads, {runs[0].variant: tree}, *sizes)
-    path.write_text(json.dumps({"asked": asked, "figures": figures}) + "\n", encoding="utf-8")
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if stored.get("asked") != asked:
+        stored = {"asked": asked, "figures": measure_speed(texts, heads, {runs[0].variant: tree}, *sizes)}
+        write_json(path, stored)
+    figures: dict[str, Any] = stored["figures"]
     return figures
 
 
@@ -160,13 +162,16 @@ def _report(
 ) -> dict[str, Any]:
     import torch
 
-    from train.bench.report import environment
+    from train.provenance import device_name, software
     from train.study.report import summarise
 
     names = ("seeds", "prompts", "max_new_tokens", "speed_prompts", "rounds", "compile")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        **environment(device, words),
+        "command": shlex.join(["python", "-m", "train.study", *words]),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        **software(),
         "settings": {name: getattr(options, name) for name in names} | {"temperatures": TEMPERATURES},
         "variants": {run.variant: run.overrides for run in runs if run.seed == 0},
         "figures": summarise(evaluations),
@@ -176,14 +181,19 @@ def _report(
 
 def _publish(options: argparse.Namespace, report: dict[str, Any]) -> None:
     """Write the report, its tables and its pictures, and print the tables."""
-    from train.study.picture import draw
+    from medusa.files import write_json
     from train.study.report import tables
 
-    text = tables(report)
-    (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (options.out / "report.md").write_text(text, encoding="utf-8")
-    pictures = draw(report, options.out)
-    print(f"{text}\nreport: {options.out / 'report.json'}, report.md, {', '.join(path.name for path in pictures)}")
+    text, path = tables(report), options.out / "report.json"
+    write_json(path, report)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"{text}\nreport: {path}, tables: {path.with_suffix('.md')}")
+    if find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
+        return
+    from train.study.picture import draw
+
+    print(f"pictures: {', '.join(map(str, draw(report, options.out)))}")
 
 
 if __name__ == "__main__":

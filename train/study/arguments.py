@@ -7,7 +7,7 @@ from pathlib import Path
 from train.study.variants import DEFAULT
 
 RECIPE = "train/recipes/embedded.yaml"
-NODES = (4, 8, 16, 32, 64)
+NODES, QUICK_NODES = [4, 8, 16, 32, 64], [8, 64]
 SIZES = {
     "seeds": (3, "training runs of each design"),
     "train_prompts": (2400, "prompts that the base answers for training"),
@@ -16,7 +16,7 @@ SIZES = {
     "speed_prompts": (6, "held-out prompts that speed is measured on"),
     "rounds": (3, "measurements of each speed, the median counts; 0 = no speed"),
 }
-QUICK = {"seeds": 1, "train_prompts": 160, "prompts": 16, "max_new_tokens": 48, "speed_prompts": 2, "rounds": 1}
+QUICK = {"seeds": 1, "train_prompts": 160, "prompts": 16, "max_new_tokens": 32, "speed_prompts": 2, "rounds": 1}
 """What ``--quick`` does less of."""
 
 
@@ -42,7 +42,14 @@ def parser(quick: bool) -> argparse.ArgumentParser:
         help="designs: name -> recipe keys, the baseline first",
     )
     add("--only", nargs="+", default=(), metavar="NAME", help="only these designs, and the baseline")
-    add("--nodes", type=_whole(2), nargs="+", default=list(NODES), metavar="N", help="sizes of dynamic trees")
+    add(
+        "--nodes",
+        type=_whole(2),
+        nargs="+",
+        default=QUICK_NODES if quick else NODES,
+        metavar="N",
+        help="sizes of dynamic trees",
+    )
     add("--processes", type=_whole(1), default=2, help="runs at a time; they share the cores")
     add("--compile", action="store_true", help="measure speed with the base's pass compiled")
     add("--quick", action="store_true", help="try everything in minutes; its figures mean nothing")

@@ -11,6 +11,7 @@ from typing import Any
 from medusa import MedusaModel, Tree
 from medusa.calibrate import calibrate
 from medusa.drafters import HeadsDrafter
+from medusa.files import replace_file
 from medusa.tree_search import grow_tree
 from train.study.texts import Questions, Texts, read_texts
 from train.study.transcript import Transcript, chain_acceptance, count_steps
@@ -36,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         figures = evaluate(read_texts(options.texts), options.run / "heads", options.static)
-        temporary = options.run / f".{FILE}"
-        temporary.write_text(json.dumps(figures) + "\n", encoding="utf-8")
-        temporary.replace(options.run / FILE)
+        replace_file(options.run / FILE, lambda beside: beside.write_text(json.dumps(figures) + "\n", encoding="utf-8"))
     except (ValueError, OSError, MemoryError) as error:
         logging.getLogger("train").error("%s", error)
         return 1
@@ -47,13 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluated(run: Path, texts: Texts) -> dict[str, Any] | None:
-    """The figures of a run for these texts, None where they have yet to be made."""
+def evaluated(run: Path, texts: Texts, static: bool) -> dict[str, Any] | None:
+    """The figures of a run for these texts, with a static tree where one is wanted; None: they have yet to be made."""
     try:
         figures: dict[str, Any] = json.loads((run / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return figures if figures.get("texts") == texts.digest else None
+    fits = figures.get("texts") == texts.digest and not (static and figures.get("tree") is None)
+    return figures if fits else None
 
 
 def evaluate(texts: Texts, heads: Path, static: bool) -> dict[str, Any]:

@@ -16,9 +16,18 @@ from train.evaluate import held_out_prompts
 
 
 def load_base(name: str) -> MedusaModel:
-    """The base alone, decoding plainly."""
+    """The base alone.
+
+    Raises:
+        ValueError: it cannot be read, or cannot verify trees.
+    """
     disable_progress_bar()
-    return MedusaModel.from_pretrained(None, base=resolve_base_name(name))
+    model = MedusaModel.from_pretrained(None, base=resolve_base_name(name))
+    if model.base.decoding != "tree":
+        raise ValueError(
+            f"base ({name}) verifies by {model.base.decoding} only and the study compares trees; name another base"
+        )
+    return model
 
 
 def make_samples(model: MedusaModel, path: Path, split: Split, count: int, max_new_tokens: int) -> None:

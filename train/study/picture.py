@@ -129,8 +129,8 @@ def _colour(name: str, lines: Mapping[str, Points]) -> str:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights, moved as little as it takes to stand ``gap`` apart, around where they were."""
-    groups: list[list[float]] = []  # sum of (height - its place in the group), number of members
+    """Ascending heights from 0 to 1, moved as little as it takes to stand ``gap`` apart."""
+    groups: list[list[float]] = []  # sum of heights, number of members
     for height in heights:
         groups.append([height, 1.0])
         while len(groups) > 1 and _top(groups[-2], gap) + gap > _bottom(groups[-1], gap):
@@ -140,9 +140,10 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _bottom(group: Sequence[float], gap: float) -> float:
-    """Height of the lowest member of a group that stands around the mean of where its members were."""
+    """Height of the lowest member: the group stands around the mean of where its members were, inside the field."""
     total, count = group
-    return total / count - (count - 1) * gap / 2
+    length = (count - 1) * gap
+    return max(0.0, min(total / count - length / 2, 1.0 - length))
 
 
 def _top(group: Sequence[float], gap: float) -> float:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from medusa import MedusaModel
+from medusa.files import replace_file
 
 BATCH = 32
 """Prompts that are decoded together."""
@@ -48,9 +49,7 @@ class Texts:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text(self._json(), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, lambda beside: beside.write_text(self._json(), encoding="utf-8"))
 
     def _json(self) -> str:
         return json.dumps(asdict(self)) + "\n"

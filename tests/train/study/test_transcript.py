@@ -8,7 +8,7 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.drafters import HeadsDrafter, PlainDrafter
 from medusa.formats import save_heads
-from train.study.evaluate import evaluate, evaluated
+from train.study.evaluate import evaluate, evaluated, main
 from train.study.texts import Questions, Texts, make_texts, read_texts
 from train.study.transcript import Transcript, chain_acceptance, count_steps
 
@@ -100,7 +100,6 @@ def test_evaluation_of_saved_heads(exact: BaseModel, texts: Texts, tmp_path: Pat
         assert found["tokens"] == list(map(len, texts.answers[temperature]))
         assert list(found["steps"]) == ["dynamic 4", "dynamic 16", "static 9"]
         assert all(s <= t for steps in found["steps"].values() for s, t in zip(steps, found["tokens"], strict=True))
-    assert evaluated(tmp_path, texts) is None
 
 
 def test_texts_are_read_as_they_were_written(texts: Texts, tmp_path: Path) -> None:
@@ -111,3 +110,23 @@ def test_texts_are_read_as_they_were_written(texts: Texts, tmp_path: Path) -> No
     path.write_text('{"questions": {}}')
     with pytest.raises(ValueError, match="damaged"):
         read_texts(path)
+
+
+def test_figures_of_other_texts_or_without_the_static_tree_are_made_again(
+    exact: BaseModel, texts: Texts, tmp_path: Path
+) -> None:
+    save_heads(_model(exact).heads, tmp_path / "heads")
+    texts.write(tmp_path / "texts.json")
+    assert evaluated(tmp_path, texts, static=False) is None
+    assert main([str(tmp_path / "texts.json"), str(tmp_path)]) == 0
+    assert evaluated(tmp_path, texts, static=False)["texts"] == texts.digest
+    assert evaluated(tmp_path, texts, static=True) is None
+    other = Texts(texts.questions, {"0.0": texts.answers["1.0"]})
+    assert evaluated(tmp_path, other, static=False) is None
+
+
+def test_a_run_without_heads_is_one_message(texts: Texts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts.write(tmp_path / "texts.json")
+    assert main([str(tmp_path / "texts.json"), str(tmp_path)]) == 1
+    assert len(caplog.records) == 1
+    assert str(tmp_path / "heads") in caplog.text
