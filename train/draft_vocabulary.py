@@ -31,8 +31,8 @@ def check_draft_vocabulary(size: int, vocab_size: int) -> None:
     """
     if size > vocab_size:
         raise RecipeError(
-            f"heads.draft_vocab ({size}) is more than the vocabulary of the base ({vocab_size}); lower it, or give 0 for "
-            "all of it"
+            f"heads.draft_vocab ({size}) is more than the vocabulary of the base ({vocab_size}); lower it, or give 0 "
+            "for all of it"
         )
 
 
