@@ -28,8 +28,8 @@ def summarise(evaluations: Mapping[str, Sequence[Evaluation]]) -> dict[str, Any]
     for name, runs in evaluations.items():
         figures[name] = {"parameters": runs[0]["parameters"]}
         for temperature in runs[0]["temperatures"]:
-            groups = ([run["temperatures"][temperature] for run in group] for group in (runs, baseline))
-            figures[name][temperature] = _figures(*groups, same_heads=runs is baseline)
+            ours, theirs = ([run["temperatures"][temperature] for run in group] for group in (runs, baseline))
+            figures[name][temperature] = _figures(ours, theirs, same_heads=runs is baseline)
     return figures
 
 
