@@ -150,7 +150,9 @@ class _Rig:
         for nodes in grid:
             drafters[nodes] = drafter(nodes)
             times[nodes] = [self._sample(drafters[nodes])]
-            if times[nodes][0] > STEEP * times[1][0]:
+            if self._is_steep(times[nodes][0], times[1][0]) and self._is_steep(
+                self._sample(drafters[nodes]), self._sample(drafters[1])
+            ):  # twice, since one sample may be a slow moment
                 break
         for seconds in times.values():
             seconds.clear()  # the first samples have compiled and allocated what there is
@@ -161,6 +163,10 @@ class _Rig:
             if number and time.perf_counter() > end:
                 break
         return tuple(times), tuple(map(median, times.values()))
+
+    @staticmethod
+    def _is_steep(seconds: float, plain: float) -> bool:
+        return seconds > STEEP * plain
 
     def _sample(self, drafter: Drafter) -> float:
         """Median seconds of a step."""
