@@ -6,6 +6,7 @@ themselves are full of it; new text is not, so it is at its best beside heads (`
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from medusa.drafters.base import DecodeState
 from medusa.tree import Draft
@@ -45,21 +46,34 @@ class PromptLookupDrafter:
         """That chain, and how many tokens agree at each sequence's best place, [B]; 0 where that is no match."""
         history_BT, root_B1 = state.history, state.positions[:, None]
         on_host = self.host_decides and history_BT.device.type == "cpu"
-        if on_host:
-            history_BT = history_BT[:, : int(root_B1.max()) + 1]
-        index_T = torch.arange(history_BT.shape[1], device=history_BT.device)
         recent_M = torch.arange(1 - MAX_MATCH, 1, device=history_BT.device)
         suffix_BM = history_BT.gather(1, (root_B1 + recent_M).clamp(min=0))
-        windows_BTM = torch.nn.functional.pad(history_BT, (MAX_MATCH - 1, 0), value=-1).unfold(1, MAX_MATCH, 1)
+        index_T = torch.arange(history_BT.shape[1], device=history_BT.device)
+        if on_host:
+            history_BT = history_BT[:, : int(root_B1.max()) + 1]
+            index_T = self._places(history_BT, suffix_BM)
+            if not len(index_T):
+                return Draft.chain(state.roots[:, None]), torch.zeros_like(state.roots)
+        windows_BTM = pad(history_BT, (MAX_MATCH - 1, 0), value=-1).unfold(1, MAX_MATCH, 1)
+        windows_BTM = windows_BTM[:, index_T] if on_host else windows_BTM
         same_BTM = (windows_BTM == suffix_BM[:, None]).flip(-1)
         match_BT = same_BTM.cumprod(-1, dtype=torch.int8).sum(-1)  # tokens that agree, counted back from each place
-        score_BT = torch.where(index_T < root_B1, match_BT * len(index_T) + index_T, -1)
-        best_B1, place_B1 = score_BT.max(-1, keepdim=True)
-        found_B = (best_B1[:, 0] >= self.min_match * len(index_T)) & state.active
-        matches_B = torch.where(found_B, best_B1[:, 0] // len(index_T), 0)
+        length = history_BT.shape[1]
+        score_BT = torch.where(index_T < root_B1, match_BT * length + index_T, -1)
+        best_B1 = score_BT.amax(-1, keepdim=True)
+        found_B = (best_B1[:, 0] >= self.min_match * length) & state.active
+        matches_B, place_B1 = torch.where(found_B, best_B1[:, 0] // length, 0), best_B1.clamp(min=0) % length
         if on_host and not found_B.any():
             return Draft.chain(state.roots[:, None]), matches_B
         # A match that runs into the root goes on as it began: the text repeats with that period.
         ahead_N = torch.arange(self.nodes - 1, device=history_BT.device)
         source_BN = place_B1 + 1 + ahead_N % (root_B1 - place_B1).clamp(min=1)
         return Draft.chain(torch.cat([state.roots[:, None], history_BT.gather(1, source_BN)], dim=1)), matches_B
+
+    def _places(self, history_BT: Tensor, suffix_BM: Tensor) -> Tensor:
+        """Where the last tokens of any sequence stand before its end, as many of them as a match needs."""
+        first = self.min_match - 1
+        same_BT = torch.ones_like(history_BT[:, first:-1], dtype=torch.bool)
+        for back in range(self.min_match):
+            same_BT &= history_BT[:, first - back : -1 - back] == suffix_BM[:, -1 - back, None]
+        return same_BT.any(0).nonzero()[:, 0] + first

@@ -1,6 +1,7 @@
 """Drafters propose trees that hold what they promise."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -294,3 +295,22 @@ def test_wrong_drafters_are_refused(model, base):
         model.generate("a", drafter="heads-sampled", temperature=1.0, tree=Tree.chain(4))
     with pytest.raises(ValueError, match="at least 2 for prompt lookup"):
         PromptLookupDrafter(1)
+
+
+def test_lookup_on_the_host_finds_what_fixed_shapes_find():
+    """The host compares the few places that can match; on a GPU all of them are compared."""
+    generator, found = torch.Generator().manual_seed(0), 0
+    for vocabulary, batch, length in itertools.product((1, 3, 6), (1, 3), range(1, 30)):
+        history = torch.randint(vocabulary, (batch, length + 1), generator=generator)
+        positions = torch.randint(length, (batch,), generator=generator)
+        roots = history.gather(1, positions[:, None])[:, 0]
+        state = DecodeState(
+            roots, torch.zeros(batch, 1), torch.rand(batch, generator=generator) > 0.1, history, positions, positions
+        )
+        for min_match in (1, 2, 4):
+            host, fixed = (PromptLookupDrafter(7, min_match, decides).look_up(state) for decides in (True, False))
+            assert host[1].tolist() == fixed[1].tolist()
+            rows = host[1] > 0
+            assert host[0].tokens[rows].tolist() == fixed[0].tokens[rows].tolist()
+            found += int(rows.sum())
+    assert found > 100
