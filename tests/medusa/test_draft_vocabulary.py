@@ -158,6 +158,14 @@ def test_the_part_is_saved_with_the_heads(heads, tmp_path):
     assert loaded.config.draft_vocab_size == PART
 
 
+@pytest.mark.parametrize("damaged", [-1, 3, 1000])
+def test_ids_that_are_no_part_of_the_vocabulary_are_one_clear_error(heads, tmp_path, damaged):
+    heads.draft_ids[-1] = damaged
+    save_heads(heads, tmp_path)
+    with pytest.raises(ValueError, match="draft_ids are not ascending token ids below 257; copy or train it again"):
+        load_heads(tmp_path)
+
+
 @pytest.mark.parametrize("size", [-1, 258])
 def test_a_part_larger_than_the_vocabulary_is_refused(make_heads, size):
     with pytest.raises(
