@@ -7,6 +7,7 @@ from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
 from medusa.cost import StepCosts, best_fixed
 from medusa.drafters import Drafter, PricedDrafter
+from medusa.drafters.priced import Experience
 from medusa.drafters.record import Average
 from medusa.generate import StartSteps
 from medusa.heads import DraftHeads
@@ -77,23 +78,22 @@ class AutoNodes:
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None, calibration: Calibration | None = None) -> None:
         self._base, self._heads, self._calibration = base, heads, calibration
-        self._priced: dict[tuple[str, int], PricedDrafter] = {}
+        self._priced: dict[tuple[str, int], tuple[StepCosts, Experience]] = {}
         self._fixed: dict[tuple[str, int], FixedSize] = {}
-        self._watched: dict[tuple[Drafter, int], FixedSize] = {}
+        self._watched: dict[tuple[Drafter, int], tuple[FixedSize, int]] = {}
         self.reason = ""
 
     def priced(self, name: str, batch: int) -> PricedDrafter:
-        """The drafter of that name that is sized step by step."""
-        key = (name, _bucket(batch))
+        """A drafter of that name for the next answers, sized step by step; it knows what others have learned."""
+        key, heads = (name, _bucket(batch)), None if name == "prompt-lookup" else self._heads
         if key not in self._priced:
-            heads = None if name == "prompt-lookup" else self._heads
             how = "host" if heads is not None else "host, without heads"
             known_by = facts(self._base, heads, key[1], how)
             costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[1]))
-            self._priced[key] = PricedDrafter(costs, self._base, heads, lookup=name != "heads")
-        drafter = self._priced[key]
-        self._tell(f"nodes auto: in each step as many of at most {drafter.nodes} as pay; {drafter.costs}")
-        return drafter
+            self._priced[key] = costs, Experience(costs.step(1))
+        costs, experience = self._priced[key]
+        self._tell(f"nodes auto: in each step as many of at most {costs.most} as pay; {costs}")
+        return PricedDrafter(costs, self._base, heads, name != "heads", experience)
 
     def fixed(self, name: str, batch: int, start: StartSteps, build: Callable[[int], Drafter]) -> Drafter:
         """The drafter of that name with the size that is best for the next answers.
@@ -114,14 +114,15 @@ class AutoNodes:
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
-            self._watched[drafter, key[1]] = size
+            self._watched[drafter, key[1]] = size, nodes
         return drafter
 
     def observe(self, drafter: Drafter, outputs: Sequence[Output]) -> None:
         """Learn from answers that are over."""
-        size = self._watched.get((drafter, _bucket(len(outputs))))
-        if size is not None:
-            size.observe(drafter.nodes, outputs)
+        watched = self._watched.get((drafter, _bucket(len(outputs))))
+        if watched is not None:
+            size, nodes = watched  # the drafter may have fewer, where a base verifies chains only
+            size.observe(nodes, outputs)
 
     def _tell(self, reason: str) -> None:
         if reason != self.reason:

@@ -36,7 +36,9 @@ SECONDS = 1.0
 """Rounds are repeated until so much time is over, ``ROUNDS`` times at most; their medians count."""
 ROUNDS = 9
 STEPS = 3
-"""Steps per sample, after one that warms the caches."""
+"""Steps per sample, after one that warms the caches; fewer where they take more than ``SLOW`` together."""
+SLOW = 0.1
+"""Seconds after which enough was seen of what takes so long."""
 MOST_DRAFTED = 32
 """Nodes of the draft whose levels are timed."""
 STEEP = 4.0
@@ -86,6 +88,7 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
     path = _cache_home() / "medusa" / name
     costs = _read(path)
     if costs is None:
+        logger.info("batch of %s: measuring what steps cost here, once for this machine", known_by.get("batch"))
         costs = measure()
         logger.info("batch of %s: %s (measured now)", known_by.get("batch"), costs)
         _write(path, costs)
@@ -150,24 +153,30 @@ class _Rig:
         for nodes in grid:
             drafters[nodes] = drafter(nodes)
             times[nodes] = [self._sample(drafters[nodes])]
-            if times[nodes][0] > STEEP * times[1][0]:
+            if self._is_steep(times[nodes][0], times[1][0]) and self._is_steep(
+                self._sample(drafters[nodes]), self._sample(drafters[1])
+            ):  # twice, since one sample may be a slow moment
                 break
-        for seconds in times.values():
-            seconds.clear()  # the first samples have compiled and allocated what there is
-        end = time.perf_counter() + SECONDS
-        for number in range(ROUNDS):
-            for nodes, candidate in drafters.items():
-                times[nodes].append(self._sample(candidate))
-            if number and time.perf_counter() > end:
-                break
-        return tuple(times), tuple(map(median, times.values()))
+        if times[1][0] < SLOW:  # otherwise one round must do
+            end = time.perf_counter() + SECONDS
+            for number in range(ROUNDS):
+                for nodes, candidate in drafters.items():
+                    times[nodes].append(self._sample(candidate))
+                if number and time.perf_counter() > end:
+                    break
+        # The first samples have compiled and allocated what there is.
+        return tuple(times), tuple(median(seconds[1:] or seconds) for seconds in times.values())
+
+    @staticmethod
+    def _is_steep(seconds: float, plain: float) -> bool:
+        return seconds > STEEP * plain
 
     def _sample(self, drafter: Drafter) -> float:
         """Median seconds of a step."""
         self._cache.cut([self._context] * self._cache.slots)
         steps = self._start(self._base, self._cache, drafter, greedy, self.state)
         steps.next()
-        return median(_timed(steps.next) for _ in range(STEPS))
+        return _median_seconds(steps.next, STEPS)
 
 
 class _Levels:
@@ -206,13 +215,17 @@ def _drafting(heads: DraftHeads, base: BaseModel, state: DecodeState, levels: in
     drafter = HeadsDrafter(heads, base, MOST_DRAFTED, sizes=_Levels(levels))
     with torch.inference_mode():
         drafter.propose(state)
-        return median(_timed(lambda: drafter.propose(state)) for _ in range(STEPS * ROUNDS))
+        return _median_seconds(lambda: drafter.propose(state), STEPS * ROUNDS)
 
 
-def _timed(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
+def _median_seconds(action: Callable[[], object], most: int) -> float:
+    """Of ``most`` times, or of fewer where it takes long."""
+    times: list[float] = []
+    while len(times) < most and sum(times) < SLOW:
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return median(times)
 
 
 def _cache_home() -> Path:

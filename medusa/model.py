@@ -301,8 +301,9 @@ class MedusaModel:
 
     def explain_nodes(self, drafter: str | None = None) -> str:
         """What ``nodes=None`` means for one prompt and why, in one line; measures step costs that are not known."""
-        chosen = self._drafter(drafter, None, None, 1.0, batch=1)
-        return self._auto.reason if chosen is not self._plain else "nodes auto: 1, plain decoding"
+        self._drafter(drafter, None, None, 1.0, batch=1)
+        drafts = self.base.decoding != "plain" and (drafter is not None or self.heads is not None)
+        return self._auto.reason if drafts else "nodes auto: 1, plain decoding"
 
     def release(self) -> None:
         """Free the memory that is kept between calls: idle caches and the graphs over them."""

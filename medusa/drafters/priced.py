@@ -39,6 +39,7 @@ class PricedDrafter:
     that time is worth is kept apart for steps with a chain and without: tokens that a chain brings are cheap, and what
     heads add is worth what it saves in the other steps.
 
+    For one answer, or one batch of them, at a time; what is learned is shared with those of the same ``experience``.
     For a CPU, where shapes cost nothing. Of a batch, a node costs rows of all sequences: what counts is its mean
     probability over those that still grow.
 
@@ -47,21 +48,25 @@ class PricedDrafter:
         vocabulary: Both ends of the base.
         heads: The trained heads; None = lookup alone.
         lookup: Whether to look back.
+        experience: What other answers with the same costs, heads and lookup have shown; None = nothing yet.
     """
 
     recordable = False
 
     def __init__(
-        self, costs: StepCosts, vocabulary: Vocabulary, heads: DraftHeads | None = None, lookup: bool = True
+        self,
+        costs: StepCosts,
+        vocabulary: Vocabulary,
+        heads: DraftHeads | None = None,
+        lookup: bool = True,
+        experience: "Experience | None" = None,
     ) -> None:
         self.costs, self.nodes = costs, costs.most
         heads, lookup = (heads, lookup) if costs.most > 1 else (None, False)
-        self._sizes, self._trials = PricedSizes(costs), Trials(costs.step(1))
+        self._known = experience or Experience(costs.step(1))
+        self._sizes = PricedSizes(costs, self._known)
         self._heads = HeadsDrafter(heads, vocabulary, costs.most, sizes=self._sizes) if heads is not None else None
         self._lookup = PromptLookupDrafter(min(costs.most, LOOKUP_GUESSES + 1)) if lookup else None
-        self._odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
-        plain = costs.step(1)
-        self._paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
         self._last: _Step | None = None
 
     def propose(self, state: DecodeState) -> Draft:
@@ -70,7 +75,7 @@ class PricedDrafter:
         chain, found = self._look_up(state)
         # The engine can always decode plainly.
         plain = 1 / self.costs.step(1)
-        easy, rate = (max(self._paces[known].value, plain) for known in (True, False))
+        easy, rate = (max(self._known.paces[known].value, plain) for known in (True, False))
         guesses, first = self._price_chain(state, chain, found, easy)
         draft = Draft.chain(chain.tokens[:, : 1 + guesses])
         tree = None
@@ -80,12 +85,12 @@ class PricedDrafter:
             draft = tree.join(draft) if guesses else tree
         levels = 0 if tree is None else self._sizes.levels
         seconds = self.costs.step(draft.tokens.shape[1]) + self.costs.draft(levels)
-        self._last = _Step(state, rate, chain, found, guesses, tree, seconds)
+        self._last = _Step(state, chain, found, guesses, tree, seconds)
         return draft
 
     def _drafts_heads(self, guesses: int, first: float, rate: float) -> bool:
         """Whether heads draft; beside a chain they win only where it is wrong at once."""
-        return self._trials.draft(rate) and (not guesses or (1 - first) * self._trials.earnings > rate)
+        return self._known.trials.draft(rate) and (not guesses or (1 - first) * self._known.trials.earnings > rate)
 
     def _look_up(self, state: DecodeState) -> tuple[Draft, list[int]]:
         """The whole chain that was found, and the tokens that agreed for each sequence."""
@@ -106,7 +111,7 @@ class PricedDrafter:
 
     def _chain_odds(self, match: int, length: int) -> list[float]:
         """How likely each token of a chain is right after those before it: they count as agreeing tokens too."""
-        return [self._odds[min(match + ahead, MAX_MATCH)].value for ahead in range(length)]
+        return [self._known.odds[min(match + ahead, MAX_MATCH)].value for ahead in range(length)]
 
     def _learn(self, state: DecodeState) -> None:
         """See what became of the last step."""
@@ -115,36 +120,33 @@ class PricedDrafter:
         if last is None or texts is None or not any(texts):
             return
         rows = [row for row, text in enumerate(texts) if text]
-        self._paces[any(last.found)].add(fmean(len(texts[row]) for row in rows), last.seconds)
+        self._known.paces[any(last.found)].add(fmean(len(texts[row]) for row in rows), last.seconds)
         chained, length = agreement(last.chain, texts), last.chain.tokens.shape[1] - 1
         for row in rows:
             judged = min(chained[row] + 1, len(texts[row]), length) if last.found[row] else 0
             for ahead in range(judged):
-                self._odds[min(last.found[row] + ahead, MAX_MATCH)].add(ahead < chained[row], 1.0)
+                self._known.odds[min(last.found[row] + ahead, MAX_MATCH)].add(ahead < chained[row], 1.0)
         if last.tree is None:
             return
         right, levels = agreement(last.tree, texts), self._sizes.levels
         depth = fmean(right[row] for row in rows)
-        self._sizes.trust.add(depth, self._sizes.predicted)
-        self._sizes.next_right.add(depth, fmean(min(right[row] + 1, levels) for row in rows))
+        self._known.trust.add(depth, self._sizes.predicted)
+        self._known.next_right.add(depth, fmean(min(right[row] + 1, levels) for row in rows))
         if not last.guesses:
-            self._trials.add(depth, last.seconds - self.costs.step(1))
+            self._known.trials.add(depth, last.seconds - self.costs.step(1))
 
 
 class PricedSizes:
     """``Sizes`` of the heads' tree by prices.
 
     Attributes:
-        trust: Accepted tokens / predicted ones.
-        next_right: Levels that were right / levels below a right one.
         levels: Levels of the last tree.
         predicted: Accepted tokens that the heads expect of it, not corrected.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.trust, self.next_right = Average(1.0, 8.0), Average(NEXT_RIGHT, 8.0)
+    def __init__(self, costs: StepCosts, known: "Experience") -> None:
         self.levels, self.predicted = 0, 0.0
-        self._costs, self._rate, self._rows, self._active = costs, 0.0, 1, 1
+        self._costs, self._known, self._rate, self._rows, self._active = costs, known, 0.0, 1, 1
 
     def open(self, rate: float, rows: int, active: int) -> None:
         """Begin a tree beside ``rows`` nodes for ``active`` sequences, at ``rate`` tokens per second and sequence."""
@@ -153,7 +155,7 @@ class PricedSizes:
 
     def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
         """See ``Sizes``: as many as would each pay for a child, if these together pay for the level."""
-        children_C = self._gains(scores_BC, beam) * self.next_right.value
+        children_C = self._gains(scores_BC, beam) * self._known.next_right.value
         count, gain = self._costs.worth(children_C, self._rate, self._rows)
         if gain <= self._rate * self._costs.level:
             return 0
@@ -164,13 +166,13 @@ class PricedSizes:
         """See ``Sizes``; column 0 is the root."""
         gains_C = self._gains(scores_BM[:, 1:], most - 1)
         count, _ = self._costs.worth(gains_C, self._rate, self._rows)
-        self.predicted = float(gains_C[:count].sum()) / self.trust.value
+        self.predicted = float(gains_C[:count].sum()) / self._known.trust.value
         return 1 + count
 
     def _gains(self, scores_BC: Tensor, most: int) -> Tensor:
         """[most] accepted tokens per active sequence that the best candidates add, as corrected."""
         best_BC = scores_BC.topk(min(most, scores_BC.shape[1])).values.exp()
-        return (best_BC.sum(0) * (self.trust.value / self._active)).clamp(max=1.0)
+        return (best_BC.sum(0) * (self._known.trust.value / self._active)).clamp(max=1.0)
 
 
 class Trials:
@@ -191,14 +193,14 @@ class Trials:
 
     def draft(self, rate: float) -> bool:
         """Whether this step is not one of a rest; asked once per step."""
-        if self._left:
+        if self._left > 0:
             self._left -= 1
-            if not self._left:
+            if self._left <= 0:
                 self._average = Average(HOPE / self._plain, RETRIAL * self._plain)
         elif self.earnings <= rate:
             self._left, self._paid = self._rest, 0
             self._rest = min(2 * self._rest, LONGEST_REST)
-        return not self._left
+        return self._left <= 0
 
     def add(self, tokens: float, seconds: float) -> None:
         """Count what a draft has brought, and its time."""
@@ -208,11 +210,31 @@ class Trials:
             self._rest = FIRST_REST
 
 
+class Experience:
+    """What drafts have brought so far. Several threads may add to it: an addition that is lost does no harm.
+
+    Args:
+        plain: Seconds of a plain step.
+
+    Attributes:
+        trust: Tokens accepted of the heads' trees / tokens that the heads predicted.
+        next_right: Levels that were right / levels below a right one.
+        odds: By the number of tokens that agreed, how often the next token of a chain was right.
+        paces: Tokens per second of steps without a chain and with one.
+        trials: Whether heads draft at all.
+    """
+
+    def __init__(self, plain: float) -> None:
+        self.trust, self.next_right = Average(1.0, 8.0), Average(NEXT_RIGHT, 8.0)
+        self.odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
+        self.paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
+        self.trials = Trials(plain)
+
+
 class _Step(NamedTuple):
-    """The last step: from where, at what rate, what was found and drafted, and what it costs."""
+    """The last step: from where, what was found and drafted, and what it costs."""
 
     state: DecodeState
-    rate: float
     chain: Draft
     found: list[int]
     guesses: int

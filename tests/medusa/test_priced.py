@@ -210,3 +210,17 @@ def test_heads_that_overflow_change_no_text(base, make_heads, model, monkeypatch
     outputs = MedusaModel(base, heads).generate(PROMPTS, max_new_tokens=40)
     assert [o.tokens for o in outputs] == [o.tokens for o in model.generate(PROMPTS, max_new_tokens=40, nodes=1)]
     assert not any(math.isnan(o.tokens_per_step) for o in outputs)
+
+
+def test_answers_that_grow_side_by_side_learn_all_the_same(base, make_heads, monkeypatch):
+    """As two streams do: whether heads earn their time must be seen although each step follows one of the other."""
+    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: SHAPES["steep"])
+    model, drafts = MedusaModel(base, make_heads()), []
+    begin = model.heads.begin
+    monkeypatch.setattr(model.heads, "begin", lambda *args: drafts.append(args) or begin(*args))
+    options = {"max_new_tokens": 120, "drafter": "heads", "logit_bias": {0: -100.0}}
+    answers, steps = zip(*(model.start([prompt], **options) for prompt in PROMPTS[:2]), strict=True)
+    for _ in zip(*steps, strict=False):
+        pass
+    assert min(answer.output.steps for (answer,) in answers) > 60
+    assert 0 < len(drafts) < 40
