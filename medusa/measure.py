@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -46,6 +47,8 @@ STEEP = 4.0
 FORMAT = 1
 """Of the files; changes with what is measured and how."""
 
+_measuring = threading.Lock()
+
 
 def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> dict[str, object]:
     """Everything that costs depend on, as far as it can be known.
@@ -76,6 +79,8 @@ def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> di
 def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
     """Costs that an earlier start measured under the same facts, or those measured now.
 
+    One thread measures at a time: others would slow it down, and find what it has found.
+
     They are kept under ``XDG_CACHE_HOME``, ~/.cache where it is not set. A file that cannot be read or written is as
     good as none: the log says so, and nothing fails.
 
@@ -85,15 +90,16 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
     """
     text = json.dumps(known_by, sort_keys=True)
     name = f"steps-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-    path = _cache_home() / "medusa" / name
-    costs = _read(path)
-    if costs is None:
-        logger.info("batch of %s: measuring what steps cost here, once for this machine", known_by.get("batch"))
+    path, batch = _cache_home() / "medusa" / name, known_by.get("batch")
+    with _measuring:
+        costs = _read(path)
+        if costs is not None:
+            logger.info("batch of %s: %s (measured before, %s)", batch, costs, path)
+            return costs
+        logger.info("batch of %s: measuring what steps cost here, once for this machine", batch)
         costs = measure()
-        logger.info("batch of %s: %s (measured now)", known_by.get("batch"), costs)
+        logger.info("batch of %s: %s (measured now)", batch, costs)
         _write(path, costs)
-    else:
-        logger.info("batch of %s: %s (measured by an earlier start, %s)", known_by.get("batch"), costs, path)
     return costs
 
 
@@ -153,9 +159,8 @@ class _Rig:
         for nodes in grid:
             drafters[nodes] = drafter(nodes)
             times[nodes] = [self._sample(drafters[nodes])]
-            if self._is_steep(times[nodes][0], times[1][0]) and self._is_steep(
-                self._sample(drafters[nodes]), self._sample(drafters[1])
-            ):  # twice, since one sample may be a slow moment
+            most = STEEP * times[1][0]
+            if times[nodes][0] > most and self._sample(drafters[nodes]) > most:  # twice: not by a moment of other work
                 break
         if times[1][0] < SLOW:  # otherwise one round must do
             end = time.perf_counter() + SECONDS
@@ -166,10 +171,6 @@ class _Rig:
                     break
         # The first samples have compiled and allocated what there is.
         return tuple(times), tuple(median(seconds[1:] or seconds) for seconds in times.values())
-
-    @staticmethod
-    def _is_steep(seconds: float, plain: float) -> bool:
-        return seconds > STEEP * plain
 
     def _sample(self, drafter: Drafter) -> float:
         """Median seconds of a step."""

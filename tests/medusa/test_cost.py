@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
 
@@ -139,6 +141,19 @@ def test_a_later_start_reads_what_an_earlier_one_measured(tmp_path, monkeypatch)
     assert known_costs({"batch": 2}, lambda: other) == other
 
 
+def test_threads_that_ask_at_once_share_one_measurement(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def measure():
+        measured.append(time.sleep(0.2))
+        return LINE
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: known_costs({"batch": 1}, measure), range(4))) == [LINE] * 4
+    assert len(measured) == 1
+
+
 def test_a_cache_that_cannot_be_written_fails_nothing(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -149,7 +164,7 @@ def test_a_cache_that_cannot_be_written_fails_nothing(tmp_path, monkeypatch, cap
 def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
     monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.measure.GRID", (1, 2, 4))
-    monkeypatch.setattr("medusa.measure.STEEP", math.inf)  # a busy machine may be that slow for a moment
+    monkeypatch.setattr("medusa.measure.STEEP", math.inf)
     costs = measure_host(base, make_heads(), batch=2)
     assert costs.nodes == (1, 2, 4)
     assert min(costs.seconds) > 1e-5
