@@ -333,12 +333,15 @@ class BaseModel:
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """What computes columns ``tokens`` of ``logits`` alone: hidden states [..., D] -> [..., n].
 
-        It reads a copy of the output layer's rows of these tokens.
+        It reads a copy of the output layer's rows of these tokens; where the layer is offloaded until it is needed, all
+        of it.
 
         Args:
             tokens: int64 [n] token ids.
             pack: Reorder the copy for a CPU's matrix kernels; no gradient passes through these.
         """
+        if self.lm_head_weight.device.type == "meta":
+            return lambda hidden: self.logits(hidden)[..., tokens]
         index = tokens.to(self.lm_head_weight.device)
         weight, bias = self.lm_head_weight[index], getattr(self._lm_head, "bias", None)
         bias = None if bias is None else bias[index]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from data.packing import IGNORE, PackedRows
-from medusa.drafters.heads import WIDTH
 from medusa.heads import DraftHeads
 from train.recipe_file import RecipeError
 from train.workers import Workers
@@ -21,20 +20,19 @@ ROWS = 1024
 
 
 def check_draft_vocabulary(size: int, vocab_size: int) -> None:
-    """Refuse a size that does not fit the base or a tree.
+    """Refuse a size that does not fit the base.
 
     Args:
         size: `heads.draft_vocab` of the recipe.
         vocab_size: V.
 
     Raises:
-        RecipeError: it is larger than the vocabulary, or smaller than the widest level below a node of a tree.
+        RecipeError: it is larger than the vocabulary.
     """
-    fewest = min(WIDTH, vocab_size)
-    if size and not fewest <= size <= vocab_size:
+    if size > vocab_size:
         raise RecipeError(
-            f"heads.draft_vocab ({size}) must be from {fewest} (children of a node in a tree) to {vocab_size} (the "
-            "vocabulary of the base); correct it, or give 0 for all of it"
+            f"heads.draft_vocab ({size}) is more than the vocabulary of the base ({vocab_size}); lower it, or give 0 "
+            "for all of it"
         )
 
 

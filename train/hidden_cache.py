@@ -41,7 +41,7 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
     """What states depend on: they are right for a run whose identity is equal."""
     tokenizer = base.tokenizer
     words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], sort_keys=True)
-    return {
+    known = {
         "format": FORMAT,
         "base": base_checksum(base),
         "config": config_checksum(base),
@@ -49,9 +49,9 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
         "rows": packed.fingerprint(),
         "heads": num_heads,
         "hidden_size": base.hidden_size,
-        "layers": list(base.feature_layers),
         "dtype": str(base.dtype).removeprefix("torch."),
     }
+    return known | {"layers": list(base.feature_layers)} if base.feature_layers else known
 
 
 def base_checksum(base: BaseModel) -> str:
@@ -207,7 +207,9 @@ def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
     except ValueError:
         raise ValueError(f"manifest ({path}) is damaged; delete {directory}, or give another directory") from None
     changed = [
-        f"{key} is {known[key]}, the states have {stored.get(key)}" for key in known if known[key] != stored.get(key)
+        f"{key} is {known.get(key)}, the states have {stored.get(key)}"
+        for key in known | stored
+        if known.get(key) != stored.get(key)
     ]
     if changed:
         raise ValueError(

@@ -112,12 +112,15 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
-    """Values that forbid to resume a run that was started with `stored`, one sentence each."""
+    """Values that forbid to resume a run that was started with `stored`, one sentence each.
+
+    A key that the run does not know is newer than the run, which had what is the default now.
+    """
     now, before = dict(flatten(resolved(recipe))), dict(flatten(stored))
     return [
-        f"{key} is {now[key]!r}, the run was started with {before.get(key)!r}"
+        f"{key} is {now[key]!r}, the run was started with {then!r}"
         for key, entry in leaves(Recipe)
-        if not entry.metadata.get("resume", False) and now[key] != before.get(key)
+        if not entry.metadata.get("resume", False) and now[key] != (then := before.get(key, entry.default))
     ]
 
 

@@ -122,7 +122,17 @@ def load_heads(
         heads.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"heads file ({path}) does not fit its {CONFIG}: {error}; copy the folder again") from error
+    if heads.draft_ids is not None and not _are_tokens(heads.draft_ids, config.vocab_size):
+        raise ValueError(
+            f"heads file ({path}) is damaged: draft_ids are not ascending token ids below {config.vocab_size}; copy or"
+            " train it again"
+        )
     return heads.to(device=device, dtype=dtype).eval()
+
+
+def _are_tokens(ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether token ids ascend, and are in the vocabulary."""
+    return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 
 def load_calibration(directory: str | Path, config: HeadsConfig) -> Calibration | None:

@@ -26,7 +26,7 @@ def measure_trees(
 
     Args:
         model: A base with heads, and one that verifies trees.
-        calibration: Of these heads, from other text than the answers.
+        calibration: Of these heads; from other text than the answers, or the prediction knows what it predicts.
         prompts: Token ids.
         max_new_tokens: Limit per answer.
         sizes: Tree sizes N with the root.

@@ -42,6 +42,16 @@ def test_logits_of_some_tokens_are_those_of_the_base(family, pack):
     torch.testing.assert_close(base.logits_of(tokens, pack)(hidden), expected)
 
 
+def test_an_offloaded_output_layer_is_read_as_a_whole():
+    accelerate = pytest.importorskip("accelerate")
+    base, _ = tiny("llama")
+    tokens, hidden = torch.tensor([3, 4, 17, 49]), torch.randn(2, base.hidden_size).to(base.dtype)
+    expected = base.logits(hidden)[:, tokens]
+    accelerate.cpu_offload(base.model, execution_device=base.device)
+    assert base.lm_head_weight.device.type == "meta"
+    torch.testing.assert_close(base.logits_of(tokens, pack=True)(hidden), expected)
+
+
 def test_a_gradient_passes_through_the_logits_of_some_tokens():
     base, _ = tiny("gemma2")
     hidden, tokens = torch.randn(3, base.hidden_size).to(base.dtype).requires_grad_(), torch.tensor([3, 49])
@@ -156,6 +166,14 @@ def test_the_part_is_saved_with_the_heads(heads, tmp_path):
     loaded = load_heads(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(loaded.draft_ids, heads.draft_ids)
     assert loaded.config.draft_vocab_size == PART
+
+
+@pytest.mark.parametrize("damaged", [-1, 3, 1000])
+def test_ids_that_are_no_part_of_the_vocabulary_are_one_clear_error(heads, tmp_path, damaged):
+    heads.draft_ids[-1] = damaged
+    save_heads(heads, tmp_path)
+    with pytest.raises(ValueError, match="draft_ids are not ascending token ids below 257; copy or train it again"):
+        load_heads(tmp_path)
 
 
 @pytest.mark.parametrize("size", [-1, 258])

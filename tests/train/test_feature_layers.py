@@ -17,7 +17,7 @@ from train.__main__ import main
 from train.blocks import Block
 from train.config import OptimRecipe
 from train.features import BasePass
-from train.hidden_cache import HiddenCache
+from train.hidden_cache import HiddenCache, identity
 from train.sharded_base import load_sharded
 from train.stop import StopRequest
 from train.trainer import Trainer
@@ -151,8 +151,22 @@ def test_the_cache_of_an_untapped_base_is_refused(deep: Path, samples: Path, tmp
     packed = pack(read_samples(samples, base.tokenizer), 96)
     HiddenCache(tmp_path, base, packed, 2, BasePass(base, packed, 2, 2), 10_000)
     tapped = base.tapped(LAYERS)
-    with pytest.raises(ValueError, match=r"layers is \[1, 3\], the states have \[\]"):
+    with pytest.raises(ValueError, match=r"layers is \[1, 3\], the states have None"):
         HiddenCache(tmp_path, tapped, packed, 2, BasePass(tapped, packed, 2, 2), 10_000)
+
+
+def test_the_cache_of_a_tapped_base_is_refused(deep: Path, samples: Path, tmp_path: Path) -> None:
+    base = BaseModel.load(deep, dtype=torch.float32, device="cpu")
+    packed, tapped = pack(read_samples(samples, base.tokenizer), 96), base.tapped(LAYERS)
+    HiddenCache(tmp_path, tapped, packed, 2, BasePass(tapped, packed, 2, 2), 10_000)
+    with pytest.raises(ValueError, match=r"layers is None, the states have \[1, 3\]"):
+        HiddenCache(tmp_path, base, packed, 2, BasePass(base, packed, 2, 2), 10_000)
+
+
+def test_states_without_layers_are_named_as_before_there_were_any(deep: Path, samples: Path) -> None:
+    base = BaseModel.load(deep, dtype=torch.float32, device="cpu")
+    known = identity(base, pack(read_samples(samples, base.tokenizer), 96), 2)
+    assert list(known) == ["format", "base", "config", "tokenizer", "rows", "heads", "hidden_size", "dtype"]
 
 
 @pytest.mark.slow

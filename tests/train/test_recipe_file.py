@@ -129,6 +129,15 @@ def test_differences_name_what_matters_only() -> None:
     assert differences(other, resolved(recipe)) == ["optim.lr is 0.5, the run was started with 0.001"]
 
 
+def test_runs_from_before_a_key_had_its_default() -> None:
+    recipe = Recipe()
+    stored = resolved(recipe)
+    del stored["heads"]["feature_layers"]
+    assert differences(recipe, stored) == []
+    changed = replace(recipe, heads=replace(recipe.heads, feature_layers=2))
+    assert differences(changed, stored) == ["heads.feature_layers is 2, the run was started with 0"]
+
+
 def test_reading_a_recipe_does_not_import_torch() -> None:
     code = "import sys, train.__main__, train.recipe_file; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=RECIPES[0].parents[2], check=False).returncode == 0

@@ -65,7 +65,7 @@ def _study(options: argparse.Namespace, rest: Sequence[str], words: Sequence[str
     _train(options, runs, texts)
     evaluations = _evaluations(runs, texts)
     speed = _speed(options, runs, texts, evaluations[runs[0].variant][0]["tree"]) if options.rounds else {}
-    _publish(options, _report(options, words, runs, evaluations, speed))
+    _publish(options, _report(options, words, runs, texts, evaluations, speed))
 
 
 def _data(options: argparse.Namespace) -> Path:
@@ -157,6 +157,7 @@ def _report(
     options: argparse.Namespace,
     words: Sequence[str],
     runs: Sequence[Run],
+    texts: "Texts",
     evaluations: dict[str, list[dict[str, Any]]],
     speed: dict[str, Any],
 ) -> dict[str, Any]:
@@ -165,14 +166,15 @@ def _report(
     from train.provenance import device_name, software
     from train.study.report import summarise
 
-    names = ("seeds", "prompts", "max_new_tokens", "speed_prompts", "rounds", "compile")
+    names = ("seeds", "max_new_tokens", "speed_prompts", "rounds", "compile")
+    settings = {name: getattr(options, name) for name in names}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "command": shlex.join(["python", "-m", "train.study", *words]),
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         **software(),
-        "settings": {name: getattr(options, name) for name in names} | {"temperatures": TEMPERATURES},
+        "settings": settings | {"prompts": len(texts.questions.prompts), "temperatures": TEMPERATURES},
         "variants": {run.variant: run.overrides for run in runs if run.seed == 0},
         "figures": summarise(evaluations),
         "speed": speed,

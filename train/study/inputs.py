@@ -25,7 +25,8 @@ def load_base(name: str) -> MedusaModel:
     model = MedusaModel.from_pretrained(None, base=resolve_base_name(name))
     if model.base.decoding != "tree":
         raise ValueError(
-            f"base ({name}) decodes by {model.base.decoding} steps only, and the study compares trees; give another base"
+            f"base ({name}) decodes by {model.base.decoding} steps only, and the study compares trees; give another"
+            " base"
         )
     return model
 

@@ -28,12 +28,12 @@ def summarise(evaluations: Mapping[str, Sequence[Evaluation]]) -> dict[str, Any]
     for name, runs in evaluations.items():
         figures[name] = {"parameters": runs[0]["parameters"]}
         for temperature in runs[0]["temperatures"]:
-            groups = ([run["temperatures"][temperature] for run in group] for group in (runs, baseline))
-            figures[name][temperature] = _figures(*groups)
+            ours, theirs = ([run["temperatures"][temperature] for run in group] for group in (runs, baseline))
+            figures[name][temperature] = _figures(ours, theirs, same_heads=runs is baseline)
     return figures
 
 
-def _figures(runs: Sequence[Evaluation], baseline: Sequence[Evaluation]) -> dict[str, Any]:
+def _figures(runs: Sequence[Evaluation], baseline: Sequence[Evaluation], same_heads: bool) -> dict[str, Any]:
     rates = {tree: _tokens_per_step(runs, tree) for tree in runs[0]["steps"]}
     dynamic = [tree for tree in rates if tree.startswith("dynamic")]
     best = max(dynamic, key=lambda tree: float(rates[tree].value()))
@@ -42,7 +42,7 @@ def _figures(runs: Sequence[Evaluation], baseline: Sequence[Evaluation]) -> dict
         "acceptance": [asdict(estimate) for estimate in _acceptance(runs)],
         "tokens_per_step": {tree: asdict(rate.estimate()) for tree, rate in rates.items()},
         "best": best,
-        "over_baseline": asdict(rates[best].over(_tokens_per_step(baseline, static))),
+        "over_baseline": asdict(rates[best].over(_tokens_per_step(baseline, static), same_heads)),
     }
 
 

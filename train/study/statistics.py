@@ -2,7 +2,8 @@
 
 A figure is a sum over seeds and prompts divided by another one: tokens by steps, hits by tries. Its interval comes from
 drawing the seeds and the prompts again, with replacement, and taking the 2.5th and the 97.5th percentile of the figure.
-Designs that are compared answer the same prompts, so a ratio of two draws those once for both, and seeds for each.
+Designs that are compared answer the same prompts, so a ratio of two draws those once for both, and seeds for each; two
+trees of the same heads share both.
 With few seeds such an interval is a little too narrow (three seeds have only ten different draws); with one it says
 nothing about training at all.
 
@@ -64,12 +65,13 @@ class Rate:
         seeds, prompts = self.above.shape
         return Estimate.of(self.value(), self.draws(drawn.counts(seeds), drawn.counts(prompts)))
 
-    def over(self, other: "Rate") -> Estimate:
-        """This figure divided by another one of the same prompts."""
+    def over(self, other: "Rate", same_heads: bool = False) -> Estimate:
+        """This figure divided by another one of the same prompts, and perhaps of the same heads."""
         drawn = _Draws()
-        prompts_RP = drawn.counts(self.above.shape[1])
-        ours, theirs = (rate.draws(drawn.counts(len(rate.above)), prompts_RP) for rate in (self, other))
-        return Estimate.of(self.value() / other.value(), ours / theirs)
+        prompts_RP, ours_RS = drawn.counts(self.above.shape[1]), drawn.counts(len(self.above))
+        theirs_RS = ours_RS if same_heads else drawn.counts(len(other.above))
+        ratio_R = self.draws(ours_RS, prompts_RP) / other.draws(theirs_RS, prompts_RP)
+        return Estimate.of(self.value() / other.value(), ratio_R)
 
 
 class _Draws:

@@ -1,5 +1,6 @@
 """What a study trains: a recipe for every variant and seed, checked before any work is done."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def plan_runs(
 ) -> list[Run]:
     """The runs of a study: every variant with every seed, all else equal.
 
-    Hidden states of the base are the same for all runs that read the same layers, and so are kept once for them.
+    Hidden states of the base are kept once for all runs that read the same ones.
 
     Args:
         recipe: the recipe file that all share.
@@ -83,21 +84,33 @@ def plan_runs(
     for name, keys in variants.items():
         for seed in range(seeds):
             directory = out / "runs" / name / f"seed-{seed}"
-            layers = keys.get("heads.feature_layers", common.get("heads.feature_layers", "recipe"))
-            shared = {"cache.mode": "hybrid", "cache.directory": str(out / f"hidden-{layers}"), "data.heldout": ""}
-            overrides = {**shared, **common, **keys, "optim.seed": str(seed), "run": str(directory)}
+            chosen = {"cache.mode": "hybrid", "data.heldout": "", **common, **keys}
+            kept = {"cache.directory": str(out / f"hidden-{_digest_of_states(chosen)}")}
+            overrides = {**kept, **chosen, "optim.seed": str(seed), "run": str(directory)}
             try:
                 runs.append(Run(name, seed, overrides, read_recipe(recipe, overrides)))
-                _check_architecture(runs[-1].recipe)
+                _check_design(runs[-1].recipe, runs[0].recipe)
             except RecipeError as error:
                 raise RecipeError(f"variant ({name}): {error}") from None
     return runs
 
 
-def _check_architecture(recipe: Recipe) -> None:
+def _digest_of_states(overrides: Mapping[str, str]) -> str:
+    """Names the hidden states that a run reads, as far as overrides decide."""
+    decisive = ("base.", "data.", "heads.num_heads", "heads.feature_layers")
+    values = sorted((key, value) for key, value in overrides.items() if key.startswith(decisive))
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+
+
+def _check_design(recipe: Recipe, first: Recipe) -> None:
+    """Refuse heads that cannot be built, and those of another base than the one that wrote the texts."""
     from medusa.heads import ARCHITECTURES
 
     if recipe.heads.architecture not in ARCHITECTURES:
         raise RecipeError(
             f"heads.architecture ({recipe.heads.architecture}) is not known; choose of: {', '.join(ARCHITECTURES)}"
         )
+    if recipe.base != first.base:
+        raise RecipeError("base is not that of the first variant, whose texts all are measured on; give it to all")
+    if recipe.lora.rank:
+        raise RecipeError(f"lora.rank ({recipe.lora.rank}) changes the base, which wrote the texts; set it to 0")

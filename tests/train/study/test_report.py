@@ -41,6 +41,12 @@ def test_the_best_dynamic_tree_is_compared_with_the_baselines_static_one() -> No
     assert figures["better"]["parameters"] == 1234
 
 
+def test_the_baseline_is_compared_with_itself_seed_by_seed() -> None:
+    runs = [_evaluation({"dynamic 8": [s, s], "static 8": [2 * s, 2 * s]}) for s in (20, 40, 60)]
+    ratio = summarise({"medusa": runs})["medusa"]["0.0"]["over_baseline"]
+    assert (ratio["low"], ratio["high"]) == pytest.approx((2.0, 2.0))
+
+
 def test_tables_hold_the_figures() -> None:
     text = tables(_report(SPEED))
     lines = text.splitlines()

@@ -39,6 +39,13 @@ def test_a_ratio_pairs_the_prompts() -> None:
     assert Rate(easy, below).estimate().high > 1.1 * Rate(easy, below).estimate().value
 
 
+def test_a_ratio_of_two_trees_of_the_same_heads_pairs_the_seeds() -> None:
+    seeds, below = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 20), torch.ones(3, 20)
+    paired = Rate(2 * seeds, below).over(Rate(seeds, below), same_heads=True)
+    assert (paired.low, paired.value, paired.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert Rate(2 * seeds, below).over(Rate(seeds, below)).high > 2.5
+
+
 def test_estimates_are_the_same_every_time() -> None:
     rate = Rate(torch.tensor([[3, 5, 2], [4, 4, 1]]), torch.tensor([[2, 2, 2], [2, 3, 1]]))
     assert rate.estimate() == rate.estimate()

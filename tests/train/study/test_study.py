@@ -90,9 +90,7 @@ def test_wrong_use_is_one_message(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_of_another_recipe_is_refused(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_texts_are_one_message(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts.json").write_text("{")
     assert main(["--out", str(tmp_path), *flags]) == 1
     assert "texts.json) are damaged; delete the file" in capsys.readouterr().err

@@ -27,9 +27,11 @@ def test_all_designs_of_the_study_are_recipes(tmp_path: Path) -> None:
 
 def test_runs_that_read_the_same_layers_share_hidden_states(tmp_path: Path) -> None:
     variants = {"a": {}, "b": {"optim.loss": "kl"}, "c": {"heads.feature_layers": "2"}}
-    a, b, c = (run.recipe.cache for run in plan_runs(RECIPE, {}, variants, 1, tmp_path))
+    variants |= {"d": {"heads.num_heads": "6"}, "e": {"data.row_tokens": "128"}}
+    a, b, c, d, e = (run.recipe.cache for run in plan_runs(RECIPE, {}, variants, 1, tmp_path))
     assert a.mode == b.mode == "hybrid"
-    assert a.directory == b.directory != c.directory
+    assert a.directory == b.directory
+    assert len({cache.directory for cache in (a, c, d, e)}) == 4
     (online,) = plan_runs(RECIPE, {"cache.mode": "online"}, {"a": {}}, 1, tmp_path)
     assert online.recipe.cache.mode == "online"
 
@@ -49,6 +51,12 @@ def test_only_some_designs_and_the_baseline(tmp_path: Path) -> None:
         ("a: {optim.loss: none}", [], "variant (a): optim.loss ('none') is not a choice"),
         ("a: {heads.depth: 2}", [], "variant (a): unknown key heads.depth"),
         ("a: {heads.architecture: oracle}", [], "variant (a): heads.architecture (oracle) is not known"),
+        ("a: {}\nb: {base.name: other}", [], "variant (b): base is not that of the first variant"),
+        (
+            "a: {lora.rank: 4, cache.mode: online, optim.mix_steps: 1}",
+            [],
+            "lora.rank (4) changes the base",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, only: list[str], message: str) -> None:
