@@ -42,7 +42,7 @@ def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "t
 
 
 def test_the_kernels_compute_attention():
-    run_interpreted("not slow and not gpu", names="triton and (layers or chain or siblings or bucket)")
+    run_interpreted("not slow and not gpu", names="triton and (layers or chain)")
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) 
     return path
 
 
+@pytest.mark.slow
 def test_a_run_with_a_draft_vocabulary_resumes_exactly(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

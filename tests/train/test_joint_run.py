@@ -93,7 +93,8 @@ def test_checkpoints_hold_what_is_trained_and_adapters_do_not_move_while_they_re
             assert not early[name].any()
 
 
-@pytest.mark.parametrize("stop", [7, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [7, 3])
 def test_an_interrupted_run_resumes_exactly(
     finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
