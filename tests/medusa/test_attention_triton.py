@@ -41,10 +41,6 @@ def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "t
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 5
 
 
-def test_the_kernels_compute_attention():
-    run_interpreted("not slow and not gpu", names="triton and (layers or chain)")
-
-
 @pytest.mark.slow
 def test_the_kernels_compute_attention_over_the_grid_and_verify_trees_of_every_family():
     """In processes of one thread, two at a time: interpreting takes minutes."""

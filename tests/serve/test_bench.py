@@ -160,6 +160,7 @@ def test_a_context_that_does_not_fit_is_refused(tiny):
         Rig(tiny, heads, batch=1, context=8000, room=193)
 
 
+@pytest.mark.slow
 def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys):
     words = [
         "step",
