@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
@@ -108,7 +109,7 @@ class AutoNodes:
         if key not in self._fixed:
             known_by = facts(self._base, self._heads, key[1], f"{name}, {start.__qualname__}")
             costs = known_costs(known_by, lambda: measure_fixed(self._base, key[1], start, build))
-            self._fixed[key] = FixedSize(costs, self._expected)
+            self._fixed[key] = FixedSize(costs, cache(self._expected))  # it is asked for with every answer
         size = self._fixed[key]
         nodes = size.choose()
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")

@@ -20,6 +20,7 @@ from medusa.acceptance import greedy
 from medusa.base_model import BaseModel
 from medusa.cost import StepCosts
 from medusa.drafters import DecodeState, Drafter, HeadsDrafter
+from medusa.files import replace_file
 from medusa.generate import StartSteps
 from medusa.heads import DraftHeads
 from medusa.step import EagerSteps
@@ -250,8 +251,6 @@ def _write(path: Path, costs: StepCosts) -> None:
     """At once or not at all: another process may read or write the same file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(costs.to_json() + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, lambda beside: beside.write_text(costs.to_json() + "\n", encoding="utf-8"))
     except OSError as error:
         logger.warning("step costs are not kept for the next start: %s", error)
