@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from safetensors import SafetensorError
 
+from medusa.files import replace_file
 from train.config import Recipe
 from train.recipe_file import RecipeError, differences, resolved
 
@@ -199,14 +200,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
     sync(path.parent)
 
 

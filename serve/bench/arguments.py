@@ -124,13 +124,18 @@ def _add_answers(command: argparse.ArgumentParser, count: int) -> None:
         metavar="FILE",
         help="JSON lines of prompts or conversations, or heldout: the standard library (default: %(default)s)",
     )
+    _add_lengths(command, count)
+    _add_place(command)
+
+
+def _add_lengths(command: argparse.ArgumentParser, count: int) -> None:
+    """How much is answered."""
     command.add_argument(
         "--count", type=at_least(1), default=count, metavar="N", help="prompts that are answered (default: %(default)s)"
     )
     command.add_argument(
         "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
     )
-    _add_place(command)
 
 
 def _add_nodes(nodes: argparse.ArgumentParser) -> None:
@@ -148,12 +153,7 @@ def _add_nodes(nodes: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--drafter", choices=GREEDY_DRAFTERS, default="hybrid", help="what guesses (default: %(default)s)"
     )
-    nodes.add_argument(
-        "--count", type=at_least(1), default=8, metavar="N", help="held-out prompts (default: %(default)s)"
-    )
-    nodes.add_argument(
-        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens per answer (default: %(default)s)"
-    )
+    _add_lengths(nodes, count=8)
     nodes.add_argument("--rounds", type=at_least(1), default=5, help="measured repetitions (default: %(default)s)")
     nodes.add_argument("--seed", type=int, default=0, help="of random heads (default: %(default)s)")
     nodes.add_argument("--json", metavar="FILE", help="also write the figures as JSON")

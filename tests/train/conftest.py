@@ -2,10 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +32,22 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [{"prompt": f"say {n}", "response": f"{n} " * (3 + n % 7) + "abcdefgh " * 3} for n in range(64)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def interrupted_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContextManager[None]]:
+    """Runs inside it are interrupted, as by Ctrl-C, when they are about to make the step after the given one."""
+    train_step = Trainer.train_step
+
+    @contextmanager
+    def interrupting(step: int) -> Iterator[None]:
+        def interrupted(trainer: Trainer) -> dict[str, Any]:
+            if trainer.step == step:
+                raise KeyboardInterrupt
+            return train_step(trainer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "train_step", interrupted)
+            yield
+
+    return interrupting

@@ -1,6 +1,8 @@
 """Heads that learn to draft the most frequent tokens only."""
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from train import draft_vocabulary
 from train.__main__ import main
 from train.draft_vocabulary import most_frequent_tokens
 from train.losses import HeadsLoss
-from train.trainer import Trainer
 from train.workers import Workers
+
+Interrupting = Callable[[int], AbstractContextManager[None]]
 
 HEADS, ROWS, PART = 3, 29, 60
 
@@ -132,19 +135,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) 
 
 @pytest.mark.slow
 def test_a_run_with_a_draft_vocabulary_resumes_exactly(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, interrupted_at: Interrupting
 ) -> None:
-    train_step = Trainer.train_step
-
-    def interrupted(trainer: Trainer) -> dict[str, object]:
-        if trainer.step == 5:
-            raise KeyboardInterrupt
-        return train_step(trainer)
-
     whole, parts = (["--recipe", str(recipe), "--recipe.run", str(tmp_path / name)] for name in ("whole", "parts"))
     assert main(whole) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
+    with interrupted_at(5):
         assert main(parts) == 130
     assert main(parts) == 0
 

@@ -1,5 +1,7 @@
 """Training heads that read several layers: the whole job on a tiny base of four layers."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from train.features import BasePass
 from train.hidden_cache import HiddenCache, identity
 from train.sharded_base import load_sharded
 from train.stop import StopRequest
-from train.trainer import Trainer
 from train.workers import Workers
+
+Interrupting = Callable[[int], AbstractContextManager[None]]
 
 LAYERS = (1, 3)
 """Two, spread below the last of four."""
@@ -86,18 +89,10 @@ def test_trained_heads_read_their_layers_and_decode(finished: Path) -> None:
 
 
 def test_an_interrupted_run_resumes_from_a_cache_of_all_layers(
-    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Interrupting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_step = Trainer.train_step
-
-    def interrupted(trainer: Trainer) -> dict[str, Any]:
-        if trainer.step == 5:
-            raise KeyboardInterrupt
-        return train_step(trainer)
-
     cache = {"cache.mode": "hybrid", "cache.directory": tmp_path / "hidden"}
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
+    with interrupted_at(5):
         assert _run(recipe, tmp_path / "run", **cache) == 130
     assert _run(recipe, tmp_path / "run", **cache) == 0
     shard = load_file(next((tmp_path / "hidden").glob("*.safetensors")))

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from train.run_directory import RunDirectory
 from train.stop import StopRequest
 from train.trainer import Trainer
 from train.workers import Workers
+
+Interrupting = Callable[[int], AbstractContextManager[None]]
 
 ROOT = Path(__file__).parents[2]
 STEPS, RESTING = 12, 4
@@ -96,17 +100,9 @@ def test_checkpoints_hold_what_is_trained_and_adapters_do_not_move_while_they_re
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [7, 3])
 def test_an_interrupted_run_resumes_exactly(
-    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Interrupting, stop: int
 ) -> None:
-    train_step = Trainer.train_step
-
-    def interrupted(trainer: Trainer) -> dict[str, Any]:
-        if trainer.step == stop:
-            raise KeyboardInterrupt
-        return train_step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
+    with interrupted_at(stop):
         assert _run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 130
     assert _run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 0
     _assert_same_run(tmp_path, finished, tolerance=1e-6)

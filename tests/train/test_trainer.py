@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from train.features import BasePass, Positions
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
 from train.workers import Workers
+
+Interrupting = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +88,10 @@ def test_another_recipe_is_refused(finished: Path, recipe: Path, caplog: pytest.
 
 
 def test_an_interrupted_run_resumes_exactly(
-    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Interrupting
 ) -> None:
-    train_step = Trainer.train_step
-
-    def interrupted(trainer: Trainer) -> dict[str, Any]:
-        if trainer.step == 6:
-            raise KeyboardInterrupt
-        return train_step(trainer)
-
     arguments = ["--recipe", str(recipe), "--recipe.run", str(tmp_path)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
+    with interrupted_at(6):
         assert main(arguments) == 130
     position = RunDirectory(tmp_path).position()
     assert position is not None
@@ -121,18 +116,10 @@ def test_cached_hidden_states_give_the_same_losses(finished: Path, recipe: Path,
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
 
 
-def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_step = Trainer.train_step
-
-    def interrupted(trainer: Trainer) -> dict[str, Any]:
-        if trainer.step == 6:
-            raise KeyboardInterrupt
-        return train_step(trainer)
-
+def test_mixed_steps_resume_inside_a_block(recipe: Path, tmp_path: Path, interrupted_at: Interrupting) -> None:
     flags = ["--recipe", str(recipe), "--recipe.optim.mix_steps", "5", "--recipe.data.heldout", ""]
     assert main([*flags, "--recipe.run", str(tmp_path / "whole")]) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
+    with interrupted_at(6):
         assert main([*flags, "--recipe.run", str(tmp_path / "parts")]) == 130
     assert main([*flags, "--recipe.run", str(tmp_path / "parts"), "--recipe.engine.loss_rows", "90"]) == 0
     for ours, theirs in zip(metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), strict=True):
