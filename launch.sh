@@ -130,7 +130,7 @@ case $command in
     help | -h | --help) usage ;;
     setup) setup ;;
     demo) run -m serve.demo "$@" ;;
-    test) run -m pytest "$@" ;;
+    test) run -m pytest -n auto --maxprocesses 8 --dist loadfile "$@" ;; # later arguments win: -n 0 for one process
     data) run -m data "$@" ;;
     train) train "$@" ;;
     report) run -m train.report "$@" ;;

@@ -93,7 +93,7 @@ def test_second_setup_calls_no_pip(clone):
     assert "-c constraints.txt -e .[train,serve,demo,dev]" in everything
     assert clone.launch("test", "-x").returncode == 0
     assert len(clone.calls(" pip --disable")) == 2
-    assert clone.calls("-m pytest -x")
+    assert clone.calls("-m pytest -n auto --maxprocesses 8 --dist loadfile -x")
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])

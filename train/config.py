@@ -114,8 +114,8 @@ class EngineRecipe:
 
     zero_stage: int = _limits(1, low=0, high=3, resume=True)
     """0 = replicate, 1 = partition the optimizer, 2 = and the gradients, 3 = and the heads."""
-    precision: str = _choice("float32", "float32", "bfloat16")
-    """Products inside the heads; bfloat16 = autocast over float32 master weights."""
+    precision: str = _choice("auto", "auto", "float32", "bfloat16")
+    """Products inside the heads; bfloat16 = autocast over float32 master weights; auto = so where the base is in it."""
     device: str = _choice("auto", "auto", "cpu", "cuda")
     """Where to train; auto = cuda when there is one."""
     offload: bool = _limits(False, resume=True)

@@ -26,9 +26,10 @@ class Engine:
     Args:
         module: the trained module; its forward pass returns a loss first.
         optim: learning rate, weight decay, clipping.
-        engine: ZeRO stage, offload and precision.
+        engine: ZeRO stage and offload.
         device: where the module lives; torch.distributed is initialised already.
         groups: trained parameters that share a learning rate; None = all alike.
+        autocast: compute the module's products in bfloat16; weights and their sums stay in float32.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Engine:
         engine: EngineRecipe,
         device: torch.device,
         groups: Sequence[Sequence[nn.Parameter]] | None = None,
+        autocast: bool = False,
     ) -> None:
         self._deepspeed = import_deepspeed(device)
         self._module = module.to(device)
@@ -47,7 +49,7 @@ class Engine:
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
             model_parameters=[{"params": list(group)} for group in groups or [[*self._parameters.values()]]],
-            config=_config(optim, engine),
+            config=_config(optim, engine, autocast),
         )
         self._stage = engine.zero_stage
         self._norm = torch.zeros(())
@@ -203,7 +205,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _config(optim: OptimRecipe, engine: EngineRecipe) -> dict[str, Any]:
+def _config(optim: OptimRecipe, engine: EngineRecipe, autocast: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": False}
     if engine.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -221,7 +223,7 @@ def _config(optim: OptimRecipe, engine: EngineRecipe) -> dict[str, Any]:
         "zero_optimization": zero,
         # Master weights and communication stay in float32; only the products are in bfloat16.
         "torch_autocast": {
-            "enabled": engine.precision == "bfloat16",
+            "enabled": autocast,
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],
         },

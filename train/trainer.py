@@ -97,7 +97,10 @@ class Trainer:
             heads.draft_ids.copy_(ids)
         heads.init_from_base(self.base.lm_head_weight)
         self.job = build_job(recipe, self.base, heads, self.packed, workers, self.total, directory.path)
-        self.engine = Engine(self.job.module, recipe.optim, recipe.engine, workers.device, self.job.groups)
+        autocast = recipe.engine.precision == "bfloat16" or (
+            recipe.engine.precision == "auto" and self.base.dtype == torch.bfloat16
+        )
+        self.engine = Engine(self.job.module, recipe.optim, recipe.engine, workers.device, self.job.groups, autocast)
         self.step, self.seconds = 0, 0.0
         self.calibration: Calibration | None = None  # of the last evaluation
         self._resume()

@@ -77,7 +77,7 @@ def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
         ("optim.steps (-1)", "out of range"),
         ("optim.clip_norm (nan)", "out of range"),
         ("optim.epochs (inf)", "out of range"),
-        ("engine.precision ('int8')", "float32, bfloat16"),
+        ("engine.precision ('int8')", "auto, float32, bfloat16"),
         ("unknown key head (1)", ""),
         ("heads.num_heads (2.5)", "an integer"),
         ("engine.zero_stages", "did you mean engine.zero_stage?"),
@@ -120,7 +120,7 @@ def test_help_shows_every_key_with_its_docstring() -> None:
     for key, _ in leaves(Recipe):
         assert f"  {key} = " in text
     assert "Tokens per packed row" in text
-    assert "[float32 | bfloat16]" in text
+    assert "[auto | float32 | bfloat16]" in text
 
 
 def test_differences_name_what_matters_only() -> None:

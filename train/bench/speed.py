@@ -105,10 +105,8 @@ def measure_speed(
     """
     overrides = {**overrides, "cache.mode": "online"}
     as_is = OurEpochs(recipe, overrides, workers, scratch / "recipe")
-    # What the original's way gets by autocast.
-    precision = {"engine.precision": "bfloat16" if as_is.trainer.base.dtype == torch.bfloat16 else "float32"}
     shared = {**overrides, **MEDUSA}
-    own = {**shared, **precision, "heads.own_lm_heads": "true"}
+    own = {**shared, "engine.precision": "auto", "heads.own_lm_heads": "true"}  # as the original's way, by autocast
     epochs: dict[str, Epochs] = {
         ORIGINAL_WAY: OriginalEpochs(as_is, False, micro_batch),
         "original way, padded to the longest": OriginalEpochs(as_is, True, micro_batch),
