@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(options: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
-    common = {"data.train": str(_data(options) / "train.jsonl"), **parse_overrides(rest)}
+    common = {"data.train": str(_samples(options)), **parse_overrides(rest)}
     if options.base:
         common["base.name"] = options.base
     variants = read_variants(options.variants, options.only)
@@ -73,14 +73,21 @@ def _data(options: argparse.Namespace) -> Path:
     return directory
 
 
+def _samples(options: argparse.Namespace) -> Path:
+    """Training samples: a file that the user brought, or the directory that is made."""
+    brought = _data(options) / "train.jsonl"
+    return brought if brought.exists() else brought.with_suffix("")
+
+
 def _texts(options: argparse.Namespace, base: str) -> "Texts":
     """Training data, and the texts that designs are measured on; what is there already is kept."""
-    from train.study.inputs import load_base, make_samples, read_prompts
+    from train.study.inputs import load_base, make_heldout_data, make_training_data, read_prompts
     from train.study.texts import Questions, make_texts, read_texts
 
     model, data, path = load_base(base), _data(options), options.out / "texts.json"
-    make_samples(model, data / "train.jsonl", "train", options.train_prompts, options.max_new_tokens)
-    make_samples(model, data / "heldout.jsonl", "heldout", options.prompts, options.max_new_tokens)
+    if (samples := _samples(options)).suffix != ".jsonl":
+        make_training_data(model, samples, options.train_prompts, options.max_new_tokens)
+    make_heldout_data(model, data / "heldout.jsonl", options.prompts, options.max_new_tokens)
     prompts = read_prompts(model, data / "heldout.jsonl", options.prompts, options.max_new_tokens)
     nodes = tuple(sorted(set(options.nodes)))
     questions = Questions(model.base.name, nodes, STATIC_NODES, TEMPERATURES, options.max_new_tokens, prompts)

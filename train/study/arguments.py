@@ -10,7 +10,7 @@ RECIPE = "train/recipes/embedded.yaml"
 NODES, QUICK_NODES = [4, 8, 16, 32, 64], [8, 64]
 SIZES = {
     "seeds": (3, "training runs of each design"),
-    "train_prompts": (2400, "prompts that the base answers for training"),
+    "train_prompts": (5400, "prompts that the base answers for training, half of them at temperature 1"),
     "prompts": (96, "held-out prompts that designs are measured on"),
     "max_new_tokens": (128, "tokens of an answer"),
     "speed_prompts": (6, "held-out prompts that speed is measured on"),
@@ -33,7 +33,12 @@ def parser(quick: bool) -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/study-quick" if quick else "runs/study"), help="directory of the study")
     add("--recipe", type=Path, default=Path(RECIPE), metavar="FILE", help="recipe that all designs share")
     add("--base", metavar="NAME", help="directory or Hub id of the base; default: the recipe's")
-    add("--data", type=Path, metavar="DIR", help="train.jsonl and heldout.jsonl, made where missing; default: OUT/data")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="train.jsonl and heldout.jsonl, made (as train/) where missing; default: OUT/data",
+    )
     add(
         "--variants",
         type=Path,
