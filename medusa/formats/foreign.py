@@ -82,22 +82,20 @@ def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) ->
     )
 
 
-def shape_values(export: Export, name: str) -> dict[str, Any]:
+def shape_values(export: Export) -> dict[str, Any]:
     """Config keys that all formats have: where the base is, and the sizes.
 
     Raises:
         ValueError: The heads name no base, or are of another one.
     """
     config, base = export.heads.config, export.base
-    if not (where := config.base or (base.name if base else "")):
-        raise ValueError(f"heads name no base and format {name!r} has to; give the base too")
-    if base is not None and config.vocab_size not in (0, base.vocab_size):
-        raise ValueError(
-            f"heads' vocabulary ({config.vocab_size}) is not the base's ({base.vocab_size}, {base.name}); give the base"
-            f" of these heads, {config.base}"
-        )
-    vocab_size = config.vocab_size or (base.vocab_size if base else 0)
-    return {
-        "base_model_name_or_path": str(Path(where).resolve()) if Path(where).is_dir() else where,
+    if base is not None:
+        config.check_fit(base.hidden_size, base.vocab_size, base.name)
+    if not (name := config.base or (base.name if base else "")):
+        raise ValueError("heads name no base and other engines ask for one; give the base too")
+    values = {
+        "base_model_name_or_path": str(Path(name).resolve()) if Path(name).is_dir() else name,
         "hidden_size": config.hidden_size,
-    } | ({"vocab_size": vocab_size} if vocab_size else {})
+        "vocab_size": config.vocab_size or (base.vocab_size if base else 0),
+    }
+    return {key: value for key, value in values.items() if value}

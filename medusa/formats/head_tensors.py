@@ -71,7 +71,7 @@ class HeadTensors:
             self.token_map = tensor
         else:
             raise ValueError(
-                f"heads directory ({self.directory}) holds a tensor that is not one of Medusa heads ({name}); give a"
+                f"heads directory ({self.directory}) holds a tensor that is not one of Medusa heads ({name!r}); give a"
                 " folder that holds heads alone"
             )
 

@@ -120,7 +120,7 @@ def having(**tensors):
         (having(**{"1_1_weight": torch.zeros(VOCAB + 1, DIM)}), "output layers do not fit the weights"),
         (having(**{"1_1_weight": torch.zeros(DIM)}), "output layers do not fit the weights"),
         (having(**{"1_0_linear_weight": torch.zeros(DIM, DIM).int()}), "weights are not floating point numbers"),
-        (having(model_norm_weight=torch.zeros(DIM)), r"not one of Medusa heads \(model\.norm\.weight\)"),
+        (having(model_norm_weight=torch.zeros(DIM)), r"not one of Medusa heads \('model\.norm\.weight'\)"),
         (having(**{"99999_0_linear_weight": torch.zeros(DIM, DIM)}), "not one of Medusa heads"),
         (having(**{"5_0_linear_weight": torch.zeros(DIM, DIM)}), "layers or heads are missing"),
     ],

@@ -5,8 +5,9 @@ import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
-from medusa import Calibration, MedusaModel
+from medusa import BaseModel, Calibration, HeadsConfig, MedusaModel, build_heads
 from medusa.formats import (
     FORMATS,
     Export,
@@ -115,12 +116,13 @@ def test_heads_of_other_kinds_are_refused_by_other_engines(base, new_heads, name
     assert not FORMATS["native"].refusal(config)
 
 
-@pytest.mark.parametrize("shape", ["shared", "own", "own, two layers", "shared, two layers", "draft vocabulary"])
-@pytest.mark.parametrize(("name", "read"), READERS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("name", "read", "shape"),
+    [(name, read, shape) for name, read in READERS for shape in SHAPES if shape in HELD[name]],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 @torch.no_grad()
 def test_engines_compute_what_we_compute(base, new_heads, hidden, tmp_path, name, read, shape):
-    if shape not in HELD[name]:
-        pytest.skip("not held")
     heads = new_heads(shape)
     directory = export_heads(Export(heads, base), name, tmp_path / "heads")
     logits, expected = read(directory, hidden, base.lm_head_weight), heads.begin(hidden, base)
@@ -159,8 +161,6 @@ def test_the_first_of_several_formats_counts(base, new_heads, tmp_path):
 
 
 def test_the_universal_directory_has_the_tokenizer(base, new_heads, tokenizer, tmp_path):
-    from transformers import AutoTokenizer
-
     directory = export_heads(Export(new_heads("shared"), base), "universal", tmp_path / "heads")
     assert AutoTokenizer.from_pretrained(directory)("ab c").input_ids == tokenizer("ab c").input_ids
 
@@ -171,17 +171,28 @@ def test_shared_heads_without_their_base_are_refused_where_it_is_shipped(new_hea
         export_heads(Export(new_heads("shared")), name, tmp_path / "heads")
 
 
-def test_the_output_layer_of_another_base_is_refused(base, new_heads, tmp_path):
+def test_an_output_layer_with_a_bias_is_refused_where_it_is_shipped(tokenizer, tmp_path):
+    config = PhiConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    base = BaseModel(PhiForCausalLM(config), tokenizer, "phi")
+    heads = build_heads(HeadsConfig(8, len(tokenizer), 2, base="phi"))
+    with pytest.raises(ValueError, match=r"output layer of the base \(phi\) has a bias and format 'universal' cannot"):
+        export_heads(Export(heads, base), "universal", tmp_path / "heads")
+
+
+@pytest.mark.parametrize(("size", "message"), [("vocab_size", "vocabulary"), ("hidden_size", "hidden size")])
+def test_another_base_is_refused(base, new_heads, tmp_path, size, message):
     heads = new_heads("shared")
-    heads.config = dataclasses.replace(heads.config, vocab_size=99)
-    with pytest.raises(ValueError, match=r"heads' vocabulary \(99\) is not the base's \(257"):
+    heads.config = dataclasses.replace(heads.config, **{size: 99})
+    with pytest.raises(ValueError, match=rf"heads' {message} \(99\) is not the base's"):
         export_heads(Export(heads, base), "vllm", tmp_path / "heads")
 
 
 def test_heads_that_name_no_base_take_the_given_one(base, new_heads, tmp_path):
     heads = new_heads("shared")
     heads.config = dataclasses.replace(heads.config, base="")
-    with pytest.raises(ValueError, match="heads name no base and format 'tgi' has to; give the base too"):
+    with pytest.raises(ValueError, match="heads name no base and other engines ask for one; give the base too"):
         export_heads(Export(heads), "tgi", tmp_path / "heads")
     export_heads(Export(heads, base), "tgi", tmp_path / "heads")
     assert load_config(tmp_path / "heads").base == base.name
