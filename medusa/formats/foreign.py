@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medusa.base_model import resolve_base
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.head_tensors import HeadTensors
 from medusa.formats.native import fill_heads
@@ -86,16 +87,28 @@ def shape_values(export: Export) -> dict[str, Any]:
     """Config keys that all formats have: where the base is, and the sizes.
 
     Raises:
+        FileNotFoundError: The heads name a directory that does not exist.
         ValueError: The heads name no base, or are of another one.
     """
     config, base = export.heads.config, export.base
     if base is not None:
         config.check_fit(base.hidden_size, base.vocab_size, base.name)
-    if not (name := config.base or (base.name if base else "")):
-        raise ValueError("heads name no base and other engines ask for one; give the base too")
     values = {
-        "base_model_name_or_path": str(Path(name).resolve()) if Path(name).is_dir() else name,
+        "base_model_name_or_path": _base_name(export),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size or (base.vocab_size if base else 0),
     }
     return {key: value for key, value in values.items() if value}
+
+
+def _base_name(export: Export) -> str:
+    """Where engines find the base; a path that leads nowhere from here gives way to that of the base at hand."""
+    name, base = export.heads.config.base, export.base
+    if not name and base is None:
+        raise ValueError("heads name no base and other engines ask for one; give the base too")
+    try:
+        return resolve_base(name or base.name)  # type: ignore[union-attr]
+    except FileNotFoundError:
+        if base is None:
+            raise
+        return resolve_base(base.name)

@@ -33,6 +33,7 @@ class Vllm(Foreign):
 
     name = "vllm"
     summary = 'vLLM up to 0.32: speculative_config={"method": "medusa", "model": DIR, ..}'
+    ships_base = True
 
     def obstacle(self, config: HeadsConfig) -> str:
         """Medusa heads; a draft vocabulary where they share the output layer."""
@@ -75,6 +76,7 @@ class Universal(Tgi):
 
     name = "universal"
     summary = "vLLM 0.32, Text Generation Inference and LoRAX, one directory for all three"
+    ships_base = True
 
     def matches(self, directory: Path) -> bool:
         """By the model type and the original's keys."""

@@ -189,13 +189,29 @@ def test_another_base_is_refused(base, new_heads, tmp_path, size, message):
         export_heads(Export(heads, base), "vllm", tmp_path / "heads")
 
 
-def test_heads_that_name_no_base_take_the_given_one(base, new_heads, tmp_path):
+@pytest.mark.parametrize(
+    ("named", "error", "message"),
+    [
+        ("", ValueError, "heads name no base and other engines ask for one; give the base too"),
+        ("../somewhere", FileNotFoundError, r"base directory \(\.\./somewhere\) does not exist"),
+    ],
+)
+def test_the_base_at_hand_is_named_where_the_heads_name_none_that_exists(
+    base, new_heads, tmp_path, named, error, message
+):
     heads = new_heads("shared")
-    heads.config = dataclasses.replace(heads.config, base="")
-    with pytest.raises(ValueError, match="heads name no base and other engines ask for one; give the base too"):
+    heads.config = dataclasses.replace(heads.config, base=named)
+    with pytest.raises(error, match=message):
         export_heads(Export(heads), "tgi", tmp_path / "heads")
     export_heads(Export(heads, base), "tgi", tmp_path / "heads")
     assert load_config(tmp_path / "heads").base == base.name
+
+
+def test_a_base_on_the_hub_stays_that(base, new_heads, tmp_path):
+    heads = new_heads("shared")
+    heads.config = dataclasses.replace(heads.config, base="user/base")
+    export_heads(Export(heads, base), "tgi", tmp_path / "heads")
+    assert load_config(tmp_path / "heads").base == "user/base"
 
 
 def test_a_directory_of_something_else_is_left_alone(base, base_directory, new_heads, tmp_path):
