@@ -26,8 +26,7 @@ from medusa.drafters import (
     PromptLookupDrafter,
     SampledHeadsDrafter,
 )
-from medusa.formats import load_heads, save_heads
-from medusa.formats.native import load_calibration, load_config
+from medusa.formats import load_calibration, load_config, load_heads, save_heads
 from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
@@ -174,7 +173,8 @@ class MedusaModel:
         if heads is None:
             return cls(base_model, graph=graph)
         loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
-        loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
+        vocab_size = loaded.config.vocab_size or base_model.vocab_size
+        loaded.config = dataclasses.replace(loaded.config, base=base_model.name, vocab_size=vocab_size)
         return cls(base_model, loaded, graph, load_calibration(heads, loaded.config))
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
@@ -454,7 +454,7 @@ def _check_fit(base: BaseModel, heads: DraftHeads) -> None:
         ("hidden size", heads.config.hidden_size, base.hidden_size),
         ("vocabulary", heads.config.vocab_size, base.vocab_size),
     ):
-        if ours != theirs:
+        if ours and ours != theirs:
             raise ValueError(
                 f"heads' {name} ({ours}) is not the base's ({theirs}, {base.name}); these heads belong to"
                 f" {heads.config.base or 'another base'}: pass that one as base="
