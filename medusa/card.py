@@ -7,8 +7,10 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
+from medusa.files import replace_file
+from medusa.formats import holders
 from medusa.heads import HeadsConfig
-from medusa.hub import CARD_MARK, is_hub_id
+from medusa.hub import CARD, CARD_MARK, is_hub_id
 
 Row = tuple[object, ...]
 
@@ -47,6 +49,26 @@ READERS = {
     "tgi": (TGI,), "lorax": (LORAX,), "vllm": (VLLM,), "universal": (VLLM, TGI, LORAX), "custom-generate": (CUSTOM,),
 }  # fmt: skip
 """How others than this project read a format."""
+
+
+def write_card(
+    directory: Path,
+    config: HeadsConfig,
+    format_name: str,
+    repo: str = "",
+    provenance: Mapping[str, Any] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> None:
+    """Put the card of heads beside them, unless somebody has written one by hand.
+
+    The license of a base on the Hub is looked up there only when the heads are on their way there too.
+    """
+    path = directory / CARD
+    if path.is_file() and CARD_MARK not in path.read_text(encoding="utf-8"):
+        return
+    license_data = base_license(config.base) if repo or not is_hub_id(config.base) else {}
+    text = model_card(config, format_name, repo, provenance, report, license_data, holders(config))
+    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def model_card(
@@ -142,7 +164,8 @@ def _shape(config: HeadsConfig, format_name: str, provenance: Mapping[str, Any])
         ("heads", config.num_heads),
         ("layers per head", config.num_layers),
         ("output layer", "one per head" if config.own_lm_heads else "the base's, shared"),
-        ("draft vocabulary", f"{config.output_size} of {config.vocab_size} tokens"),
+        ("vocabulary", config.vocab_size or "the base's"),
+        ("draft vocabulary", config.draft_vocab_size or "all"),
         ("feature layers", ", ".join(map(str, config.feature_layers)) or "the last only"),
         ("hidden size", config.hidden_size),
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    FileMetadataError,
     GatedRepoError,
     HfHubHTTPError,
     HTTPError,
@@ -127,8 +128,8 @@ def _one_sentence(what: str) -> Iterator[None]:
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError | LocalEntryNotFoundError) else None
-        reason = _reason(cause or error)
+        wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__
+        reason = (_reason(wrapped) if wrapped else "") or _reason(error)
         if not reason:
             raise
         raise OSError(f"{what}: {reason}") from error
@@ -148,6 +149,8 @@ def _reason(error: BaseException) -> str:
         if status in (401, 403):
             return f"this login is not allowed to ({said}); {LOG_IN}, with a token that may"
         return f"it answers with an error ({said}); try again later"
+    if isinstance(error, FileMetadataError):
+        return "what answers in its place is no Hub; check HF_ENDPOINT and the proxy"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and they are not in the cache; unset it"
     if isinstance(error, HTTPError | LocalEntryNotFoundError):
