@@ -1,10 +1,11 @@
 """The model card of heads: what is known of them and of the run that trained them, and how to use them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData, hf_hub_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 from medusa.files import replace_file
@@ -13,6 +14,8 @@ from medusa.heads import HeadsConfig
 from medusa.hub import CARD, CARD_MARK, is_hub_id
 
 Row = tuple[object, ...]
+FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+LICENSE = re.compile(r"^(license(?:_name|_link)?): *[\"']?([\w./:-]+)[\"']? *$", re.MULTILINE)
 
 HERE = """```python
 from medusa import MedusaModel
@@ -119,14 +122,15 @@ def base_license(base: str) -> dict[str, str]:
 
     Empty where there is no card, none that can be read, or no Hub to ask.
     """
-    if not base or (not is_hub_id(base) and not (Path(base) / "README.md").is_file()):
+    if not base:
         return {}
     try:
-        card = ModelCard.load(base if is_hub_id(base) else Path(base) / "README.md", ignore_metadata_errors=True)
+        path = hf_hub_download(base, CARD) if is_hub_id(base) else Path(base) / CARD
+        text = Path(path).read_text(encoding="utf-8")
     except (HTTPError, OSError, ValueError):
         return {}
-    found = {name: getattr(card.data, name, None) for name in ("license", "license_name", "license_link")}
-    return {name: value for name, value in found.items() if isinstance(value, str)}
+    block = FRONT_MATTER.match(text)
+    return dict(LICENSE.findall(block[1])) if block else {}
 
 
 def _metadata(config: HeadsConfig, format_name: str, license_data: Mapping[str, str]) -> ModelCardData:

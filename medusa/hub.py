@@ -3,6 +3,7 @@
 Tokens are the business of huggingface_hub (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +22,17 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RevisionNotFoundError,
 )
 
+from medusa.formats.base import CONFIG
+from medusa.formats.native import FORMAT
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CARD = "README.md"
 CARD_MARK = "<!-- Written by medusa-export. The next push writes it again, unless this line is removed. -->"
 READ = ("*.json", "*.safetensors", "*.pt", "custom_generate/*")
 """What heads of any format consist of; a repository may also hold a base, in files that nobody needs here."""
 WRITTEN = (
-    "heads.safetensors", "medusa_lm_head.*", "lm_head.safetensors", "provenance.json", "calibration.json", "adapter/*",
-    "custom_generate/*",
+    "heads.safetensors", "medusa_lm_head.*", "model.safetensors", "lm_head.safetensors", "provenance.json",
+    "calibration.json", "adapter/*", "custom_generate/*",
 )  # fmt: skip
 """Files that pushes of any format write: one that a push does not bring any more is of heads that are replaced."""
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -77,7 +81,7 @@ def push(
         Address of the page.
 
     Raises:
-        ValueError: It must be private, and is there already for everyone to see.
+        ValueError: It must be private, and is there already for everyone to see; or it holds something else than heads.
         OSError: The Hub refuses, or cannot be reached; one sentence.
     """
     api = HfApi()
@@ -92,7 +96,9 @@ def push(
             api.create_branch(url.repo_id, branch=revision, exist_ok=True)
         files = _files(Path(directory))
         there = api.list_repo_files(url.repo_id, revision=revision)
-        if CARD in there and CARD_MARK not in _card(api, url.repo_id, revision):
+        if CONFIG in there and not _is_of_heads(_text(api, url.repo_id, CONFIG, revision)):
+            raise ValueError(f"repository ({url}) holds another model, which heads would damage; push to another one")
+        if CARD in there and CARD_MARK not in _text(api, url.repo_id, CARD, revision):
             files.pop(CARD, None)
         stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
         api.create_commit(  # upload_folder may cut a push into several commits
@@ -118,8 +124,19 @@ def _files(directory: Path) -> dict[str, Path]:
     }
 
 
-def _card(api: HfApi, repo: str, revision: str | None) -> str:
-    return Path(api.hf_hub_download(repo, CARD, revision=revision)).read_text(encoding="utf-8")
+def _text(api: HfApi, repo: str, name: str, revision: str | None) -> str:
+    return Path(api.hf_hub_download(repo, name, revision=revision)).read_text(encoding="utf-8")
+
+
+def _is_of_heads(config: str) -> bool:
+    """Whether the text of a ``config.json`` is that of heads, in any format."""
+    try:
+        values = json.loads(config)
+    except ValueError:
+        return False
+    if not isinstance(values, dict):
+        return False
+    return "medusa_num_heads" in values or values.get("model_type") == "medusa" or values.get("format") == FORMAT
 
 
 @contextmanager

@@ -6,9 +6,14 @@ import torch
 
 from medusa.formats.base import Export, Format, read_config_file
 from medusa.formats.native import Native, load_calibration, save_heads
+from medusa.formats.original import MedusaV1, MedusaV2
+from medusa.formats.tgi import Lorax, Tgi
+from medusa.formats.vllm import Universal, Vllm
 from medusa.heads import DraftHeads, HeadsConfig
 
-FORMATS: dict[str, Format] = {each.name: each for each in (Native(),)}
+FORMATS: dict[str, Format] = {
+    each.name: each for each in (Native(), MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
+}
 """By name; a directory that is of several formats counts as the first of them."""
 
 __all__ = [
@@ -55,9 +60,14 @@ def load_config(directory: str | Path) -> HeadsConfig:
 
 
 def load_heads(
-    directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    directory: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu"
 ) -> DraftHeads:
     """Read heads of any format.
+
+    Args:
+        directory: Of the heads.
+        dtype: To compute in; None = the one that they are stored in.
+        device: To compute on.
 
     Raises:
         FileNotFoundError: The directory or one of its files is missing.

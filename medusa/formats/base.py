@@ -35,10 +35,12 @@ class Format(ABC):
     Attributes:
         name: Its key in ``medusa.formats.FORMATS``.
         summary: One line: who reads it.
+        ships_base: Whether it ships parts of the base, so that ``Export.base`` is needed.
     """
 
     name: str
     summary: str
+    ships_base: bool = False
 
     @abstractmethod
     def matches(self, directory: Path) -> bool:

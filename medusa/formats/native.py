@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from medusa.calibrate import Calibration
-from medusa.files import replace_file, write_json
+from medusa.files import write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
+from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 
 WEIGHTS = "heads.safetensors"
@@ -56,9 +55,8 @@ def save_heads(
         config["base_adapter"] = ADAPTER
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
             shutil.copytree(heads.config.base_adapter, directory / ADAPTER, dirs_exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
     (directory / CALIBRATION).unlink(missing_ok=True)
-    replace_file(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_tensors(directory / WEIGHTS, heads.state_dict())
     if provenance is not None:
         write_json(directory / PROVENANCE, provenance)
     if calibration is not None:
@@ -98,13 +96,8 @@ class Native(Format):
     def load(self, directory: Path) -> DraftHeads:
         """Heads written by ``save_heads``."""
         config, path = self.read_config(directory), directory / WEIGHTS
-        if not path.is_file():
-            raise FileNotFoundError(f"heads directory ({directory}) has no {WEIGHTS}; copy the folder again")
-        try:
-            state = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"heads file ({path}) is damaged: {error}; copy or train it again") from error
-        return fill_heads(config, state, path)
+        # Copies: tensors of a file may stand at addresses that vector instructions read slowly.
+        return fill_heads(config, {name: tensor.clone() for name, tensor in read_tensors([path]).items()}, path)
 
     def write(self, export: Export, directory: Path) -> None:
         """All there is of the heads; nothing of the base but an adapter."""
@@ -124,8 +117,8 @@ def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Pat
     """
     with torch.device("meta"):
         heads = build_heads(config)
-    try:  # copies: tensors of a file may stand at addresses that vector instructions read slowly
-        heads.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    try:
+        heads.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ValueError(f"heads file ({path}) does not fit its {CONFIG}: {error}; copy the folder again") from error
     if heads.draft_ids is not None and not _are_tokens(heads.draft_ids, config.vocab_size):
