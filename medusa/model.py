@@ -104,7 +104,7 @@ class MedusaModel:
         calibration: Calibration | None = None,
     ) -> None:
         if heads is not None:
-            _check_fit(base, heads)
+            heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
             base = base.tapped(heads.config.feature_layers)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
             heads.freeze(base)
@@ -482,15 +482,3 @@ def _check_whole(**options: int | None) -> None:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_fit(base: BaseModel, heads: DraftHeads) -> None:
-    for name, ours, theirs in (
-        ("hidden size", heads.config.hidden_size, base.hidden_size),
-        ("vocabulary", heads.config.vocab_size, base.vocab_size),
-    ):
-        if ours and ours != theirs:
-            raise ValueError(
-                f"heads' {name} ({ours}) is not the base's ({theirs}, {base.name}); these heads belong to"
-                f" {heads.config.base or 'another base'}: pass that one as base="
-            )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medusa.base_model import resolve_base
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.head_tensors import HeadTensors
 from medusa.formats.native import fill_heads
@@ -82,22 +83,32 @@ def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) ->
     )
 
 
-def shape_values(export: Export, name: str) -> dict[str, Any]:
+def shape_values(export: Export) -> dict[str, Any]:
     """Config keys that all formats have: where the base is, and the sizes.
 
     Raises:
+        FileNotFoundError: The heads name a directory that does not exist.
         ValueError: The heads name no base, or are of another one.
     """
     config, base = export.heads.config, export.base
-    if not (where := config.base or (base.name if base else "")):
-        raise ValueError(f"heads name no base and format {name!r} has to; give the base too")
-    if base is not None and config.vocab_size not in (0, base.vocab_size):
-        raise ValueError(
-            f"heads' vocabulary ({config.vocab_size}) is not the base's ({base.vocab_size}, {base.name}); give the base"
-            f" of these heads, {config.base}"
-        )
-    vocab_size = config.vocab_size or (base.vocab_size if base else 0)
-    return {
-        "base_model_name_or_path": str(Path(where).resolve()) if Path(where).is_dir() else where,
+    if base is not None:
+        config.check_fit(base.hidden_size, base.vocab_size, base.name)
+    values = {
+        "base_model_name_or_path": _base_name(export),
         "hidden_size": config.hidden_size,
-    } | ({"vocab_size": vocab_size} if vocab_size else {})
+        "vocab_size": config.vocab_size or (base.vocab_size if base else 0),
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def _base_name(export: Export) -> str:
+    """Where engines find the base; a path that leads nowhere from here gives way to that of the base at hand."""
+    name, base = export.heads.config.base, export.base
+    if not name and base is None:
+        raise ValueError("heads name no base and other engines ask for one; give the base too")
+    try:
+        return resolve_base(name or base.name)  # type: ignore[union-attr]
+    except FileNotFoundError:
+        if base is None:
+            raise
+        return resolve_base(base.name)

@@ -71,7 +71,7 @@ class HeadTensors:
             self.token_map = tensor
         else:
             raise ValueError(
-                f"heads directory ({self.directory}) holds a tensor that is not one of Medusa heads ({name}); give a"
+                f"heads directory ({self.directory}) holds a tensor that is not one of Medusa heads ({name!r}); give a"
                 " folder that holds heads alone"
             )
 
@@ -89,6 +89,8 @@ class HeadTensors:
         if self.outputs and set(self.outputs) != set(range(self.num_heads)):
             raise self._damaged("some heads have an output layer and some have none")
         size = self.weights[0, 0].shape[-1:]
+        if not all(tensor.is_floating_point() for tensor in [*self.weights.values(), *self.all_outputs]):
+            raise self._damaged("weights are not floating point numbers")
         if {weight.shape for weight in self.weights.values()} != {torch.Size([*size, *size])}:
             raise self._damaged("weights of layers are not square matrices of one size")
         if not {bias.shape for bias in self.biases.values()} <= {size}:

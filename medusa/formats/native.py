@@ -120,7 +120,8 @@ def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Pat
     try:
         heads.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"heads file ({path}) does not fit its {CONFIG}: {error}; copy the folder again") from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"heads file ({path}) does not fit its {CONFIG}: {why}; copy the folder again") from error
     if heads.draft_ids is not None and not _are_tokens(heads.draft_ids, config.vocab_size):
         raise ValueError(
             f"heads file ({path}) is damaged: draft_ids are not ascending token ids below {config.vocab_size}; copy or"

@@ -3,7 +3,6 @@
 Version 1 has an output layer for every head, version 2 shares the base's.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,14 @@ PICKLE = "medusa_lm_head.pt"
 SAFETENSORS = "medusa_lm_head.safetensors"
 
 
-class MedusaV1(Foreign):
-    """Every head has its own output layer."""
+class Original(Foreign):
+    """Weights in one file of the original's name, and the original's config.
 
-    name = "medusa-v1"
-    summary = "FasterDecoding/Medusa and TensorRT-LLM, an output layer per head"
-    weights = PICKLE
-    """What is written; the original's code reads no other file."""
+    Attributes:
+        weights: The file that is written.
+    """
 
-    def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads with output layers of their own."""
-        shared = "" if config.own_lm_heads else "holds an output layer per head and these heads share the base's"
-        return super().obstacle(config) or shared
-
-    def matches(self, directory: Path) -> bool:
-        """By the config keys, the version, and the name of the weights."""
-        return _is_original(directory) and not is_version_2(peek_config(directory))
+    weights: str
 
     def files(self, directory: Path) -> list[Path]:
         """The safe one of the two where both are there."""
@@ -44,12 +35,29 @@ class MedusaV1(Foreign):
 
     def write(self, export: Export, directory: Path) -> None:
         """Weights and config."""
-        values = original_values(export, self.name)
+        values = original_values(export)
         write_tensors(directory / self.weights, original_tensors(export))
         write_json(directory / CONFIG, values)
 
 
-class MedusaV2(MedusaV1):
+class MedusaV1(Original):
+    """Every head has its own output layer."""
+
+    name = "medusa-v1"
+    summary = "FasterDecoding/Medusa and TensorRT-LLM: an output layer per head"
+    weights = PICKLE  # the original's code reads no other
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Medusa heads with output layers of their own."""
+        shared = "" if config.own_lm_heads else "holds an output layer per head and these heads share the base's"
+        return super().obstacle(config) or shared
+
+    def matches(self, directory: Path) -> bool:
+        """By the config keys, the version, and the name of the weights."""
+        return _is_original(directory) and not _is_version_2(directory)
+
+
+class MedusaV2(Original):
     """All heads share the base's output layer."""
 
     name = "medusa-v2"
@@ -59,11 +67,11 @@ class MedusaV2(MedusaV1):
     def obstacle(self, config: HeadsConfig) -> str:
         """Medusa heads that share the base's output layer."""
         own = "shares the base's output layer and these heads have their own" if config.own_lm_heads else ""
-        return Foreign.obstacle(self, config) or own
+        return super().obstacle(config) or own
 
     def matches(self, directory: Path) -> bool:
         """By the config keys, the version, and the name of the weights."""
-        return _is_original(directory) and is_version_2(peek_config(directory))
+        return _is_original(directory) and _is_version_2(directory)
 
 
 def _is_original(directory: Path) -> bool:
@@ -77,10 +85,9 @@ def has_original_config(directory: Path) -> bool:
     return "medusa_num_heads" in values and values.get("model_type") != "medusa"
 
 
-def is_version_2(values: Mapping[str, Any]) -> bool:
-    """Whether a config says that heads share the base's output layer."""
+def _is_version_2(directory: Path) -> bool:
     try:
-        return float(values.get("version", 1)) >= 2
+        return float(peek_config(directory).get("version", 1)) >= 2
     except (TypeError, ValueError):
         return False
 
@@ -90,14 +97,14 @@ def original_tensors(export: Export) -> dict[str, Tensor]:
     return head_tensors(export.heads, "{head}.{layer}.linear", "{head}.{layer}")
 
 
-def original_values(export: Export, name: str) -> dict[str, Any]:
+def original_values(export: Export) -> dict[str, Any]:
     """The original's config for the heads.
 
     Raises:
         ValueError: The heads name no base, or are of another one.
     """
     config = export.heads.config
-    return shape_values(export, name) | {
+    return shape_values(export) | {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
         "version": "1" if config.own_lm_heads else "2",

@@ -2,7 +2,6 @@
 
 import pickle
 import struct
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from medusa.files import replace_file
 
 # What torch's unpickler meets in bytes that are no state dict.
 DAMAGE = (
-    AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError,
-    struct.error,
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
+    TypeError, ValueError, pickle.UnpicklingError, struct.error,
 )  # fmt: skip
 
 
@@ -45,14 +44,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     remedy = "copy it again, or get these heads as .safetensors"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except DAMAGE as error:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except DAMAGE as error:  # its text is several lines, and one of them says how to load the file unsafely
         if "GLOBAL" in str(error):
             raise ValueError(
                 f"heads file ({path}) is a pickle of more than tensors and could run code: it is not loaded; get these"
                 " heads as .safetensors"
             ) from error
-        raise ValueError(f"heads file ({path}) is damaged: it is no file of tensors; {remedy}") from error
+        raise ValueError(f"heads file ({path}) is damaged: torch.save wrote no such file; {remedy}") from error
     named = isinstance(state, Mapping) and all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     )

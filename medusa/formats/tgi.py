@@ -8,12 +8,11 @@ that share the output layer by one matrix product for all, and so of one layer o
 from pathlib import Path
 
 from medusa.formats.base import peek_config
-from medusa.formats.foreign import Foreign
-from medusa.formats.original import SAFETENSORS, MedusaV1, has_original_config
+from medusa.formats.original import SAFETENSORS, Original, has_original_config
 from medusa.heads import HeadsConfig
 
 
-class Tgi(MedusaV1):
+class Tgi(Original):
     """TGI takes the directory for the model's: it serves the base that the config names."""
 
     name = "tgi"
@@ -23,7 +22,7 @@ class Tgi(MedusaV1):
     def obstacle(self, config: HeadsConfig) -> str:
         """Medusa heads; those that share the output layer, of one layer."""
         deep = config.num_layers > 1 and not config.own_lm_heads
-        return Foreign.obstacle(self, config) or ("holds shared heads of one layer only" if deep else "")
+        return super().obstacle(config) or ("holds shared heads of one layer only" if deep else "")
 
     def matches(self, directory: Path) -> bool:
         """By the config keys, and the name of the weights."""

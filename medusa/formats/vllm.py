@@ -54,7 +54,7 @@ class Vllm(Foreign):
     def write(self, export: Export, directory: Path) -> None:
         """Weights with what they need of the base, and config."""
         config = export.heads.config
-        values = shape_values(export, self.name) | vllm_values(config)
+        values = shape_values(export) | vllm_values(config)
         values |= {"num_heads": config.num_heads, "num_hidden_layers": config.num_layers}
         tensors = head_tensors(export.heads, "blocks.{head}.layers.{layer}", "lm_heads.{head}")
         if not config.own_lm_heads:
@@ -69,9 +69,9 @@ class Vllm(Foreign):
 
 
 class Universal(Tgi):
-    """The original's names and both kinds of config keys; the copy of the base's output layer is a file of its own.
+    """The original's names, both kinds of config keys, and the copy of the base's output layer in a file of its own.
 
-    TGI would take a copy beside the heads for the base's own output layer, and refuse to have two.
+    vLLM reads all files, and TGI the one with the heads; LoRAX passes over names that it does not know.
     """
 
     name = "universal"
@@ -89,7 +89,7 @@ class Universal(Tgi):
 
     def write(self, export: Export, directory: Path) -> None:
         """Weights, what they need of the base, the base's tokenizer where it is known, and config."""
-        values = original_values(export, self.name) | vllm_values(export.heads.config)
+        values = original_values(export) | vllm_values(export.heads.config)
         if export.heads.config.own_lm_heads:
             (directory / BASE_OUTPUT).unlink(missing_ok=True)
         else:

@@ -69,6 +69,18 @@ class HeadsConfig:
                 f" ({self.vocab_size}); correct the heads' config"
             )
 
+    def check_fit(self, hidden_size: int, vocab_size: int, name: str) -> None:
+        """Raise ValueError where heads of this shape are not heads of a base of these sizes and this name."""
+        for what, ours, theirs in (
+            ("hidden size", self.hidden_size, hidden_size),
+            ("vocabulary", self.vocab_size, vocab_size),
+        ):
+            if ours and ours != theirs:
+                raise ValueError(
+                    f"heads' {what} ({ours}) is not the base's ({theirs}, {name}); these heads belong to"
+                    f" {self.base or 'another base'}: pass that one as base="
+                )
+
     @property
     def output_size(self) -> int:
         """Columns of the draft logits: tokens that heads can draft."""

@@ -1,0 +1,188 @@
+"""Files that are damaged, or dangerous, are one clear sentence."""
+
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from medusa.formats import load_config, load_heads
+from tests.medusa.formats.engines import original_heads, write_original, write_vllm
+
+DIM, VOCAB = 4, 6
+
+
+def one_sentence(error):
+    text = str(error.value)
+    assert "\n" not in text
+    assert "weights_only" not in text, "no advice to load what is not safe"
+    return text
+
+
+def write(directory, name):
+    return write_original(directory, original_heads(3, 1, DIM, VOCAB).state_dict(), name) / name
+
+
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+def test_truncated_files(tmp_path, name):
+    path = write(tmp_path, name)
+    whole = path.read_bytes()
+    for length in {0, 1, 7, 8, 9, 60, *range(100, len(whole) - 1, 251), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        for read in (load_config, load_heads):
+            with pytest.raises(ValueError, match=rf"heads file \(.*{name}\) is damaged: ") as error:
+                read(tmp_path)
+            one_sentence(error)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+def test_changed_bytes_give_heads_or_one_sentence(tmp_path, name):
+    path = write(tmp_path, name)
+    whole, rng, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(150):
+        changed = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 4))):
+            changed[rng.randrange(min(len(whole), 1500))] = rng.randrange(256)
+        path.write_bytes(changed)
+        try:
+            load_heads(tmp_path)
+        except ValueError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            refused += 1
+    assert refused > 20
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
+    path, mark = write(tmp_path, "medusa_lm_head.pt"), tmp_path / "mark"
+    torch.save(original_heads(3, 1, DIM, VOCAB).state_dict() | {"bomb": Bomb(mark)}, path)
+    for read in (load_config, load_heads):
+        with pytest.raises(ValueError, match="pickle of more than tensors and could run code: it is not load") as error:
+            read(tmp_path)
+        one_sentence(error)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the bomb works where it is loaded"
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch before 1.6"])
+def test_other_pickles_are_not_even_opened(tmp_path, way):
+    path, mark = write(tmp_path, "medusa_lm_head.pt"), tmp_path / "mark"
+    with path.open("wb") as file:
+        if way == "pickle":
+            pickle.dump(Bomb(mark), file)
+        else:
+            torch.save(Bomb(mark), file, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="is damaged: torch") as error:
+        load_heads(tmp_path)
+    one_sentence(error)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(1)], {"0.0.linear.weight": 3}, {0: torch.zeros(1)}, None])
+def test_a_pickle_of_something_else(tmp_path, value):
+    torch.save(value, write(tmp_path, "medusa_lm_head.pt"))
+    with pytest.raises(ValueError, match="does not hold tensors by name"):
+        load_heads(tmp_path)
+
+
+def without(*names):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def having(**tensors):
+    return lambda held: held | {name.replace("_", "."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (without("1.0.linear.weight"), "tensors of some layers or heads are missing"),
+        (without("0.0.linear.weight", "1.0.linear.weight", "2.0.linear.weight"), "layers or heads are missing"),
+        (lambda tensors: {}, "layers or heads are missing"),
+        (without("1.1.weight"), "some heads have an output layer and some have none"),
+        (having(**{"1_0_linear_weight": torch.zeros(DIM, DIM + 1)}), "not square matrices of one size"),
+        (having(**{"1_0_linear_weight": torch.zeros(())}), "not square matrices of one size"),
+        (having(**{"0_0_linear_weight": torch.zeros(())}), "not square matrices of one size"),
+        (having(**{"1_0_linear_bias": torch.zeros(DIM + 1)}), "biases do not fit the weights"),
+        (having(**{"1_1_weight": torch.zeros(VOCAB + 1, DIM)}), "output layers do not fit the weights"),
+        (having(**{"1_1_weight": torch.zeros(DIM)}), "output layers do not fit the weights"),
+        (having(**{"1_0_linear_weight": torch.zeros(DIM, DIM).int()}), "weights are not floating point numbers"),
+        (having(model_norm_weight=torch.zeros(DIM)), r"not one of Medusa heads \('model\.norm\.weight'\)"),
+        (having(**{"99999_0_linear_weight": torch.zeros(DIM, DIM)}), "not one of Medusa heads"),
+        (having(**{"5_0_linear_weight": torch.zeros(DIM, DIM)}), "layers or heads are missing"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, harm, message):
+    state = original_heads(3, 1, DIM, VOCAB).state_dict()
+    write_original(tmp_path, harm(state), "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=message) as error:
+        load_heads(tmp_path)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("token_map", "message"),
+    [
+        (torch.tensor([1.0, 2.0]), "not a list of token ids"),
+        (torch.tensor([[1, 2]]), "not a list of token ids"),
+        (torch.tensor([], dtype=torch.int64), "not a list of token ids"),
+        (torch.tensor([1, VOCAB]), "token_map does not fit the output layer"),
+        (torch.tensor([-1, 1]), "token_map does not fit the output layer"),
+        (torch.tensor([2, 2]), "draft_ids are not ascending token ids"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_token_maps_that_do_not_fit(tmp_path, token_map, message, own):
+    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(DIM, DIM) for head in range(2)}
+    names = ["lm_heads.0.weight", "lm_heads.1.weight"] if own else ["lm_head.weight"]
+    tensors |= {name: torch.zeros(VOCAB, DIM) for name in names} | {"token_map": token_map}
+    write_vllm(tmp_path, tensors, num_heads=2, num_hidden_layers=1, vocab_size=VOCAB, original_lm_head=not own)
+    with pytest.raises(ValueError, match=message) as error:
+        load_heads(tmp_path)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("values", ["{", "[]", "3", '"x"', "\udcff", "[" * 100_000])
+def test_damaged_configs(tmp_path, values):
+    write(tmp_path, "medusa_lm_head.pt")
+    (tmp_path / "config.json").write_bytes(values.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"heads config \(.*config\.json\) is not (valid JSON|a JSON object)") as error:
+        load_heads(tmp_path)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("key", ["base_model_name_or_path", "medusa_num_heads", "medusa_num_layers", "version"])
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 0.5, True])
+def test_odd_values_in_a_config_are_no_crash(tmp_path, key, value):
+    write_original(tmp_path, original_heads(3, 1, DIM, VOCAB).state_dict(), **{key: value})
+    assert load_config(tmp_path).num_heads == 3
+
+
+def test_a_vocabulary_that_is_none_is_refused(tmp_path):
+    state = original_heads(3, 1, DIM, None).state_dict()
+    write_original(tmp_path, state, version="2", vocab_size="many")
+    with pytest.raises(ValueError, match=r"vocab_size \('many'\) must be a whole number"):
+        load_heads(tmp_path)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; train heads first"):
+        load_heads(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load_heads(tmp_path)
+    save_file({}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load_heads(tmp_path)

@@ -1,0 +1,243 @@
+"""What is exported comes back bit-equal, and other engines compute the same from it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
+
+from medusa import BaseModel, Calibration, HeadsConfig, MedusaModel, build_heads
+from medusa.formats import (
+    FORMATS,
+    Export,
+    export_heads,
+    find_format,
+    holders,
+    load_calibration,
+    load_config,
+    load_heads,
+)
+from tests.medusa.formats import engines
+
+SHAPES = {
+    "shared": {},
+    "shared, two layers": {"num_layers": 2},
+    "own": {"own_lm_heads": True},
+    "own, two layers": {"own_lm_heads": True, "num_layers": 2},
+    "draft vocabulary": {"draft_vocab_size": 20},
+}
+HELD = {
+    "native": set(SHAPES),
+    "medusa-v1": {"own", "own, two layers"},
+    "medusa-v2": {"shared", "shared, two layers"},
+    "tgi": {"shared", "own", "own, two layers"},
+    "lorax": {"shared", "own", "own, two layers"},
+    "vllm": set(SHAPES),
+    "universal": {"shared", "own", "own, two layers"},
+}
+ACCEPTED = [(name, shape) for name in HELD for shape in SHAPES if shape in HELD[name]]
+REFUSED = [(name, shape) for name in HELD for shape in SHAPES if shape not in HELD[name]]
+READERS = [
+    ("medusa-v1", engines.read_by_original),
+    ("medusa-v2", engines.read_by_original),
+    ("tgi", engines.read_by_tgi),
+    ("lorax", engines.read_by_lorax),
+    ("vllm", engines.read_by_vllm),
+    ("universal", engines.read_by_vllm),
+    ("universal", engines.read_by_tgi),
+    ("universal", engines.read_by_lorax),
+]
+
+
+@pytest.fixture
+def new_heads(make_heads):
+    def new(shape, dtype=torch.float64):
+        heads = make_heads(architecture="medusa", **SHAPES[shape]).to(dtype)
+        if heads.draft_ids is not None:
+            heads.draft_ids.mul_(3).add_(5)
+        return heads
+
+    return new
+
+
+@pytest.fixture
+def hidden(base):
+    return torch.randn(5, base.hidden_size, dtype=base.dtype, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "shape"), ACCEPTED)
+def test_round_trips_are_exact(base, new_heads, hidden, tmp_path, name, shape, dtype):
+    heads = new_heads(shape, dtype)
+    loaded = load_heads(export_heads(Export(heads, base), name, tmp_path / "heads"), dtype=None)
+    state = loaded.state_dict()
+    assert state.keys() == heads.state_dict().keys()
+    for key, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, state[key])
+        assert tensor.dtype == state[key].dtype
+    assert dataclasses.replace(loaded.config, base="") == dataclasses.replace(heads.config, base="")
+    assert load_config(tmp_path / "heads") == loaded.config
+    with torch.no_grad():
+        assert torch.equal(loaded.double().begin(hidden, base), new_heads(shape, dtype).double().begin(hidden, base))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name in HELD for shape in SHAPES if shape not in HELD[name]]
+)
+def test_what_a_format_cannot_hold_is_refused_with_what_can(base, new_heads, tmp_path, name, shape):
+    heads = new_heads(shape)
+    able = [other for other in FORMATS if shape in HELD.get(other, ())]
+    assert [other for other in holders(heads.config) if other in HELD] == able
+    with pytest.raises(
+        ValueError, match=rf"^format '{name}' \w.*; formats that can hold these heads: native.*"
+    ) as error:
+        export_heads(Export(heads, base), name, tmp_path / "heads")
+    assert set(str(error.value).rpartition(": ")[2].split(", ")) >= set(able)
+    assert not (tmp_path / "heads").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architecture": "hydra"}, "the architecture 'hydra'"),
+        ({"feature_layers": (1,)}, "feature layers"),
+        ({"base_adapter": "/some/adapter"}, "the adapter by which joint training"),
+        ({"draft_vocab_size": 20, "own_lm_heads": True}, "a draft vocabulary"),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in HELD if name != "native"])
+def test_heads_of_other_kinds_are_refused_by_other_engines(base, new_heads, name, changes, reason):
+    config = dataclasses.replace(new_heads("own").config, **changes)
+    refusal = FORMATS[name].refusal(config)
+    assert refusal.startswith(f"format {name!r} cannot hold")
+    assert reason in refusal
+    assert "native" in refusal
+    assert not FORMATS["native"].refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "shape"),
+    [(name, read, shape) for name, read in READERS for shape in SHAPES if shape in HELD[name]],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@torch.no_grad()
+def test_engines_compute_what_we_compute(base, new_heads, hidden, tmp_path, name, read, shape):
+    heads = new_heads(shape)
+    directory = export_heads(Export(heads, base), name, tmp_path / "heads")
+    logits, expected = read(directory, hidden, base.lm_head_weight), heads.begin(hidden, base)
+    if heads.draft_ids is not None:
+        assert logits.isfinite().sum(-1).unique().tolist() == [20]
+        logits = logits[..., heads.draft_ids]
+    torch.testing.assert_close(logits, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["lorax", "universal"])
+def test_lorax_takes_shared_heads_with_a_request_and_no_others(base, new_heads, hidden, tmp_path, name):
+    shared = export_heads(Export(new_heads("shared"), base), name, tmp_path / "shared")
+    engines.read_by_lorax(shared, hidden, base.lm_head_weight, dynamic=True)
+    own = export_heads(Export(new_heads("own"), base), name, tmp_path / "own")
+    with pytest.raises(ValueError, match="Dynamic"):
+        engines.read_by_lorax(own, hidden, base.lm_head_weight, dynamic=True)
+
+
+@pytest.mark.parametrize(("name", "shape"), [(name, next(s for s in SHAPES if s in HELD[name])) for name in HELD])
+def test_every_format_decodes(base, new_heads, tmp_path, name, shape):
+    directory = export_heads(Export(new_heads(shape), base), name, tmp_path / "heads")
+    loaded = MedusaModel.from_pretrained(directory, dtype=torch.float64, device="cpu")
+    direct = MedusaModel(base, new_heads(shape))
+    outputs = [model.generate([5, 6, 7], max_new_tokens=12, nodes=8, drafter="heads") for model in (loaded, direct)]
+    assert outputs[0].tokens == outputs[1].tokens
+    assert outputs[0].steps == outputs[1].steps
+    assert loaded.heads.config.vocab_size == base.vocab_size
+
+
+def test_the_first_of_several_formats_counts(base, new_heads, tmp_path):
+    found = {}
+    for name in HELD:
+        shape = "own" if name == "medusa-v1" else "shared"
+        found[name] = find_format(export_heads(Export(new_heads(shape), base), name, tmp_path / name)).name
+    assert found == {name: name for name in HELD} | {"tgi": "medusa-v2", "lorax": "medusa-v2"}
+
+
+def test_the_universal_directory_has_the_tokenizer(base, new_heads, tokenizer, tmp_path):
+    directory = export_heads(Export(new_heads("shared"), base), "universal", tmp_path / "heads")
+    assert AutoTokenizer.from_pretrained(directory)("ab c").input_ids == tokenizer("ab c").input_ids
+
+
+@pytest.mark.parametrize("name", ["vllm", "universal"])
+def test_shared_heads_without_their_base_are_refused_where_it_is_shipped(new_heads, tmp_path, name):
+    with pytest.raises(ValueError, match="ships the output layer of the base and no base is given; give the base too"):
+        export_heads(Export(new_heads("shared")), name, tmp_path / "heads")
+
+
+def test_an_output_layer_with_a_bias_is_refused_where_it_is_shipped(tokenizer, tmp_path):
+    config = PhiConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    base = BaseModel(PhiForCausalLM(config), tokenizer, "phi")
+    heads = build_heads(HeadsConfig(8, len(tokenizer), 2, base="phi"))
+    with pytest.raises(ValueError, match=r"output layer of the base \(phi\) has a bias and format 'universal' cannot"):
+        export_heads(Export(heads, base), "universal", tmp_path / "heads")
+
+
+@pytest.mark.parametrize(("size", "message"), [("vocab_size", "vocabulary"), ("hidden_size", "hidden size")])
+def test_another_base_is_refused(base, new_heads, tmp_path, size, message):
+    heads = new_heads("shared")
+    heads.config = dataclasses.replace(heads.config, **{size: 99})
+    with pytest.raises(ValueError, match=rf"heads' {message} \(99\) is not the base's"):
+        export_heads(Export(heads, base), "vllm", tmp_path / "heads")
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "message"),
+    [
+        ("", ValueError, "heads name no base and other engines ask for one; give the base too"),
+        ("../somewhere", FileNotFoundError, r"base directory \(\.\./somewhere\) does not exist"),
+    ],
+)
+def test_the_base_at_hand_is_named_where_the_heads_name_none_that_exists(
+    base, new_heads, tmp_path, named, error, message
+):
+    heads = new_heads("shared")
+    heads.config = dataclasses.replace(heads.config, base=named)
+    with pytest.raises(error, match=message):
+        export_heads(Export(heads), "tgi", tmp_path / "heads")
+    export_heads(Export(heads, base), "tgi", tmp_path / "heads")
+    assert load_config(tmp_path / "heads").base == base.name
+
+
+def test_a_base_on_the_hub_stays_that(base, new_heads, tmp_path):
+    heads = new_heads("shared")
+    heads.config = dataclasses.replace(heads.config, base="user/base")
+    export_heads(Export(heads, base), "tgi", tmp_path / "heads")
+    assert load_config(tmp_path / "heads").base == "user/base"
+
+
+def test_a_directory_of_something_else_is_left_alone(base, base_directory, new_heads, tmp_path):
+    for name in HELD:
+        with pytest.raises(ValueError, match=r"holds a config\.json that is not .*; give a new directory"):
+            export_heads(Export(new_heads("shared" if name != "medusa-v1" else "own"), base), name, base_directory)
+    directory = export_heads(Export(new_heads("shared"), base), "universal", tmp_path / "heads")
+    with pytest.raises(ValueError, match="is not 'vllm'"):
+        export_heads(Export(new_heads("shared"), base), "vllm", directory)
+
+
+def test_exporting_again_leaves_nothing_of_the_heads_before(base, new_heads, hidden, tmp_path):
+    for shape in ("shared", "own", "shared"):
+        export_heads(Export(new_heads(shape), base), "universal", tmp_path / "heads")
+        assert load_config(tmp_path / "heads").own_lm_heads == (shape == "own")
+        engines.read_by_vllm(tmp_path / "heads", hidden, base.lm_head_weight)
+
+
+def test_native_exports_keep_provenance_and_calibration(new_heads, tmp_path):
+    calibration = Calibration((10, 8, 6), ((5, 2), (4, 1), (3, 1)))
+    export = Export(new_heads("shared"), None, {"steps": 3}, calibration)
+    directory = export_heads(export, "native", tmp_path / "heads")
+    assert json.loads((directory / "provenance.json").read_text()) == {"steps": 3}
+    assert load_calibration(directory, load_config(directory)) == calibration
+
+
+def test_an_unknown_format_names_the_known(new_heads, tmp_path):
+    with pytest.raises(ValueError, match=r"format \('gguf'\) is not known; choose one of: native, .*universal"):
+        export_heads(Export(new_heads("shared")), "gguf", tmp_path)
