@@ -30,6 +30,7 @@ usage: ./launch.sh [command] [arguments]
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
   study          train head designs side by side, and compare what they draft, cost and save
+  export         write heads for other engines, put them on the Hub, look at heads of any format
   bench          what a decode step costs on this machine, beside what it could cost at best
   bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
@@ -136,6 +137,7 @@ case $command in
     report) run -m train.report "$@" ;;
     study) run -m train.study "$@" ;;
     chat) run -m serve.chat "$@" ;;
+    export) run -m medusa "$@" ;;
     bench) run -m serve.bench "$@" ;;
     bench-train) run -m train.bench "$@" ;;
     gpu-check) gpu_check "$@" ;;

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from medusa.auto import AutoNodes
 from medusa.base_model import BaseModel, resolve_base
 from medusa.cache import SlotCache
 from medusa.calibrate import Calibration
+from medusa.card import write_card
 from medusa.drafters import (
     LOOKUP_GUESSES,
     Drafter,
@@ -30,6 +32,7 @@ from medusa.formats import load_calibration, load_heads, save_heads
 from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
+from medusa.hub import fetch_heads, push
 from medusa.output import Answer, Output, Piece
 from medusa.prefix import Prefix
 from medusa.self_test import choose_decoding, compile_base
@@ -125,6 +128,7 @@ class MedusaModel:
         int8: bool = False,
         load_options: Mapping[str, Any] | None = None,
         graph: bool | None = None,
+        revision: str | None = None,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -132,7 +136,8 @@ class MedusaModel:
         answers are no longer those of the original, and lossless decoding is exact towards the changed base.
 
         Args:
-            heads: Directory of the heads; None loads a base alone.
+            heads: Directory of the heads, in any format of ``medusa.formats``, or their Hub id ("user/heads"); None
+                loads a base alone.
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
@@ -147,9 +152,11 @@ class MedusaModel:
                 spread over several devices.
             graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a
                 GPU, and eagerly where a step cannot be recorded. Memory is kept from call to call, see ``release``.
+            revision: Branch, tag or commit of heads on the Hub; None = its main branch.
 
         Raises:
             FileNotFoundError: A directory is missing.
+            OSError: The Hub does not give the heads, or cannot be reached.
             ValueError: Damaged files, heads for another base, no base named, a base that cannot be decoded, or
                 an attention backend that does not run here.
 
@@ -157,6 +164,7 @@ class MedusaModel:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
             >>> print(model.generate("def read_lines(path):").text)
         """
+        heads = fetch_heads(heads, revision) if heads is not None else None
         loaded = load_heads(heads, dtype=None) if heads is not None else None
         config = loaded.config if loaded is not None else None
         if base is None and (config is None or not config.base):
@@ -186,6 +194,33 @@ class MedusaModel:
         if self.heads is None:
             raise ValueError("this model has no heads to save; train or load heads first")
         return save_heads(self.heads, directory, provenance, self.calibration)
+
+    def push_to_hub(
+        self,
+        repo: str,
+        private: bool | None = None,
+        revision: str | None = None,
+        message: str | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> str:
+        """Put the heads on the Hub, in the native format with a model card, in one commit; returns the page's address.
+
+        Args:
+            repo: "user/heads"; created where it is missing.
+            private: Of a new repository; None = as its owner's settings say, which is public by default.
+            revision: Branch to commit to; None = main.
+            message: Of the commit.
+            provenance: Where the heads come from; the card tells it too.
+
+        Raises:
+            ValueError: There are no heads, or they must be private and the repository is public.
+            OSError: The Hub refuses, or cannot be reached.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            saved = self.save_pretrained(directory, provenance)  # without heads it refuses
+            assert self.heads is not None, "saved"
+            write_card(saved, self.heads.config, "native", repo, provenance)
+            return push(saved, repo, private, revision, message)
 
     @overload
     def generate(self, prompts: str | list[int], **options: Unpack[Options]) -> Output: ...

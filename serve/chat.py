@@ -159,7 +159,7 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         OSError: If the heads or the base are not there or cannot be read.
         ValueError: If they do not fit together.
     """
-    if not Path(args.heads).is_dir():
+    if not Path(args.heads).is_dir() and args.heads.count("/") != 1:  # "user/heads" may be on the Hub
         raise FileNotFoundError(
             f"heads ({args.heads}) not found: run ./launch.sh first, which trains them, or name others with --heads"
         )

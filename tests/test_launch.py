@@ -96,6 +96,11 @@ def test_second_setup_calls_no_pip(clone):
     assert clone.calls("-m pytest -n auto --maxprocesses 8 --dist loadfile -x")
 
 
+def test_the_ground_floor_has_a_command(clone):
+    assert clone.launch("export", "inspect", "a heads").returncode == 0
+    assert clone.calls("-m medusa") == ["-m medusa inspect a heads"]
+
+
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_changed_requirements_install_again_in_place(clone, name):
     clone.launch("setup")

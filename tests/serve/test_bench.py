@@ -380,7 +380,7 @@ def test_wrong_use_ends_with_status_2(words):
         (["step", "--device", "tpu9"], "device (tpu9) is not known"),
         (["replay", "--trace", "no/such.json"], "trace (no/such.json) does not exist"),
         (["step", "--base", "./no/such"], "base (./no/such) cannot be loaded"),
-        (["trace", "--heads", "no/such", "--out", "x.json"], "heads directory (no/such) does not exist"),
+        (["trace", "--heads", "./no/such", "--out", "x.json"], "heads directory (./no/such) does not exist"),
     ],
 )
 def test_failures_are_one_sentence_and_status_1(words, message, capsys, tmp_path, monkeypatch):

@@ -1,0 +1,288 @@
+"""The model card of heads: what is known of them and of the run that trained them, and how to use them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData, hf_hub_download
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+from medusa.files import replace_file
+from medusa.formats import holders
+from medusa.heads import HeadsConfig
+from medusa.hub import CARD, CARD_MARK, is_hub_id
+
+Row = tuple[object, ...]
+FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+LICENSE = re.compile(r"^(license(?:_name|_link)?): *[\"']?([\w./:-]+)[\"']? *$", re.MULTILINE)
+
+HERE = """```python
+from medusa import MedusaModel
+
+model = MedusaModel.from_pretrained("{name}"{base_argument})
+print(model.generate("...").text)
+```"""
+VLLM = """vLLM up to 0.32 (a chain of each head's best token, no tree):
+
+```bash
+vllm serve {base} --speculative-config '{{"method": "medusa", "model": "{name}", "num_speculative_tokens": {heads}}}'
+```"""
+TGI = """Text Generation Inference:
+
+```bash
+text-generation-launcher --model-id {name}
+```"""
+LORAX = """LoRAX:
+
+```bash
+lorax-launcher --model-id {base} --adapter-id {name}
+```"""
+CUSTOM = """Plain transformers, with nothing else installed (it runs `custom_generate/generate.py` of this repository):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{base}")
+model = AutoModelForCausalLM.from_pretrained("{base}")
+inputs = tokenizer("...", return_tensors="pt")
+output = model.generate(**inputs, custom_generate="{name}", trust_remote_code=True, max_new_tokens=64)
+```"""
+READERS = {
+    "tgi": (TGI,), "lorax": (LORAX,), "vllm": (VLLM,), "universal": (VLLM, TGI, LORAX), "custom-generate": (CUSTOM,),
+}  # fmt: skip
+"""How others than this project read a format."""
+
+
+def write_card(
+    directory: Path,
+    config: HeadsConfig,
+    format_name: str,
+    repo: str = "",
+    provenance: Mapping[str, Any] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> None:
+    """Put the card of heads beside them, unless somebody has written one by hand.
+
+    The license of a base on the Hub is looked up there only when the heads are on their way there too.
+    """
+    path = directory / CARD
+    if path.is_file() and CARD_MARK not in path.read_text(encoding="utf-8"):
+        return
+    license_data = base_license(config.base) if repo or not is_hub_id(config.base) else {}
+    text = model_card(config, format_name, repo, provenance, report, license_data, holders(config))
+    replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def model_card(
+    config: HeadsConfig,
+    format_name: str,
+    repo: str = "",
+    provenance: Mapping[str, Any] | None = None,
+    report: Mapping[str, Any] | None = None,
+    license_data: Mapping[str, str] | None = None,
+    exports: Sequence[str] = (),
+) -> str:
+    """The text of a README.md: a metadata block, then what is known; what is not known is left out.
+
+    Args:
+        config: The heads' shape and base.
+        format_name: Key in ``FORMATS``.
+        repo: Where the heads will be found; "" = unknown, the card then says DIR.
+        provenance: What training wrote beside the heads.
+        report: A report of the demo about these heads.
+        license_data: Of the base, see ``base_license``.
+        exports: Names of all formats that can hold the heads.
+
+    Source:
+        https://huggingface.co/docs/hub/model-cards
+    """
+    provenance, report = provenance or {}, report or {}
+    parts = (
+        f"---\n{_metadata(config, format_name, license_data or {}).to_yaml()}\n---",
+        CARD_MARK,
+        f"# Draft heads for {base_title(config.base)}",
+        _summary(config),
+        _section("The heads", _table(("", ""), _shape(config, format_name, provenance))),
+        _section("How often they are right", _accuracy(_at(provenance, "figures") or {}, provenance)),
+        _section("Speed", _speed(report)),
+        _section("Training", _table(("", ""), _training(provenance))),
+        _section("Use", _use(config, format_name, repo or "DIR", exports)),
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def base_title(base: str) -> str:
+    """A base as readers elsewhere know it: its Hub id, or the last part of a path."""
+    return base if is_hub_id(base) else f"{Path(base).name} (a local model)" if base else "an unnamed base"
+
+
+def base_license(base: str) -> dict[str, str]:
+    """What the base's own model card says of its license: ``license``, and for some ``license_name``, ``license_link``.
+
+    Empty where there is no card, none that can be read, or no Hub to ask.
+    """
+    if not base:
+        return {}
+    try:
+        path = hf_hub_download(base, CARD) if is_hub_id(base) else Path(base) / CARD
+        text = Path(path).read_text(encoding="utf-8")
+    except (HTTPError, OSError, ValueError):
+        return {}
+    block = FRONT_MATTER.match(text)
+    return dict(LICENSE.findall(block[1])) if block else {}
+
+
+def _metadata(config: HeadsConfig, format_name: str, license_data: Mapping[str, str]) -> ModelCardData:
+    plain = format_name == "custom-generate"
+    return ModelCardData(
+        base_model=config.base if is_hub_id(config.base) else None,
+        library_name="transformers" if plain else "medusa-decoding",
+        pipeline_tag="text-generation",
+        tags=["medusa", "speculative-decoding", *(["custom_generate"] if plain else [])],
+        license=license_data.get("license"),
+        license_name=license_data.get("license_name"),
+        license_link=license_data.get("license_link"),
+    )
+
+
+def _summary(config: HeadsConfig) -> str:
+    text = (
+        f"{config.num_heads} small heads that guess tokens ahead of a language model; the model checks all guesses in"
+        " one pass and keeps those that it would have written itself. Its text stays its own, in fewer passes."
+    )
+    if config.base_adapter:
+        text += (
+            " These heads were trained together with an adapter of the base, which is in `adapter/`: the text is that"
+            " of the base with the adapter."
+        )
+    return text
+
+
+def _shape(config: HeadsConfig, format_name: str, provenance: Mapping[str, Any]) -> list[Row]:
+    revision = _at(provenance, "base", "revision")
+    return [
+        ("base", base_title(config.base) + (f", revision {revision}" if revision else "")),
+        ("format", format_name),
+        ("architecture", config.architecture),
+        ("heads", config.num_heads),
+        ("layers per head", config.num_layers),
+        ("output layer", "one per head" if config.own_lm_heads else "the base's, shared"),
+        ("vocabulary", config.vocab_size or "the base's"),
+        ("draft vocabulary", config.draft_vocab_size or "all"),
+        ("feature layers", ", ".join(map(str, config.feature_layers)) or "the last only"),
+        ("hidden size", config.hidden_size),
+    ]
+
+
+def _accuracy(figures: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    """A table of held-out accuracies per head, and tokens per step."""
+    names = [name for name in ("top1", "top5", "top10") if _are_numbers(figures.get(f"heldout_{name}"))]
+    columns = [figures[f"heldout_{name}"] for name in names]
+    rows: list[Row] = [
+        (f"t + {head + 1}", *(f"{value:.1%}" for value in values))
+        for head, values in enumerate(zip(*columns, strict=True), start=1)
+    ]
+    texts = []
+    if rows:
+        samples = figures.get("heldout_samples")
+        where = f" at {samples[0]} held-out positions" if samples and _are_numbers(samples) else ""
+        texts.append(f"How often the right token is among a head's best 1, 5 and 10{where}:")
+        texts.append(_table(("guessed token", *(name.replace("top", "best ") for name in names)), rows))
+    if _are_numbers([tokens := figures.get("heldout_tokens_per_step")]):
+        nodes = _at(provenance, "recipe", "evaluate", "nodes")
+        trees = f", trees of {nodes} nodes" if nodes else ""
+        texts.append(f"Tokens per step on held-out prompts (plain decoding: 1){trees}: **{tokens:.2f}**")
+    return "\n\n".join(texts)
+
+
+def _speed(report: Mapping[str, Any]) -> str:
+    """The demo's comparison of drafters with plain decoding on one machine."""
+    rows: list[Row] = [
+        (name, f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_s']:.0f}", f"{row['speedup']:.2f}x")
+        for name, row in (report.get("drafters") or {}).items()
+    ]
+    if not rows:
+        return ""
+    rows.insert(0, ("none (plain)", "1.00", f"{report['plain_tokens_per_s']:.0f}", "1.00x"))
+    threads = f", {report['threads']} threads" if report.get("threads") else ""
+    where = f"{report['device']}{threads}, {report['dtype']}{', compiled' if report.get('compiled') else ''}"
+    lead = f"{report['prompts']} held-out prompts, {report['max_new_tokens']} new tokens at most, greedy, on {where}:"
+    table = _table(("drafter", "tokens per step", "tokens/s", "speedup over plain"), rows)
+    notes = [lead, table]
+    if same := report.get("identical_outputs"):
+        notes.append(f"Outputs identical to {same['against']} ({same['dtype']}): {same['count']} of {same['total']}.")
+    return "\n\n".join(notes)
+
+
+def _training(provenance: Mapping[str, Any]) -> list[Row]:
+    """What the run says of itself; a path of the machine that it ran on is cut to its last part."""
+    source = str(_at(provenance, "data", "source") or "")
+    lora = _at(provenance, "recipe", "lora", "rank")
+    versions = dict(_at(provenance, "versions") or {})
+    rows: list[Row] = [
+        ("base in training", f"changed by an adapter of rank {lora}" if lora else "frozen" if provenance else None),
+        ("data", Path(source).name if Path(source).is_absolute() else source or None),
+        ("rows", _times(_at(provenance, "data", "rows"), _at(provenance, "data", "row_tokens"), "tokens")),
+        ("steps", _at(provenance, "totals", "steps")),
+        ("epochs", _at(provenance, "totals", "epochs")),
+        ("useful tokens", _at(provenance, "totals", "useful_tokens")),
+        ("loss", _at(provenance, "recipe", "optim", "loss")),
+        ("learning rate", _at(provenance, "recipe", "optim", "lr")),
+        ("rows per step", _at(provenance, "recipe", "optim", "rows_per_step")),
+        ("precision", _at(provenance, "recipe", "engine", "precision")),
+        ("time", _seconds(_at(provenance, "totals", "train_seconds"))),
+        ("machine", _times(_at(provenance, "processes"), _at(provenance, "device"), "")),
+        ("finished", _at(provenance, "finished")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or None),
+        ("revision of the code", _at(provenance, "revision")),
+    ]
+    return [row for row in rows if row[1] is not None]
+
+
+def _use(config: HeadsConfig, format_name: str, name: str, exports: Sequence[str]) -> str:
+    known = is_hub_id(config.base)
+    words = {
+        "name": name, "base": config.base if known else "BASE", "heads": config.num_heads,
+        "base_argument": "" if known else ', base="BASE"',
+    }  # fmt: skip
+    texts = [HERE.format(**words), *(text.format(**words) for text in READERS.get(format_name, ()))]
+    if not known:
+        texts.append("BASE is the base, which is not named by an address on the Hub.")
+    others = [f"`{other}`" for other in exports if other != format_name]
+    if others:
+        command = f"medusa-export --heads {name} --format FORMAT --out DIR"
+        texts.append(f"For other engines, `{command}` writes the heads in the formats {', '.join(others)}.")
+    return "\n\n".join(texts)
+
+
+def _at(values: Any, *keys: str) -> Any:
+    """What is behind a chain of keys; None where one is missing."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list) and len(values) > 0 and all(isinstance(value, int | float) for value in values)
+
+
+def _times(count: object, what: object, unit: str) -> str | None:
+    return None if count is None or what is None else f"{count} x {what} {unit}".rstrip()
+
+
+def _seconds(value: object) -> str | None:
+    if not isinstance(value, int | float):
+        return None
+    return f"{value:.0f} s" if value < 3600 else f"{value / 3600:.1f} h"
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _table(headings: Sequence[str], rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -1,0 +1,87 @@
+"""Heads from one format to another, with a model card beside them."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa.base_model import BaseModel, resolve_base
+from medusa.card import write_card
+from medusa.formats import FORMATS, Export, export_heads, load_calibration, load_heads
+from medusa.formats.native import PROVENANCE
+from medusa.hub import fetch_heads
+
+REPORT = "report.json"
+"""What the demo writes into the run directory, beside the heads' own."""
+
+
+def export(
+    heads: str | Path,
+    format_name: str,
+    out: str | Path,
+    base: str = "",
+    dtype: torch.dtype | None = None,
+    repo: str = "",
+) -> Export:
+    """Write heads in another format.
+
+    Args:
+        heads: A directory in any format, or a Hub id.
+        format_name: Key in ``FORMATS``.
+        out: Directory; a new one, or one that holds heads of this format, which are replaced.
+        base: The base that the export names; "" = the one that the heads name.
+        dtype: Of the written weights; None = as they are stored.
+        repo: Where on the Hub the heads will be found, for the card; "" = not there.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: There is no such format, it cannot hold these heads, or ``out`` holds something else.
+        OSError: The heads or their base are not found.
+    """
+    if format_name not in FORMATS:
+        raise ValueError(f"format ({format_name!r}) is not known; choose one of: {', '.join(FORMATS)}")
+    target, out, source = FORMATS[format_name], Path(out), fetch_heads(heads)
+    if out.is_dir() and any(out.iterdir()) and not target.matches(out):
+        raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")
+    loaded = load_heads(source, dtype=dtype)
+    loaded.config = dataclasses.replace(loaded.config, base=_base_name(base, loaded.config.base, source))
+    if refusal := target.refusal(loaded.config):
+        raise ValueError(refusal)  # before a large base is loaded
+    made = Export(
+        loaded,
+        BaseModel.load(loaded.config.base, dtype, "cpu") if target.ships_base and loaded.config.base else None,
+        _read_object(source / PROVENANCE),
+        load_calibration(source, loaded.config),
+    )
+    export_heads(made, format_name, out)
+    write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
+    return made
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is none, or one that cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _base_name(given: str, own: str, heads: Path) -> str:
+    """The base as it is found from here: a path or a Hub id."""
+    if given:
+        return resolve_base(given)
+    return resolve_base(own, heads) if own else ""
+
+
+def _report(heads: Path, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The demo's report of these heads; one of heads that were trained before them there is left out."""
+    report = _read_object(heads.resolve().parent / REPORT)
+    figures = (provenance or {}).get("figures")
+    known = isinstance(figures, dict) and figures.get("heldout_top1")
+    return report if report and known and report.get("head_top1") == known else None

@@ -1,0 +1,175 @@
+"""Heads on the Hugging Face Hub: found by name, and pushed.
+
+Tokens are the business of huggingface_hub (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from medusa.formats.base import CONFIG
+from medusa.formats.native import FORMAT
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+CARD = "README.md"
+CARD_MARK = "<!-- Written by medusa-export. The next push writes it again, unless this line is removed. -->"
+READ = ("*.json", "*.safetensors", "*.pt", "custom_generate/*")
+"""What heads of any format consist of; a repository may also hold a base, in files that nobody needs here."""
+WRITTEN = (
+    "heads.safetensors", "medusa_lm_head.*", "model.safetensors", "lm_head.safetensors", "provenance.json",
+    "calibration.json", "adapter/*", "custom_generate/*",
+)  # fmt: skip
+"""Files that pushes of any format write: one that a push does not bring any more is of heads that are replaced."""
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def fetch_heads(name: str | Path, revision: str | None = None) -> Path:
+    """The directory of heads: a directory as it is, or the Hub's "user/heads", kept in huggingface_hub's cache.
+
+    Args:
+        name: A directory, or a Hub id; a ``Path`` is always a directory.
+        revision: Branch, tag or commit on the Hub; None = its main branch.
+
+    Raises:
+        OSError: There are no such heads, neither here nor on the Hub, or the Hub cannot be reached; one sentence.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if isinstance(name, Path) or "/" not in name or not is_hub_id(name):
+        raise FileNotFoundError(
+            f"heads directory ({name}) does not exist; train heads first or give another path, or a Hub id (user/heads)"
+        )
+    with _one_sentence(f"heads ({name}) are no directory here, and the Hub does not give them"):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(READ)))
+
+
+def push(
+    directory: str | Path,
+    repo: str,
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+) -> str:
+    """Make a repository of the Hub hold the heads of a directory, in one commit; it is created where it is missing.
+
+    Pushing again commits what has changed. Files that an earlier push has left and that these heads do not have are
+    deleted, other files stay, and so does a model card that somebody has written by hand.
+
+    Args:
+        directory: Heads in any format, with their card; hidden files are left out.
+        repo: "user/heads", or "heads" for the one who is logged in.
+        private: Of a new repository; None = as its owner's settings say, which is public by default.
+        revision: Branch to commit to, created where it is missing; None = main.
+        message: Of the commit.
+
+    Returns:
+        Address of the page.
+
+    Raises:
+        ValueError: It must be private, and is there already for everyone to see; or it holds something else than heads.
+        OSError: The Hub refuses, or cannot be reached; one sentence.
+    """
+    api = HfApi()
+    with _one_sentence(f"heads cannot be pushed to the Hub ({repo})"):
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.repo_info(url.repo_id).private:
+            raise ValueError(
+                f"repository ({url}) is there already and public, which private does not change; make it private in its"
+                " settings, or push to another one"
+            )
+        if revision and not revision.startswith("refs/"):
+            api.create_branch(url.repo_id, branch=revision, exist_ok=True)
+        files = _files(Path(directory))
+        there = api.list_repo_files(url.repo_id, revision=revision)
+        if CONFIG in there and not _is_of_heads(_text(api, url.repo_id, CONFIG, revision)):
+            raise ValueError(f"repository ({url}) holds another model, which heads would damage; push to another one")
+        if CARD in there and CARD_MARK not in _text(api, url.repo_id, CARD, revision):
+            files.pop(CARD, None)
+        stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
+        api.create_commit(  # upload_folder may cut a push into several commits
+            url.repo_id,
+            [CommitOperationAdd(name, path) for name, path in files.items()]
+            + [CommitOperationDelete(name) for name in stale],
+            commit_message=message or "Draft heads",
+            revision=revision,
+        )
+    return f"{url}/tree/{revision}" if revision else str(url)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no directory here can be one of the Hub's."""
+    return bool(HUB_ID.fullmatch(name)) and not Path(name).is_dir()
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Files by their names in the repository."""
+    names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        name.as_posix(): path for name, path in names.items() if not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def _text(api: HfApi, repo: str, name: str, revision: str | None) -> str:
+    return Path(api.hf_hub_download(repo, name, revision=revision)).read_text(encoding="utf-8")
+
+
+def _is_of_heads(config: str) -> bool:
+    """Whether the text of a ``config.json`` is that of heads, in any format."""
+    try:
+        values = json.loads(config)
+    except ValueError:
+        return False
+    if not isinstance(values, dict):
+        return False
+    return "medusa_num_heads" in values or values.get("model_type") == "medusa" or values.get("format") == FORMAT
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Say what the Hub, or the way to it, objects to; addresses are left out, since they may hold a password."""
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError) as error:
+        wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__
+        reason = (_reason(wrapped) if wrapped else "") or _reason(error)
+        if not reason:
+            raise
+        raise OSError(f"{what}: {reason}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What an error of huggingface_hub means, and what to do; "" for one that is no such error."""
+    if isinstance(error, GatedRepoError):
+        return f"access to the repository must be asked for on its page, with the account that you {LOG_IN}"
+    if isinstance(error, RevisionNotFoundError):
+        return "the repository has no such revision; name a branch, tag or commit that it has"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"no such repository, or a private one and no right to see it; correct the name, or {LOG_IN}"
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        said = f"status {status}" + (f", {' '.join(error.server_message.split())}" if error.server_message else "")
+        if status in (401, 403):
+            return f"this login is not allowed to ({said}); {LOG_IN}, with a token that may"
+        return f"it answers with an error ({said}); try again later"
+    if isinstance(error, FileMetadataError):
+        return "what answers in its place is no Hub; check HF_ENDPOINT and the proxy"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and they are not in the cache; unset it"
+    if isinstance(error, HTTPError | LocalEntryNotFoundError):
+        return f"it cannot be reached ({type(error).__name__}); check the network, or copy the heads here"
+    return ""

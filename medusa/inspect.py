@@ -1,0 +1,132 @@
+"""What a directory of heads is, and what is wrong with it (``medusa-export inspect``)."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa.base_model import resolve_base
+from medusa.formats import FORMATS, find_format
+from medusa.formats.tensor_files import read_tensors
+from medusa.heads import DraftHeads, HeadsConfig
+
+WEIGHTS = ("*.safetensors", "*.pt")
+
+
+def inspect_heads(directory: Path) -> dict[str, Any]:
+    """Everything that can be told of a directory, however damaged it is.
+
+    Returns:
+        A report: ``files`` and ``tensors`` always; ``format``, ``heads`` and ``exports`` as far as they can be read;
+        ``problems``, sentences.
+    """
+    problems: list[str] = []
+    report: dict[str, Any] = {"kind": "inspect", "directory": str(directory), "format": None}
+    with _collected(problems):
+        try:
+            form = find_format(directory)
+            report |= {"format": form.name, "read_by": form.summary}
+            heads = form.load(directory)
+            report |= {"heads": _describe(heads.config), "exports": _exports(heads.config)}
+            problems += _weight_problems(heads) + _base_problems(heads.config, directory)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    report["tensors"] = _tensors(directory, problems)
+    report["parameters"] = sum(tensor["parameters"] for tensor in report["tensors"])
+    report["files"] = _files(directory)
+    return report | {"problems": list(dict.fromkeys(problems))}
+
+
+def _describe(config: HeadsConfig) -> dict[str, Any]:
+    return {
+        "base": config.base or None,
+        "base_adapter": config.base_adapter or None,
+        "architecture": config.architecture,
+        "num_heads": config.num_heads,
+        "num_layers": config.num_layers,
+        "output_layer": "own" if config.own_lm_heads else "shared",
+        "feature_layers": list(config.feature_layers),
+        "draft_vocab_size": config.draft_vocab_size or None,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size or None,
+    }
+
+
+def _exports(config: HeadsConfig) -> dict[str, str]:
+    """For every format why it cannot hold the heads; "" = it can."""
+    return {name: form.obstacle(config) for name, form in FORMATS.items()}
+
+
+def _weight_problems(heads: DraftHeads) -> list[str]:
+    """Weights that no training leaves behind."""
+    floats = {name: tensor for name, tensor in heads.state_dict().items() if tensor.is_floating_point()}
+    wrong = [name for name, tensor in floats.items() if not torch.isfinite(tensor).all()]
+    return [f"tensor {name} holds numbers that are not finite; train or copy the heads again" for name in wrong]
+
+
+def _base_problems(config: HeadsConfig, directory: Path) -> list[str]:
+    if not config.base:
+        return ["the heads do not name their base; give it with --base when you use them"]
+    try:
+        resolve_base(config.base, directory)
+    except FileNotFoundError as error:
+        return [str(error)]
+    return []
+
+
+def _tensors(directory: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Tensors as they are stored, of every file that can be read."""
+    found = []
+    for path in _weights(directory):
+        try:
+            tensors = read_tensors([path])
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+            continue
+        found += [
+            {
+                "file": path.name,
+                "name": name,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "parameters": tensor.numel(),
+            }
+            for name, tensor in sorted(tensors.items())
+        ]
+    return found
+
+
+def _weights(directory: Path) -> list[Path]:
+    return sorted(path for pattern in WEIGHTS for path in directory.glob(pattern))
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Sizes in bytes, by name."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+
+
+class _Collector(logging.Handler):
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+
+@contextmanager
+def _collected(messages: list[str]) -> Iterator[None]:
+    """What formats warn of goes to a list instead of the log."""
+    logger = logging.getLogger("medusa.formats")
+    handler = _Collector(messages)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True

@@ -1,0 +1,218 @@
+"""``medusa-export``: heads through every format, what it refuses, and what ``inspect`` sees in damaged ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa import MedusaModel
+from medusa.__main__ import main
+from medusa.formats import FORMATS, find_format, holders, load_config, load_heads, save_heads
+from medusa.hub import CARD_MARK
+from tests.medusa.formats.hub_stand_in import TOKEN, hub_stand_in
+
+SHAPES = {
+    "shared": {"architecture": "medusa"},
+    "own": {"architecture": "medusa", "own_lm_heads": True},
+    "recurrent": {"architecture": "recurrent", "feature_layers": (1,)},
+}
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def saved(make_heads, tmp_path_factory):
+    """Directories of native heads by the name of their shape."""
+    root = tmp_path_factory.mktemp("saved")
+    return {
+        name: save_heads(make_heads(**options).float(), root / name / "heads", {"note": name})
+        for name, options in SHAPES.items()
+    }
+
+
+def run(*words):
+    """Exit status of the command, wrong use included."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as exit_:
+        return exit_.code
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_format_is_written_and_recognised_or_refused(saved, base, tmp_path, capsys, shape, name):
+    source, out = load_heads(saved[shape]), tmp_path / "out"
+    if name not in holders(source.config):
+        assert run("--heads", saved[shape], "--format", name, "--out", out) == 1
+        assert capsys.readouterr().err.startswith(f"format '{name}' ")
+        assert not out.exists()
+        return
+    report = tmp_path / "made" / "report.json"
+    assert run("--heads", saved[shape], "--format", name, "--out", out, "--json", report) == 0
+    assert json.loads(report.read_text()) == {
+        "kind": "export", "heads": str(saved[shape]), "format": name, "base": base.name, "out": str(out),
+    }  # fmt: skip
+    assert CARD_MARK in (out / "README.md").read_text()
+    exported = load_heads(out).state_dict()
+    assert exported.keys() == source.state_dict().keys()
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(exported[key], tensor), key
+    capsys.readouterr()
+    assert run("inspect", out, "--json", report) == 0
+    seen = json.loads(report.read_text())
+    assert (seen["format"], seen["problems"]) == (find_format(out).name, [])
+    assert [format_ for format_, obstacle in seen["exports"].items() if not obstacle] == holders(load_config(out))
+    shown = capsys.readouterr().out
+    assert f"format           {find_format(out).name} (" in shown
+    assert "heads            3\n" in shown
+    assert "PROBLEM" not in shown
+
+
+def test_native_heads_keep_what_belongs_to_them(saved, tmp_path):
+    out = tmp_path / "out"
+    assert run("--heads", saved["recurrent"], "--format", "native", "--out", out, "--dtype", "bfloat16") == 0
+    assert json.loads((out / "provenance.json").read_text()) == {"note": "recurrent"}
+    assert {tensor.dtype for tensor in load_file(out / "heads.safetensors").values()} == {torch.bfloat16}
+
+
+def test_an_export_decodes_like_its_source(saved, base, tmp_path):
+    run("--heads", saved["shared"], "--format", "medusa-v2", "--out", tmp_path / "out")
+    models = [
+        MedusaModel.from_pretrained(heads, dtype=torch.float64, device="cpu")
+        for heads in (saved["shared"], tmp_path / "out")
+    ]
+    source, exported = [each.generate("def f(x):", nodes=8, drafter="heads", max_new_tokens=24) for each in models]
+    assert models[1].base.name == base.name
+    assert (exported.text, exported.steps) == (source.text, source.steps)
+
+
+def test_heads_name_the_base_that_is_given(saved, tmp_path):
+    assert run("--heads", saved["shared"], "--format", "tgi", "--out", tmp_path / "out", "--base", "user/base") == 0
+    assert load_config(tmp_path / "out").base == "user/base"
+    assert "base_model: user/base\n" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_heads_are_replaced_and_other_directories_are_not_touched(saved, tmp_path, capsys):
+    words = ("--heads", saved["shared"], "--format", "tgi", "--out")
+    assert run(*words, tmp_path / "out") == run(*words, tmp_path / "out") == 0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("mine")
+    for other in (tmp_path / "run", saved["own"]):
+        before = sorted(other.iterdir())
+        assert run(*words, other) == 1
+        assert "holds something else than 'tgi' heads; give a new directory" in capsys.readouterr().err
+        assert sorted(other.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("--format gguf --out out", 2, "invalid choice: 'gguf'"),
+        ("--format native --out heads", 2, "is where the heads are"),
+        ("--format native --out out --private", 2, "--private belongs to a push; give --push user/repo too"),
+        ("--format native --out out --message x", 2, "--message belongs to a push"),
+        ("--format native --out out --heads ./nothing", 1, "heads directory (./nothing) does not exist"),
+        ("--format native --out out --base ./nothing", 1, "base directory (./nothing) does not exist"),
+        ("--format native --out out --json heads/config.json/x", 1, "File exists"),
+    ],
+)
+def test_what_is_refused(saved, monkeypatch, tmp_path, capsys, words, status, said):
+    monkeypatch.chdir(tmp_path)
+    Path("heads").symlink_to(saved["shared"])
+    assert run("--heads", "heads", *words.split()) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert status == 2 or len(error.splitlines()) == 1
+    assert not Path("out").exists()
+
+
+def truncate(heads):
+    path = heads / "medusa_lm_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def rewrite(**values):
+    def damage(heads):
+        config = json.loads((heads / "config.json").read_text()) | values
+        (heads / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
+def poison(heads):
+    path = heads / "medusa_lm_head.safetensors"
+    tensors = load_file(path)
+    tensors["0.0.linear.bias"][3] = float("nan")
+    save_file(tensors, path)
+
+
+DAMAGES = {
+    "truncated": (truncate, "medusa_lm_head.safetensors) is damaged"),
+    "no config": (lambda heads: (heads / "config.json").unlink(), "has no config.json"),
+    "no JSON": (lambda heads: (heads / "config.json").write_text("{"), "is not valid JSON"),
+    "another model": (lambda heads: (heads / "config.json").write_text("{}"), "is not of a known format"),
+    "no weights": (lambda heads: (heads / "medusa_lm_head.safetensors").unlink(), "is not of a known format"),
+    "not a number": (poison, "weight holds|holds numbers that are not finite"),
+    "head count": (rewrite(medusa_num_heads=2), "says medusa_num_heads 2; the tensors hold 3"),
+    "no base": (rewrite(base_model_name_or_path=""), "do not name their base"),
+    "base is gone": (rewrite(base_model_name_or_path="/gone/base"), "base directory (/gone/base) does not exist"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_inspect_tells_what_is_wrong(saved, tmp_path, capsys, damage):
+    heads, report = tmp_path / "heads", tmp_path / "report.json"
+    run("--heads", saved["shared"], "--format", "medusa-v2", "--out", heads)
+    harm, said = DAMAGES[damage]
+    harm(heads)
+    capsys.readouterr()
+    assert run("inspect", heads, "--json", report) == 1
+    shown = capsys.readouterr()
+    (problem,) = json.loads(report.read_text())["problems"]
+    assert any(words in problem for words in said.split("|"))
+    assert f"PROBLEM          {problem}\n" in shown.out
+    assert shown.err == ""
+    tensors = {tensor["name"]: tensor["shape"] for tensor in json.loads(report.read_text())["tensors"]}
+    readable = damage not in ("truncated", "no weights")
+    assert ("0.0.linear.weight" in tensors) == readable  # whatever else is wrong
+
+
+@pytest.mark.slow
+def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
+    """As users run it: settings by environment variables, two processes, only the Hub between them."""
+    with hub_stand_in() as hub:
+        variables = os.environ | {
+            "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+        }  # fmt: skip
+
+        def medusa(*words):
+            return subprocess.run(
+                [sys.executable, "-m", "medusa", *map(str, words)],
+                cwd=ROOT, env=variables, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+
+        options = (
+            "--format",
+            "universal",
+            "--out",
+            tmp_path / "out",
+            "--push",
+            "heads",
+            "--private",
+            "--message",
+            "A test",
+        )
+        pushed = medusa("--heads", saved["shared"], *options)
+        assert pushed.returncode == 0, pushed.stderr
+        assert pushed.stdout == f"universal: {tmp_path / 'out'}\n{hub.url}/tester/heads\n"
+        assert f"base ({base.name}) is on this machine; others must name theirs" in pushed.stderr
+        assert TOKEN not in pushed.stderr
+        assert hub.repositories["tester/heads"].private
+        assert hub.repositories["tester/heads"].messages == ["initial commit", "One"]
+        seen = medusa("inspect", "tester/heads")
+        assert seen.returncode == 0, seen.stderr
+        assert "format           universal (" in seen.stdout
