@@ -162,9 +162,7 @@ def _check(config: Any, batch: int, processors: Any, inputs: dict[str, Any]) -> 
         unheeded += [name for name in ("output_scores", "output_logits") if getattr(config, name)]
         unheeded += [name for p in processors if (name := type(p).__name__).startswith(OF_BATCHES)]
     if unheeded:
-        raise ValueError(
-            f"{', '.join(unheeded)} (batch {batch}) would not be heeded; leave that or custom_generate out"
-        )
+        raise ValueError(f"{', '.join(unheeded)} (batch {batch}) cannot be heeded; leave it or custom_generate out")
 
 
 class Text:

@@ -18,6 +18,9 @@ WIDTH = 16  # children that a node can have
 MIN_BEAM = 4  # nodes of a level that get children, at least
 LOWEST = -40.0  # bound on a log-probability: heads that overflow still give trees
 EDGE_COST = 1e-4  # keeps a parent's score above its child's where the child is certain
+DAMAGES = (
+    json.JSONDecodeError, UnicodeDecodeError, SafetensorError, IndexError, KeyError, RuntimeError, TypeError,
+)  # fmt: skip
 
 
 class Tree(NamedTuple):
@@ -95,7 +98,7 @@ class Heads:
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
             for name in ("hidden_size", "vocab_size"):
-                if config[name] != (size := getattr(base.config, name)):
+                if config[name] not in (0, size := getattr(base.config, name)):  # 0: not known
                     raise ValueError(
                         f"heads' {name} ({config[name]}) is not the model's ({size}); these heads belong to"
                         f" {config['base'] or 'another model'}: load that one"
@@ -104,7 +107,7 @@ class Heads:
             width = config["hidden_size"] * (1 + len(heads.feature_layers))
             hidden_1F = torch.zeros(1, width, dtype=base.dtype, device=base.device)
             heads.draft(base, hidden_1F[:, 0].long(), hidden_1F, nodes=64)
-        except (IndexError, KeyError, RuntimeError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+        except DAMAGES as error:
             raise ValueError(f"heads ({weights_path.parent}) are damaged: {error!r}; export them again") from error
         return heads
 
@@ -134,10 +137,6 @@ class Heads:
             scores_Bm, picked_Bm = scores[-1].topk(min(beam, scores[-1].shape[1]))
             slots_Bm, columns_Bm = picked_Bm // scores_BmW.shape[2], picked_Bm + first
             tokens_Bm = tokens[-1].gather(1, picked_Bm)
-                tokens[-1].gather(1, picked_Bm),
-                picked_Bm // scores_BmW.shape[2],
-                picked_Bm + first,
-            )
         tokens_BM, parents_BM, scores_BM = (torch.cat(parts, dim=1) for parts in (tokens, parents, scores))
         chosen_BN = scores_BM.topk(min(nodes, scores_BM.shape[1])).indices.sort(-1).values
         order_BN = torch.arange(chosen_BN.shape[1], device=roots_B.device).expand_as(chosen_BN)
