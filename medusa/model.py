@@ -26,8 +26,7 @@ from medusa.drafters import (
     PromptLookupDrafter,
     SampledHeadsDrafter,
 )
-from medusa.formats import load_heads, save_heads
-from medusa.formats.native import load_calibration, load_config
+from medusa.formats import load_calibration, load_heads, save_heads
 from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
@@ -158,7 +157,8 @@ class MedusaModel:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
             >>> print(model.generate("def read_lines(path):").text)
         """
-        config = load_config(heads) if heads is not None else None
+        loaded = load_heads(heads, dtype=None) if heads is not None else None
+        config = loaded.config if loaded is not None else None
         if base is None and (config is None or not config.base):
             raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
@@ -171,10 +171,10 @@ class MedusaModel:
             base_model = base_model.tapped(config.feature_layers)
         if compiled:
             compile_base(base_model)
-        if heads is None:
+        if heads is None or loaded is None:
             return cls(base_model, graph=graph)
-        loaded = load_heads(heads, dtype=base_model.dtype, device=base_model.device)
-        loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
+        vocab_size = loaded.config.vocab_size or base_model.vocab_size
+        loaded.config = dataclasses.replace(loaded.config, base=base_model.name, vocab_size=vocab_size)
         return cls(base_model, loaded, graph, load_calibration(heads, loaded.config))
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
@@ -454,7 +454,7 @@ def _check_fit(base: BaseModel, heads: DraftHeads) -> None:
         ("hidden size", heads.config.hidden_size, base.hidden_size),
         ("vocabulary", heads.config.vocab_size, base.vocab_size),
     ):
-        if ours != theirs:
+        if ours and ours != theirs:
             raise ValueError(
                 f"heads' {name} ({ours}) is not the base's ({theirs}, {base.name}); these heads belong to"
                 f" {heads.config.base or 'another base'}: pass that one as base="

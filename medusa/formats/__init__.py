@@ -1,5 +1,92 @@
-"""Formats that heads are stored in."""
+"""Formats that heads are stored in: every one can be loaded, and written where it can hold the heads."""
 
-from medusa.formats.native import load_heads, save_heads
+from pathlib import Path
 
-__all__ = ["load_heads", "save_heads"]
+import torch
+
+from medusa.formats.base import Export, Format, read_config_file
+from medusa.formats.native import Native, load_calibration, save_heads
+from medusa.formats.original import MedusaV1, MedusaV2
+from medusa.formats.tgi import Lorax, Tgi
+from medusa.formats.vllm import Universal, Vllm
+from medusa.heads import DraftHeads, HeadsConfig
+
+FORMATS: dict[str, Format] = {
+    each.name: each for each in (Native(), MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
+}
+"""By name; a directory that is of several formats counts as the first of them."""
+
+__all__ = [
+    "FORMATS",
+    "Export",
+    "Format",
+    "export_heads",
+    "find_format",
+    "holders",
+    "load_calibration",
+    "load_config",
+    "load_heads",
+    "save_heads",
+]
+
+
+def find_format(directory: str | Path) -> Format:
+    """The format of a directory of heads.
+
+    Raises:
+        FileNotFoundError: There is no such directory, or no heads in it.
+        ValueError: It is of no known format.
+    """
+    directory = Path(directory)
+    read_config_file(directory)
+    for candidate in FORMATS.values():
+        if candidate.matches(directory):
+            return candidate
+    held = ", ".join(sorted(path.name for path in directory.iterdir())[:8])
+    raise ValueError(
+        f"heads directory ({directory}; it holds {held}) is not of a known format: {', '.join(FORMATS)}; give a folder"
+        " of heads"
+    )
+
+
+def load_config(directory: str | Path) -> HeadsConfig:
+    """The shape of stored heads, whatever their format; an adapter of the base becomes a path that can be opened.
+
+    Raises:
+        FileNotFoundError: There is no such directory, or no heads in it.
+        ValueError: It is of no known format, or damaged.
+    """
+    return find_format(directory).read_config(Path(directory))
+
+
+def load_heads(
+    directory: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu"
+) -> DraftHeads:
+    """Read heads of any format.
+
+    Args:
+        directory: Of the heads.
+        dtype: To compute in; None = the one that they are stored in.
+        device: To compute on.
+
+    Raises:
+        FileNotFoundError: The directory or one of its files is missing.
+        ValueError: It is of no known format, or damaged.
+    """
+    return find_format(directory).load(Path(directory)).to(device=device, dtype=dtype).eval()
+
+
+def export_heads(export: Export, name: str, directory: str | Path) -> Path:
+    """Write heads in the format of this name; returns the directory.
+
+    Raises:
+        ValueError: There is no such format, it cannot hold these heads, or the directory holds something else.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format ({name!r}) is not known; choose one of: {', '.join(FORMATS)}")
+    return FORMATS[name].save(export, Path(directory))
+
+
+def holders(config: HeadsConfig) -> list[str]:
+    """Names of the formats that can hold heads of this shape."""
+    return [name for name, each in FORMATS.items() if not each.obstacle(config)]

@@ -4,7 +4,6 @@ Heads that changed their base in training (Medusa-2) have its adapter beside the
 """
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -12,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from medusa.calibrate import Calibration
-from medusa.files import replace_file, write_json
+from medusa.files import write_json
+from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
+from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 
 WEIGHTS = "heads.safetensors"
-CONFIG = "config.json"
 PROVENANCE = "provenance.json"
 CALIBRATION = "calibration.json"
 ADAPTER = "adapter"
@@ -57,9 +55,8 @@ def save_heads(
         config["base_adapter"] = ADAPTER
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
             shutil.copytree(heads.config.base_adapter, directory / ADAPTER, dirs_exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
     (directory / CALIBRATION).unlink(missing_ok=True)
-    replace_file(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_tensors(directory / WEIGHTS, heads.state_dict())
     if provenance is not None:
         write_json(directory / PROVENANCE, provenance)
     if calibration is not None:
@@ -69,57 +66,59 @@ def save_heads(
     return directory
 
 
-def load_config(directory: str | Path) -> HeadsConfig:
-    """Read and check ``config.json``; an adapter of the base becomes a path that can be opened.
+class Native(Format):
+    """This project's own format; it holds all heads there are."""
+
+    name = "native"
+    summary = "this project, in training and decoding"
+
+    def matches(self, directory: Path) -> bool:
+        """By the config's own mark; a directory with code for transformers is a format of its own."""
+        return peek_config(directory).get("format") == FORMAT and not (directory / "custom_generate").is_dir()
+
+    def read_config(self, directory: Path) -> HeadsConfig:
+        """What ``config.json`` says; an adapter of the base becomes a path that can be opened."""
+        path, values = directory / CONFIG, read_config_file(directory)
+        if values.pop("format", None) != FORMAT:
+            raise ValueError(
+                f"heads config ({path}) is not of the format {FORMAT!r}; give a folder that training wrote"
+            )
+        if (version := values.pop("format_version", None)) != FORMAT_VERSION:
+            raise ValueError(f"heads format version ({version}) is not {FORMAT_VERSION}; update this package")
+        try:
+            config = HeadsConfig(**values)
+        except TypeError as error:
+            raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
+        if config.base_adapter:
+            config = dataclasses.replace(config, base_adapter=str((directory / config.base_adapter).resolve()))
+        return config
+
+    def load(self, directory: Path) -> DraftHeads:
+        """Heads written by ``save_heads``."""
+        config, path = self.read_config(directory), directory / WEIGHTS
+        # Copies: tensors of a file may stand at addresses that vector instructions read slowly.
+        return fill_heads(config, {name: tensor.clone() for name, tensor in read_tensors([path]).items()}, path)
+
+    def write(self, export: Export, directory: Path) -> None:
+        """All there is of the heads; nothing of the base but an adapter."""
+        save_heads(export.heads, directory, export.provenance, export.calibration)
+
+
+def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Path) -> DraftHeads:
+    """Heads with these weights, in the dtype of each.
+
+    Args:
+        config: Their shape.
+        state: Names and tensors as in the heads' ``state_dict``.
+        path: The file they come from, for errors.
 
     Raises:
-        FileNotFoundError: No such directory, or no heads in it.
-        ValueError: The file is not a config of this format.
+        ValueError: The weights do not fit the shape.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"heads directory ({directory}) does not exist; train heads first or give another path")
-    path = directory / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"heads directory ({directory}) has no {CONFIG}; give the folder that training wrote")
+    with torch.device("meta"):
+        heads = build_heads(config)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"heads config ({path}) is not valid JSON: {error}; export the heads again") from error
-    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise ValueError(f"heads config ({path}) is not of the format {FORMAT!r}; give a folder that training wrote")
-    if (version := values.pop("format_version", None)) != FORMAT_VERSION:
-        raise ValueError(f"heads format version ({version}) is not {FORMAT_VERSION}; update this package")
-    try:
-        config = HeadsConfig(**values)
-    except TypeError as error:
-        raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
-    if config.base_adapter:
-        config = dataclasses.replace(config, base_adapter=str((directory / config.base_adapter).resolve()))
-    return config
-
-
-def load_heads(
-    directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> DraftHeads:
-    """Read heads written by ``save_heads``.
-
-    Raises:
-        FileNotFoundError: The directory or one of its files is missing.
-        ValueError: The config or the weights are damaged or do not fit each other.
-    """
-    directory = Path(directory)
-    config = load_config(directory)
-    path = directory / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(f"heads directory ({directory}) has no {WEIGHTS}; copy the folder again")
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"heads file ({path}) is damaged: {error}; copy or train it again") from error
-    heads = build_heads(config)
-    try:
-        heads.load_state_dict(state)
+        heads.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ValueError(f"heads file ({path}) does not fit its {CONFIG}: {error}; copy the folder again") from error
     if heads.draft_ids is not None and not _are_tokens(heads.draft_ids, config.vocab_size):
@@ -127,7 +126,7 @@ def load_heads(
             f"heads file ({path}) is damaged: draft_ids are not ascending token ids below {config.vocab_size}; copy or"
             " train it again"
         )
-    return heads.to(device=device, dtype=dtype).eval()
+    return heads
 
 
 def _are_tokens(ids: torch.Tensor, vocab_size: int) -> bool:

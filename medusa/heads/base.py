@@ -35,7 +35,7 @@ class HeadsConfig:
     hidden_size: int
     """D, the base's hidden size."""
     vocab_size: int
-    """V, rows of the base's output layer."""
+    """V, rows of the base's output layer; 0 = not known: some formats of shared heads do not tell it."""
     num_heads: int = 4
     """K: head k (1-based) reads the hidden state at position t and predicts token t + 1 + k."""
     num_layers: int = 1
@@ -58,9 +58,11 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1; correct the heads' config")
+            value, least = getattr(self, name), 0 if name == "vocab_size" else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} ({value!r}) must be a whole number of at least {least}; correct the heads' config"
+                )
         if not 0 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size ({self.draft_vocab_size}) must be from 0 to the vocabulary's size"

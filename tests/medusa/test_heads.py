@@ -226,7 +226,7 @@ def unknown_architecture(directory):
         (damage_weights, ValueError, "is damaged"),
         (remove_weights, FileNotFoundError, r"has no heads\.safetensors"),
         (garbage_config, ValueError, "not valid JSON"),
-        (other_format, ValueError, "not of the format"),
+        (other_format, ValueError, "not of a known format"),
         (other_shape, ValueError, "does not fit its config"),
         (unknown_architecture, ValueError, "choose one of: medusa, markov, hydra, recurrent"),
     ],

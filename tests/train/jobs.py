@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from medusa.formats.native import load_heads
+from medusa.formats import load_heads
 
 ROOT = Path(__file__).parents[2]
 Job = subprocess.Popen[str]

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from data.packing import IGNORE, PackedRows
 from medusa.base_model import BaseModel
-from medusa.formats.native import load_heads
+from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from tests.train.jobs import metrics
 from train import draft_vocabulary

@@ -15,7 +15,7 @@ from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
-from medusa.formats.native import load_calibration, load_heads
+from medusa.formats import load_calibration, load_heads
 from tests.train.jobs import metrics
 from train import trainer
 from train.__main__ import main

@@ -1,0 +1,129 @@
+"""What a format of stored heads is: recognise a directory, read heads from it, write heads to one."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa.base_model import BaseModel
+from medusa.calibrate import Calibration
+from medusa.heads import DraftHeads, HeadsConfig
+
+CONFIG = "config.json"
+"""In every format: what the heads are."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export writes: the heads, and what some formats ship of the base."""
+
+    heads: DraftHeads
+    """Written in the dtype they have. Their config names the base as it is found from here: a path or a Hub id."""
+    base: BaseModel | None = None
+    """Its output layer and tokenizer are shipped by formats whose readers do not take them from the base itself."""
+    provenance: Mapping[str, Any] | None = None
+    """Where the heads come from, for formats that hold it."""
+    calibration: Calibration | None = None
+    """How often the heads are right, for formats that hold it."""
+
+
+class Format(ABC):
+    """One way to store heads in a directory; stateless.
+
+    Attributes:
+        name: Its key in ``medusa.formats.FORMATS``.
+        summary: One line: who reads it.
+    """
+
+    name: str
+    summary: str
+
+    @abstractmethod
+    def matches(self, directory: Path) -> bool:
+        """Whether a directory is of this format, by file names and config keys; damaged files are no error here."""
+
+    @abstractmethod
+    def read_config(self, directory: Path) -> HeadsConfig:
+        """The shape of the heads, without reading their weights.
+
+        Where tensors tell another number of heads than ``config.json``, tensors are right, and a warning is logged.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, or files do not fit each other.
+        """
+
+    @abstractmethod
+    def load(self, directory: Path) -> DraftHeads:
+        """The heads, on the CPU and in the dtype they are stored in.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, or files do not fit each other.
+        """
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Why heads of this shape cannot be stored in this format, a clause without remedy; "" = they can."""
+        return ""
+
+    def refusal(self, config: HeadsConfig) -> str:
+        """Why heads of this shape cannot be stored in this format and which formats can; "" = they can."""
+        from medusa.formats import holders
+
+        if reason := self.obstacle(config):
+            return f"format {self.name!r} {reason}; formats that can hold these heads: {', '.join(holders(config))}"
+        return ""
+
+    def save(self, export: Export, directory: Path) -> Path:
+        """Write heads into a directory, which is created if missing; every file appears whole or not at all.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ValueError: The format cannot hold these heads or lacks their base, or the directory is of another format.
+        """
+        if refusal := self.refusal(export.heads.config):
+            raise ValueError(refusal)
+        if (directory / CONFIG).exists() and not self.matches(directory):
+            raise ValueError(
+                f"directory ({directory}) holds a {CONFIG} that is not {self.name!r}; give a new directory"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        self.write(export, directory)
+        return directory
+
+    @abstractmethod
+    def write(self, export: Export, directory: Path) -> None:
+        """The part of ``save`` that is the format's own: heads it can hold, into a directory that is there."""
+
+
+def read_config_file(directory: Path) -> dict[str, Any]:
+    """The object in ``config.json``.
+
+    Raises:
+        FileNotFoundError: There is no such directory, or no such file in it.
+        ValueError: It is damaged.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"heads directory ({directory}) does not exist; train heads first or give another path")
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"heads directory ({directory}) has no {CONFIG}; give the folder that training wrote")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"heads config ({path}) is not valid JSON: {error}; export the heads again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"heads config ({path}) is not a JSON object; export the heads again")
+    return values
+
+
+def peek_config(directory: Path) -> dict[str, Any]:
+    """The object in ``config.json``; an empty one where that cannot be read."""
+    try:
+        return read_config_file(directory)
+    except (OSError, ValueError):
+        return {}

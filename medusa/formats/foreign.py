@@ -1,0 +1,103 @@
+"""What formats of other engines have in common: plain Medusa heads, a tensor per head and layer."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medusa.formats.base import CONFIG, Export, Format, read_config_file
+from medusa.formats.head_tensors import HeadTensors
+from medusa.formats.native import fill_heads
+from medusa.formats.tensor_files import read_tensors
+from medusa.heads import DraftHeads, HeadsConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Foreign(Format):
+    """Reading is the same for all of them; heads that are not plain Medusa heads fit none."""
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """What these engines have no code for."""
+        if config.architecture != "medusa":
+            return f"cannot hold heads of the architecture {config.architecture!r}"
+        if config.feature_layers:
+            return "cannot hold heads that read feature layers"
+        if config.base_adapter:
+            return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
+        if config.draft_vocab_size:
+            return "cannot hold a draft vocabulary"
+        return ""
+
+    @abstractmethod
+    def files(self, directory: Path) -> list[Path]:
+        """The files that the heads' tensors are in; they may be missing."""
+
+    def read_config(self, directory: Path) -> HeadsConfig:
+        """From the tensors' shapes; what only ``config.json`` tells is taken from there."""
+        values = read_config_file(directory)
+        return _config(self._tensors(directory, values), values, directory)
+
+    def load(self, directory: Path) -> DraftHeads:
+        """The heads, out of all files."""
+        values = read_config_file(directory)
+        tensors = self._tensors(directory, values)
+        config = _config(tensors, values, directory)
+        return fill_heads(config, tensors.state(), self.files(directory)[0])
+
+    def _tensors(self, directory: Path, values: Mapping[str, Any]) -> HeadTensors:
+        tensors = HeadTensors(directory)
+        for name, tensor in read_tensors(self.files(directory)).items():
+            tensors.add(name, tensor)
+        if values.get("original_lm_head"):
+            tensors.share_output()
+        tensors.check()
+        return tensors
+
+
+def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) -> HeadsConfig:
+    """The shape of the heads: the tensors', and where they do not tell it, the config's."""
+    for keys, counted in (
+        (("medusa_num_heads", "num_heads"), tensors.num_heads),
+        (("medusa_num_layers", "num_hidden_layers"), tensors.num_layers),
+        (("hidden_size",), tensors.hidden_size),
+    ):
+        for key in keys:
+            if values.get(key, counted) != counted:
+                logger.warning(
+                    "heads config (%s) says %s %s; the tensors hold %d, and are right",
+                    directory / CONFIG, key, values[key], counted,
+                )  # fmt: skip
+    draft_vocab_size = 0 if tensors.token_map is None else len(tensors.token_map)
+    rows = len(tensors.all_outputs[0]) if tensors.all_outputs else 0
+    return HeadsConfig(
+        hidden_size=tensors.hidden_size,
+        vocab_size=rows if rows > draft_vocab_size else values.get("vocab_size") or 0,
+        num_heads=tensors.num_heads,
+        num_layers=tensors.num_layers,
+        own_lm_heads=bool(tensors.outputs),
+        base=str(values.get("base_model_name_or_path") or ""),
+        draft_vocab_size=draft_vocab_size,
+    )
+
+
+def shape_values(export: Export, name: str) -> dict[str, Any]:
+    """Config keys that all formats have: where the base is, and the sizes.
+
+    Raises:
+        ValueError: The heads name no base, or are of another one.
+    """
+    config, base = export.heads.config, export.base
+    if not (where := config.base or (base.name if base else "")):
+        raise ValueError(f"heads name no base and format {name!r} has to; give the base too")
+    if base is not None and config.vocab_size not in (0, base.vocab_size):
+        raise ValueError(
+            f"heads' vocabulary ({config.vocab_size}) is not the base's ({base.vocab_size}, {base.name}); give the base"
+            f" of these heads, {config.base}"
+        )
+    vocab_size = config.vocab_size or (base.vocab_size if base else 0)
+    return {
+        "base_model_name_or_path": str(Path(where).resolve()) if Path(where).is_dir() else where,
+        "hidden_size": config.hidden_size,
+    } | ({"vocab_size": vocab_size} if vocab_size else {})

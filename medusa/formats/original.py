@@ -1,0 +1,104 @@
+"""Heads as FasterDecoding/Medusa stores them: ``medusa_lm_head`` as .pt or .safetensors, names as in ``head_tensors``.
+
+Version 1 has an output layer for every head, version 2 shares the base's.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from medusa.files import write_json
+from medusa.formats.base import CONFIG, Export, peek_config
+from medusa.formats.foreign import Foreign, shape_values
+from medusa.formats.head_tensors import head_tensors
+from medusa.formats.tensor_files import write_tensors
+from medusa.heads import HeadsConfig
+
+PICKLE = "medusa_lm_head.pt"
+SAFETENSORS = "medusa_lm_head.safetensors"
+
+
+class MedusaV1(Foreign):
+    """Every head has its own output layer."""
+
+    name = "medusa-v1"
+    summary = "FasterDecoding/Medusa and TensorRT-LLM, an output layer per head"
+    weights = PICKLE
+    """What is written; the original's code reads no other file."""
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Medusa heads with output layers of their own."""
+        shared = "" if config.own_lm_heads else "holds an output layer per head and these heads share the base's"
+        return super().obstacle(config) or shared
+
+    def matches(self, directory: Path) -> bool:
+        """By the config keys, the version, and the name of the weights."""
+        return _is_original(directory) and not is_version_2(peek_config(directory))
+
+    def files(self, directory: Path) -> list[Path]:
+        """The safe one of the two where both are there."""
+        path = directory / SAFETENSORS
+        return [path if path.is_file() else directory / PICKLE]
+
+    def write(self, export: Export, directory: Path) -> None:
+        """Weights and config."""
+        values = original_values(export, self.name)
+        write_tensors(directory / self.weights, original_tensors(export))
+        write_json(directory / CONFIG, values)
+
+
+class MedusaV2(MedusaV1):
+    """All heads share the base's output layer."""
+
+    name = "medusa-v2"
+    summary = "FasterDecoding/Medusa, version 2: heads share the base's output layer"
+    weights = SAFETENSORS
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Medusa heads that share the base's output layer."""
+        own = "shares the base's output layer and these heads have their own" if config.own_lm_heads else ""
+        return Foreign.obstacle(self, config) or own
+
+    def matches(self, directory: Path) -> bool:
+        """By the config keys, the version, and the name of the weights."""
+        return _is_original(directory) and is_version_2(peek_config(directory))
+
+
+def _is_original(directory: Path) -> bool:
+    named = any((directory / name).is_file() for name in (PICKLE, SAFETENSORS))
+    return named and has_original_config(directory)
+
+
+def has_original_config(directory: Path) -> bool:
+    """Whether a config is one that the original's code and the engines that followed it read."""
+    values = peek_config(directory)
+    return "medusa_num_heads" in values and values.get("model_type") != "medusa"
+
+
+def is_version_2(values: Mapping[str, Any]) -> bool:
+    """Whether a config says that heads share the base's output layer."""
+    try:
+        return float(values.get("version", 1)) >= 2
+    except (TypeError, ValueError):
+        return False
+
+
+def original_tensors(export: Export) -> dict[str, Tensor]:
+    """The heads under the original's names."""
+    return head_tensors(export.heads, "{head}.{layer}.linear", "{head}.{layer}")
+
+
+def original_values(export: Export, name: str) -> dict[str, Any]:
+    """The original's config for the heads.
+
+    Raises:
+        ValueError: The heads name no base, or are of another one.
+    """
+    config = export.heads.config
+    return shape_values(export, name) | {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "version": "1" if config.own_lm_heads else "2",
+    }

@@ -1,0 +1,75 @@
+"""Files of named tensors: safetensors, and the pickles of older tools as far as they hold tensors and nothing else."""
+
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa.files import replace_file
+
+# What torch's unpickler meets in bytes that are no state dict.
+DAMAGE = (
+    AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError,
+    struct.error,
+)  # fmt: skip
+
+
+def read_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of one or more files, on the CPU; large ones are mapped and not read until they are used.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, or is a pickle of more than tensors: loading that could run code.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"heads directory ({path.parent}) has no {path.name}; copy the folder again")
+        tensors |= _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"heads file ({path}) is damaged: {error}; copy or train it again") from error
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    remedy = "copy it again, or get these heads as .safetensors"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except DAMAGE as error:
+        if "GLOBAL" in str(error):
+            raise ValueError(
+                f"heads file ({path}) is a pickle of more than tensors and could run code: it is not loaded; get these"
+                " heads as .safetensors"
+            ) from error
+        raise ValueError(f"heads file ({path}) is damaged: it is no file of tensors; {remedy}") from error
+    named = isinstance(state, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    )
+    if not named:
+        raise ValueError(f"heads file ({path}) does not hold tensors by name; {remedy}")
+    return dict(state)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors, or as a pickle where the name ends in .pt; the file appears whole or not at all.
+
+    Args:
+        path: The file.
+        tensors: None of them a part of another one.
+    """
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if path.suffix == ".pt":
+        replace_file(path, lambda beside: torch.save(plain, beside))
+    else:
+        replace_file(path, lambda beside: save_file(plain, beside, metadata={"format": "pt"}))

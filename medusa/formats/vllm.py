@@ -1,0 +1,126 @@
+"""Heads for vLLM up to 0.32, which is the last with Medusa, and one directory that vLLM, TGI and LoRAX all read.
+
+Source: vllm/model_executor/models/medusa.py, transformers_utils/configs/medusa.py and config/speculative.py of 0.32.0.
+vLLM does not take the base's output layer from the base: ``original_lm_head`` says that a copy of it lies beside the
+heads. It leaves out biases unless ``medusa_fc_bias`` says that there are some.
+"""
+
+import dataclasses
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from medusa.base_model import BaseModel
+from medusa.files import replace_file, write_json
+from medusa.formats.base import CONFIG, Export, peek_config
+from medusa.formats.foreign import Foreign, shape_values
+from medusa.formats.head_tensors import head_tensors
+from medusa.formats.original import PICKLE, SAFETENSORS, original_tensors, original_values
+from medusa.formats.tensor_files import write_tensors
+from medusa.formats.tgi import Tgi
+from medusa.heads import HeadsConfig
+
+WEIGHTS = "model.safetensors"
+BASE_OUTPUT = "lm_head.safetensors"
+
+
+class Vllm(Foreign):
+    """vLLM's own names; all versions with Medusa read them."""
+
+    name = "vllm"
+    summary = 'vLLM up to 0.32: speculative_config={"method": "medusa", "model": DIR, ..}'
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Medusa heads; a draft vocabulary where they share the output layer."""
+        if config.draft_vocab_size and config.own_lm_heads:
+            return "cannot hold a draft vocabulary of heads that have their own output layers"
+        whole = dataclasses.replace(config, draft_vocab_size=0)
+        return super().obstacle(whole)
+
+    def matches(self, directory: Path) -> bool:
+        """By the model type; a config with the original's keys too is a universal one."""
+        values = peek_config(directory)
+        return values.get("model_type") == "medusa" and "medusa_num_heads" not in values
+
+    def files(self, directory: Path) -> list[Path]:
+        """All safetensors there are, or else the original's pickle."""
+        return sorted(directory.glob("*.safetensors")) or [directory / PICKLE]
+
+    def write(self, export: Export, directory: Path) -> None:
+        """Weights with what they need of the base, and config."""
+        config = export.heads.config
+        values = shape_values(export, self.name) | vllm_values(config)
+        values |= {"num_heads": config.num_heads, "num_hidden_layers": config.num_layers}
+        tensors = head_tensors(export.heads, "blocks.{head}.layers.{layer}", "lm_heads.{head}")
+        if not config.own_lm_heads:
+            output = base_output(export, self.name)
+            if export.heads.draft_ids is not None:
+                tensors["token_map"] = export.heads.draft_ids
+                output = output[export.heads.draft_ids.to(output.device)]
+                values["truncated_vocab_size"] = config.draft_vocab_size
+            tensors["lm_head.weight"] = output
+        write_tensors(directory / WEIGHTS, tensors)
+        write_json(directory / CONFIG, values)
+
+
+class Universal(Tgi):
+    """The original's names and both kinds of config keys; the copy of the base's output layer is a file of its own.
+
+    TGI would take a copy beside the heads for the base's own output layer, and refuse to have two.
+    """
+
+    name = "universal"
+    summary = "vLLM 0.32, Text Generation Inference and LoRAX, one directory for all three"
+
+    def matches(self, directory: Path) -> bool:
+        """By the model type and the original's keys."""
+        values = peek_config(directory)
+        return values.get("model_type") == "medusa" and "medusa_num_heads" in values
+
+    def files(self, directory: Path) -> list[Path]:
+        """All safetensors there are, or else the original's pickle."""
+        return sorted(directory.glob("*.safetensors")) or [directory / PICKLE]
+
+    def write(self, export: Export, directory: Path) -> None:
+        """Weights, what they need of the base, the base's tokenizer where it is known, and config."""
+        values = original_values(export, self.name) | vllm_values(export.heads.config)
+        if export.heads.config.own_lm_heads:
+            (directory / BASE_OUTPUT).unlink(missing_ok=True)
+        else:
+            write_tensors(directory / BASE_OUTPUT, {"lm_heads.0.weight": base_output(export, self.name)})
+        write_tensors(directory / SAFETENSORS, original_tensors(export))
+        if export.base is not None:
+            _write_tokenizer(export.base, directory)
+        write_json(directory / CONFIG, values)
+
+
+def vllm_values(config: HeadsConfig) -> dict[str, Any]:
+    """Config keys that only vLLM reads."""
+    return {"model_type": "medusa", "medusa_fc_bias": True, "original_lm_head": not config.own_lm_heads}
+
+
+def base_output(export: Export, name: str) -> Tensor:
+    """The base's output layer [V, D], as far as the format can hold it.
+
+    Raises:
+        ValueError: There is no base, or its output layer is more than a matrix.
+    """
+    if export.base is None:
+        raise ValueError(f"format {name!r} ships the output layer of the base and no base is given; give the base too")
+    if getattr(export.base.model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(
+            f"output layer of the base ({export.base.name}) has a bias and format {name!r} cannot hold it; choose"
+            " another format"
+        )
+    return export.base.lm_head_weight
+
+
+def _write_tokenizer(base: BaseModel, directory: Path) -> None:
+    with tempfile.TemporaryDirectory() as beside:
+        base.tokenizer.save_pretrained(beside)
+        for source in Path(beside).iterdir():
+            replace_file(directory / source.name, functools.partial(shutil.copyfile, source))
