@@ -202,7 +202,7 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
             "--out",
             tmp_path / "out",
             "--push",
-            "heads",
+            "tester/heads",
             "--private",
             "--message",
             "A test",
