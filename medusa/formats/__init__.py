@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from medusa.formats.base import Export, Format, read_config_file
+from medusa.formats.custom_generate import CustomGenerate
 from medusa.formats.native import Native, load_calibration, save_heads
 from medusa.formats.original import MedusaV1, MedusaV2
 from medusa.formats.tgi import Lorax, Tgi
@@ -12,7 +13,8 @@ from medusa.formats.vllm import Universal, Vllm
 from medusa.heads import DraftHeads, HeadsConfig
 
 FORMATS: dict[str, Format] = {
-    each.name: each for each in (Native(), MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
+    each.name: each
+    for each in (Native(), MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal(), CustomGenerate())
 }
 """By name; a directory that is of several formats counts as the first of them."""
 

@@ -1,0 +1,43 @@
+"""A Hub repository with which plain transformers decodes: native heads, and the code that reads them beside them."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+from medusa.files import replace_file
+from medusa.formats.base import Export
+from medusa.formats.native import WEIGHTS, Native
+from medusa.heads import HeadsConfig
+
+CODE = "custom_generate"
+"""Where transformers looks for code."""
+REPOSITORY = Path(__file__).with_name("repository")
+"""The code, copied as it is."""
+ARCHITECTURES = ("medusa", "markov", "hydra", "recurrent")
+"""Those whose drafting ``repository/heads.py`` knows."""
+
+
+class CustomGenerate(Native):
+    """``model.generate(custom_generate=DIR, trust_remote_code=True)`` decodes with the heads, this package or not."""
+
+    name = "custom-generate"
+    summary = "plain transformers: model.generate(custom_generate=DIR, trust_remote_code=True)"
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Known architectures; code that decodes with a model does not change it."""
+        if config.architecture not in ARCHITECTURES:
+            return f"cannot hold heads of the architecture {config.architecture!r}"
+        if config.base_adapter:
+            return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
+        return ""
+
+    def matches(self, directory: Path) -> bool:
+        """By the code and the weights."""
+        return (directory / CODE / "generate.py").is_file() and (directory / WEIGHTS).is_file()
+
+    def write(self, export: Export, directory: Path) -> None:
+        """The code, then the heads as the native format has them."""
+        (directory / CODE).mkdir(exist_ok=True)
+        for source in REPOSITORY.glob("*.*"):
+            replace_file(directory / CODE / source.name, partial(shutil.copyfile, source))
+        super().write(export, directory)

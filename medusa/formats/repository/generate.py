@@ -1,0 +1,263 @@
+"""Decode a causal language model with the heads of this repository, several tokens per forward pass.
+
+    model.generate(**inputs, custom_generate="user/heads", trust_remote_code=True, max_new_tokens=200)
+
+In each pass the heads draft a tree of likely continuations and the model verifies the whole tree. Tokens are chosen as
+the model alone would choose them, so greedy text and the law of sampled text stay its own. This needs torch and
+transformers only.
+
+Legend: B sequences, T tokens, L cached rows, N tree nodes with the root, A rows of the longest accepted path, D hidden
+size, F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text: its keys and values are not
+cached yet.
+"""
+
+import inspect
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import cached_file
+
+from .heads import Base, Heads, Tree
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+OF_BATCHES = ("Encoder", "PrefixConstrained", "UnbatchedClassifierFree")  # processors that must see a whole batch
+HOLE = -1  # position of a cached row that nobody sees
+
+_loaded: weakref.WeakKeyDictionary[Any, tuple[Any, Heads]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def generate(
+    model: Any, heads: str | None = None, nodes: int | None = None, streamer: Any = None, **kwargs: Any
+) -> Any:
+    """What ``model.generate`` returns, in fewer forward passes.
+
+    Args:
+        model: A causal language model of transformers: the one that the heads were trained on.
+        heads: Directory or Hub id of the heads; None = what the caller passed as ``custom_generate``.
+        nodes: Tree nodes per pass with the root; None = 16 on a CPU and 64 elsewhere, 1 = plain decoding.
+        streamer: As in ``model.generate``.
+        kwargs: All other arguments of ``model.generate``.
+
+    Raises:
+        OSError: There are no heads.
+        ValueError: The heads are damaged or belong to another model, the model cannot verify trees, or an argument is
+            one that decoding with heads cannot heed.
+    """
+    nodes = (16 if model.device.type == "cpu" else 64) if nodes is None else nodes
+    if nodes < 1:
+        raise ValueError(f"nodes ({nodes}) must be at least 1; 1 is plain decoding")
+    for name in ("assistant_model", "inputs_embeds", "past_key_values", "synced_gpus"):
+        if kwargs.get(name) not in (None, False):
+            raise ValueError(f"{name} cannot be combined with heads; leave it or custom_generate out")
+    if kwargs.get("stop_strings") and kwargs.get("tokenizer"):  # transformers loses the tokenizer on the way
+        stop = StopStringCriteria(kwargs.pop("tokenizer"), kwargs.pop("stop_strings"))
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), stop])
+    hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+    base, loaded = _load(model, heads or _custom_generate(), hub)
+
+    def decode(_: Any, input_ids: Tensor, **prepared: Any) -> Any:
+        return _decode(base, loaded, nodes, streamer, input_ids, **prepared)
+
+    return GenerationMixin.generate(model, custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def _custom_generate() -> str:
+    """What the caller passed as ``custom_generate``: transformers runs a copy of this file and does not hand it on."""
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe()
+    while frame.f_code is not code:
+        if frame.f_back is None:
+            raise ValueError("heads (None) must be named where this function is called by itself; pass heads=DIRECTORY")
+        frame = frame.f_back
+    return str(frame.f_locals["custom_generate"])
+
+
+def _load(model: Any, source: str, hub: dict[str, Any]) -> tuple[Base, Heads]:
+    """The heads of a directory or Hub repository; they stay loaded as long as the model and their files do."""
+    if model.config.is_encoder_decoder or model._is_stateful:
+        raise ValueError(f"model ({type(model).__name__}) is not a decoder with attention; leave custom_generate out")
+    if (attention := model.config.get_text_config()._attn_implementation) not in ("eager", "sdpa"):
+        raise ValueError(f"attention ({attention}) takes no tree masks; load the model with attn_implementation='sdpa'")
+    config, weights = (Path(cached_file(source, name, **hub)) for name in ("config.json", "heads.safetensors"))
+    base = Base(model)
+    key = (config, weights, weights.stat().st_mtime_ns, base.dtype, base.device)
+    if model not in _loaded or _loaded[model][0] != key:
+        heads = Heads.load(base, config, weights)
+        _self_test(base, heads)
+        _loaded[model] = key, heads
+    return base, _loaded[model][1]
+
+
+def _self_test(base: Base, heads: Heads) -> None:
+    """Refuse a model that computes something else over the nodes of a tree than over their paths as plain text."""
+    unable = f"model ({base.config.model_type}) cannot verify trees"
+    tokens_1T = torch.tensor([[(7 * i + 3) % base.config.vocab_size for i in range(9)]], device=base.device)
+    positions_1T = torch.arange(9, device=base.device)[None]
+    tree = Tree.of(tokens_1T[:, 5:], torch.tensor([[0, 0, 0, 1]], device=base.device), depth=2)
+    try:
+        rows = Rows(base, heads.feature_layers)
+        rows.prefill(tokens_1T[:, :5], positions_1T[:, :5], None)
+        rows.keep([[0]])
+        hidden_F, other_F = rows.verify(tree, positions_1T[:, -1:])[0, 2:]
+        ours_2V = base.logits(torch.stack([hidden_F, other_F])[:, : base.config.hidden_size]).float()
+        paths = ([0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 5, 6, 8])
+        plain = (base.model(input_ids=tokens_1T[:, path], use_cache=False).logits[0, -1] for path in paths)
+        theirs_2V = torch.stack([*plain]).float().to(base.device)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{unable}: {error!r}; leave custom_generate out") from error
+    worst = ((ours_2V - theirs_2V).abs().amax(-1) / theirs_2V.std(-1)).max().item()
+    if not worst < (1e-3 if base.dtype in (torch.float32, torch.float64) else 0.2):
+        raise ValueError(f"{unable}: logits are off by {worst:.2g} standard deviations; leave custom_generate out")
+
+
+def _decode(
+    base: Base, heads: Heads, nodes: int, streamer: Any, input_ids: Tensor, generation_config: Any,
+    position_ids: Tensor, logits_processor: Any, stopping_criteria: Any, attention_mask: Tensor | None = None,
+    **inputs: Any,
+) -> Any:  # fmt: skip
+    """What transformers calls in the place of its own loops, with everything prepared for them."""
+    config, (batch, length) = generation_config, input_ids.shape
+    _check(config, batch, logits_processor, inputs)
+    texts = [Text(ids, config, logits_processor, stopping_criteria, streamer) for ids in input_ids.split(1)]
+    rows, index_B = Rows(base, heads.feature_layers), torch.arange(batch, device=base.device)
+    last_B1 = (position_ids[:, -1:] + config.max_length - length).to(base.device)
+    tree = Tree.of(input_ids[:, -1:].to(base.device), torch.zeros_like(last_B1), depth=0)
+    hidden_BNF = rows.prefill(input_ids, position_ids, attention_mask)
+    while True:
+        logits_BNV = base.logits(hidden_BNF[..., : base.config.hidden_size])
+        paths = [text.follow(*drafted) for text, *drafted in zip(texts, tree.children(), logits_BNV, strict=True)]
+        rows.keep(paths)
+        if all(text.done for text in texts):
+            break
+        leaves_B = torch.tensor([path[-1] if path else 0 for path in paths], device=base.device)
+        roots_B = torch.cat([text.ids[0, -1:] for text in texts]).to(base.device)
+        tree = heads.draft(base, roots_B, hidden_BNF[index_B, leaves_B], nodes)
+        hidden_BNF = rows.verify(tree, last_B1)
+    if streamer is not None:
+        streamer.end()
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    sequences = pad_sequence([text.ids[0] for text in texts], batch_first=True, padding_value=pad)
+    if not config.return_dict_in_generate:
+        return sequences
+    scores = tuple(texts[0].scores) if config.output_scores else None
+    logits = tuple(texts[0].logits) if config.output_logits else None
+    cache = rows.cache if batch == 1 else None  # with holes it is of no use to others
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
+
+
+def _check(config: Any, batch: int, processors: Any, inputs: dict[str, Any]) -> None:
+    """Refuse what would be ignored."""
+    unheeded = [*(inputs.keys() - {"past_key_values", "use_cache", "logits_to_keep"})]
+    unheeded += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
+    if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
+        unheeded.append(mode)
+    if batch > 1:
+        unheeded += [name for name in ("output_scores", "output_logits") if getattr(config, name)]
+        unheeded += [name for p in processors if (name := type(p).__name__).startswith(OF_BATCHES)]
+    if unheeded:
+        raise ValueError(f"{', '.join(unheeded)} (batch {batch}) cannot be heeded; leave it or custom_generate out")
+
+
+class Text:
+    """One sequence, which chooses its tokens as transformers does: one by one, with the same random numbers."""
+
+    def __init__(self, ids_1T: Tensor, config: Any, processors: Any, criteria: Any, streamer: Any) -> None:
+        self.ids, self.done = ids_1T, False
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self._config, self._processors, self._criteria, self._streamer = config, processors, criteria, streamer
+
+    def follow(self, children: dict[tuple[int, int], int], logits_NV: Tensor) -> list[int]:
+        """Choose a token, and more as long as each was drafted.
+
+        Args:
+            children: Node by its parent and its token.
+            logits_NV: The model's, behind each node.
+
+        Returns:
+            The nodes behind which a token was chosen, the root first; none if the text was done before.
+        """
+        path: list[int] = []
+        node = None if self.done else 0
+        while node is not None:
+            path.append(node)
+            token = self._choose(logits_NV[node, None])
+            node = None if self.done else children.get((node, token))
+        return path
+
+    def _choose(self, logits_1V: Tensor) -> int:
+        config, logits_1V = self._config, logits_1V.to(self.ids.device, torch.float32, copy=True)
+        scores_1V = self._processors(self.ids, logits_1V)
+        if config.return_dict_in_generate:
+            self.scores += [scores_1V] if config.output_scores else []
+            self.logits += [logits_1V] if config.output_logits else []
+        token_1 = torch.multinomial(scores_1V.softmax(-1), 1)[0] if config.do_sample else scores_1V.argmax(-1)
+        self.ids = torch.cat([self.ids, token_1[None]], dim=1)
+        self.done = bool(self._criteria(self.ids, tuple(self.scores) or None))
+        if self._streamer is not None:
+            self._streamer.put(token_1.cpu())
+        return int(token_1)
+
+
+class Rows:
+    """The model over its cache. Where sequences keep different numbers of rows, the shorter ones get holes."""
+
+    def __init__(self, base: Base, feature_layers: list[int]) -> None:
+        self.cache = DynamicCache()
+        self._base, self._layers = base, feature_layers
+        self._kept = self._new = torch.empty(0)  # positions [B, L] of kept rows, [B, N] of those of the last pass
+
+    def prefill(self, tokens_BT: Tensor, positions_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Hidden states [B, 1, F] behind the prompts."""
+        self._kept, self._new = positions_BT.to(self._base.device).tensor_split([-1], dim=1)
+        if mask_BT is not None:
+            self._kept = self._kept.where(mask_BT[:, :-1].to(self._base.device) > 0, HOLE)
+        return self._forward(tokens_BT, positions_BT, mask_BT)[:, -1:]
+
+    def verify(self, tree: Tree, last_B1: Tensor) -> Tensor:
+        """Hidden states [B, N, F] of trees; what is behind the positions ``last_B1`` will not be asked for."""
+        self._new = (self._kept.amax(1, keepdim=True) + tree.ancestors.sum(-1)).minimum(last_B1)
+        return self._forward(tree.tokens, self._new, self._masks(tree))
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Keep one path of the last pass per sequence."""
+        start, longest = self._kept.shape[1], max(map(len, paths))
+        path_BA = torch.tensor([path + [HOLE] * (longest - len(path)) for path in paths], device=self._base.device)
+        nodes_BA = path_BA.clamp(min=0)
+        self._kept = torch.cat([self._kept, self._new.gather(1, nodes_BA).where(path_BA != HOLE, HOLE)], dim=1)
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                rows_BHLD = getattr(layer, name)
+                index = (start + nodes_BA)[:, None, :, None].to(rows_BHLD.device)
+                index = index.expand(-1, rows_BHLD.shape[1], -1, rows_BHLD.shape[3])
+                rows_BHLD[:, :, start : start + longest] = rows_BHLD.gather(2, index)
+                setattr(layer, name, rows_BHLD[:, :, : start + longest])
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
+        out = self._base.decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True,
+            output_hidden_states=bool(self._layers), return_dict=True,
+        )  # fmt: skip
+        hidden = out.last_hidden_state.to(self._base.device)
+        return torch.cat([hidden, *(out.hidden_states[layer].to(hidden) for layer in self._layers)], dim=-1)
+
+    def _masks(self, tree: Tree) -> Any:
+        """What is added to attention scores [B, 1, N, L + N], by kind of layer where there are several."""
+        config, dtype = self._base.config, self._base.dtype
+        seen = (self._kept != HOLE)[:, None].expand(-1, tree.tokens.shape[1], -1)
+        seen = torch.cat([seen, tree.ancestors], dim=-1)
+        masks = {"full_attention": seen}
+        if window := getattr(config, "sliding_window", None):
+            distance = self._new[..., None] - torch.cat([self._kept, self._new], dim=1)[:, None]
+            masks["sliding_attention"] = seen & (distance < window)
+        kinds = set(getattr(config, "layer_types", None) or [*masks][-1:])
+        zero = torch.zeros((), dtype=dtype, device=seen.device)
+        biases = {kind: torch.where(masks[kind], zero, torch.finfo(dtype).min)[:, None] for kind in kinds}
+        return biases if len(biases) > 1 else biases.popitem()[1]
