@@ -37,18 +37,16 @@ def _export(words: Sequence[str]) -> int:
     import torch
 
     from medusa.export import export
-    from medusa.hub import push
+    from medusa.hub import is_hub_id, push
 
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     made = export(options.heads, options.format, options.out, options.base, dtype, options.push or "")
-    report: dict[str, Any] = {
-        "kind": "export", "heads": options.heads, "format": options.format, "base": made.heads.config.base,
-        "out": options.out,
-    }  # fmt: skip
+    base = made.heads.config.base
+    report = {"kind": "export", "heads": options.heads, "format": options.format, "base": base, "out": options.out}
     print(f"{options.format}: {options.out}")
     if options.push:
-        if Path(made.heads.config.base).is_dir():
-            note = f"base ({made.heads.config.base}) is on this machine; others must name theirs (--base NAME)"
+        if not is_hub_id(base):
+            note = f"base ({base or 'not named'}) is not on the Hub: others must give theirs; --base names one that is"
             print(note, file=sys.stderr)
         report["url"] = push(options.out, options.push, options.private or None, options.revision, options.message)
         print(report["url"])
@@ -75,6 +73,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     alone = [f"--{name}" for name in WITH_PUSH if getattr(options, name) and not options.push]
     if alone:
         parser.error(f"{alone[0]} belongs to a push; give --push user/repo too")
+    if options.push and options.push.count("/") != 1:
+        parser.error(f"--push ({options.push}) must be named with its owner; give user/repo")
     if Path(options.out).exists() and Path(options.heads).exists() and Path(options.out).samefile(options.heads):
         parser.error(f"--out ({options.out}) is where the heads are; give another directory")
     return options

@@ -72,7 +72,7 @@ def push(
 
     Args:
         directory: Heads in any format, with their card; hidden files are left out.
-        repo: "user/heads", or "heads" for the one who is logged in.
+        repo: "user/heads".
         private: Of a new repository; None = as its owner's settings say, which is public by default.
         revision: Branch to commit to, created where it is missing; None = main.
         message: Of the commit.
@@ -81,28 +81,31 @@ def push(
         Address of the page.
 
     Raises:
-        ValueError: It must be private, and is there already for everyone to see; or it holds something else than heads.
+        ValueError: It must be private, and is there already for everyone to see; it holds something else than heads; or
+            its name lacks the owner.
         OSError: The Hub refuses, or cannot be reached; one sentence.
     """
+    if "/" not in repo or not HUB_ID.fullmatch(repo):
+        raise ValueError(f"repository ({repo}) must be named with its owner; give user/heads")
     api = HfApi()
     with _one_sentence(f"heads cannot be pushed to the Hub ({repo})"):
         url = api.create_repo(repo, private=private, exist_ok=True)
-        if private and not api.repo_info(url.repo_id).private:
+        if private and not api.repo_info(repo).private:
             raise ValueError(
                 f"repository ({url}) is there already and public, which private does not change; make it private in its"
                 " settings, or push to another one"
             )
         if revision and not revision.startswith("refs/"):
-            api.create_branch(url.repo_id, branch=revision, exist_ok=True)
+            api.create_branch(repo, branch=revision, exist_ok=True)
         files = _files(Path(directory))
-        there = api.list_repo_files(url.repo_id, revision=revision)
-        if CONFIG in there and not _is_of_heads(_text(api, url.repo_id, CONFIG, revision)):
+        there = api.list_repo_files(repo, revision=revision)
+        if CONFIG in there and not _is_of_heads(_text(api, repo, CONFIG, revision)):
             raise ValueError(f"repository ({url}) holds another model, which heads would damage; push to another one")
-        if CARD in there and CARD_MARK not in _text(api, url.repo_id, CARD, revision):
+        if CARD in there and CARD_MARK not in _text(api, repo, CARD, revision):
             files.pop(CARD, None)
         stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
         api.create_commit(  # upload_folder may cut a push into several commits
-            url.repo_id,
+            repo,
             [CommitOperationAdd(name, path) for name, path in files.items()]
             + [CommitOperationDelete(name) for name in stale],
             commit_message=message or "Draft heads",

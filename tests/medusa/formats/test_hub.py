@@ -47,7 +47,7 @@ def on_disk(directory):
 
 def test_pushed_heads_come_back_byte_for_byte(hub, heads_directory):
     (heads_directory / ".secret").write_text("stays here")
-    assert push(heads_directory, "heads") == f"{hub.url}/{REPO}"
+    assert push(heads_directory, REPO) == f"{hub.url}/{REPO}"
     sent = hub.files(REPO)
     expected = on_disk(heads_directory)
     del expected[".secret"]
@@ -193,7 +193,19 @@ def test_pushing_without_the_right_to(hub, heads_directory, monkeypatch):
     assert "rights to create a model under the namespace somebody" in message
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "status 401" in refused(lambda: push(heads_directory, REPO))
+    with pytest.raises(ValueError, match="must be named with its owner; give user/heads"):
+        push(heads_directory, "heads")
     assert not hub.repositories
+
+
+def test_a_repository_of_another_model_is_not_touched(hub, heads_directory):
+    push(heads_directory, REPO)
+    repository = hub.repositories[REPO]
+    llama = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weights"}
+    repository.commit("main", llama, "a model")
+    with pytest.raises(ValueError, match="holds another model, which heads would damage; push to another one"):
+        push(heads_directory, REPO)
+    assert hub.files(REPO) == llama
 
 
 def test_a_hub_that_is_not_there(hub, heads_directory, monkeypatch):
