@@ -71,4 +71,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if path.suffix == ".pt":
         replace_file(path, lambda beside: torch.save(plain, beside))
     else:
-        replace_file(path, lambda beside: save_file(plain, beside, metadata={"format": "pt"}))
+        replace_file(path, lambda beside: _save(plain, beside))
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file that others may read as they may read any new file: safetensors makes it its owner's alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)

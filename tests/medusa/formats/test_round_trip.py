@@ -241,3 +241,8 @@ def test_native_exports_keep_provenance_and_calibration(new_heads, tmp_path):
 def test_an_unknown_format_names_the_known(new_heads, tmp_path):
     with pytest.raises(ValueError, match=r"format \('gguf'\) is not known; choose one of: native, .*universal"):
         export_heads(Export(new_heads("shared")), "gguf", tmp_path)
+
+
+def test_who_may_read_new_files_may_read_weights(base, new_heads, tmp_path):
+    directory = export_heads(Export(new_heads("shared"), base), "universal", tmp_path / "heads")
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1
