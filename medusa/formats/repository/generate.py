@@ -242,6 +242,7 @@ class Rows:
         self._kept, self._new = positions_BT.to(self._base.device).tensor_split([-1], dim=1)
         if mask_BT is not None:
             self._kept = self._kept.where(mask_BT[:, :-1].to(self._base.device) > 0, HOLE)
+            mask_BT = mask_BT.to(self._base.model.device)
         return self._forward(tokens_BT, positions_BT, mask_BT)[:, -1:]
 
     def verify(self, tree: Tree, last_B1: Tensor) -> Tensor:
@@ -264,9 +265,10 @@ class Rows:
                 setattr(layer, name, rows_BHLD[:, :, : start + longest])
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
+        device = self._base.model.device
         out = self._base.decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True,
-            output_hidden_states=bool(self._layers), return_dict=True,
+            input_ids=tokens.to(device), position_ids=positions.to(device), attention_mask=mask, return_dict=True,
+            past_key_values=self.cache, use_cache=True, output_hidden_states=bool(self._layers),
         )  # fmt: skip
         hidden = out.last_hidden_state.to(self._base.device)
         return torch.cat([hidden, *(out.hidden_states[layer].to(hidden) for layer in self._layers)], dim=-1)

@@ -419,7 +419,7 @@ def of_family(family, **options):
     return AutoModelForCausalLM.from_config(config).double().eval()
 
 
-QUICK = ("cohere2", "gpt2", "mistral")
+QUICK = ("gpt2", "mistral")
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES])
