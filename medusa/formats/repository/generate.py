@@ -27,7 +27,8 @@ from transformers.utils import cached_file
 from .heads import Base, Heads, Tree
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-OF_BATCHES = ("Encoder", "PrefixConstrained", "UnbatchedClassifierFree")  # processors that must see a whole batch
+ONE_BY_ONE = "transformers.generation.logits_process"  # its processors treat a batch's rows alike, except for those
+OF_BATCHES = ("Encoder", "PrefixConstrained", "RepetitionPenalty")
 HOLE = -1  # position of a cached row that nobody sees
 
 _loaded: weakref.WeakKeyDictionary[Any, tuple[Any, Heads]] = weakref.WeakKeyDictionary()
@@ -85,7 +86,7 @@ def _load(model: Any, source: str, hub: dict[str, Any]) -> tuple[Base, Heads]:
         raise ValueError(f"model ({type(model).__name__}) is not a decoder with attention; leave custom_generate out")
     if (attention := model.config.get_text_config()._attn_implementation) not in ("eager", "sdpa"):
         raise ValueError(f"attention ({attention}) takes no tree masks; load the model with attn_implementation='sdpa'")
-    config, weights = (Path(cached_file(source, name, **hub)) for name in ("config.json", "heads.safetensors"))
+    config, weights = (_find(source, name, hub) for name in ("config.json", "heads.safetensors"))
     base = Base(model)
     key = (config, weights, weights.stat().st_mtime_ns, base.dtype, base.device)
     if model not in _loaded or _loaded[model][0] != key:
@@ -93,6 +94,13 @@ def _load(model: Any, source: str, hub: dict[str, Any]) -> tuple[Base, Heads]:
         _self_test(base, heads)
         _loaded[model] = key, heads
     return base, _loaded[model][1]
+
+
+def _find(source: str, name: str, hub: dict[str, Any]) -> Path:
+    file: str | None = cached_file(source, name, **hub)
+    if file is None:  # a missing config.json is no error to transformers
+        raise OSError(f"heads ({source}) have no {name}; download or export them again")
+    return Path(file)
 
 
 def _self_test(base: Base, heads: Heads) -> None:
@@ -124,8 +132,8 @@ def _decode(
 ) -> Any:  # fmt: skip
     """What transformers calls in the place of its own loops, with everything prepared for them."""
     config, (batch, length) = generation_config, input_ids.shape
-    _check(config, batch, logits_processor, inputs)
-    texts = [Text(ids, config, logits_processor, stopping_criteria, streamer) for ids in input_ids.split(1)]
+    _check(config, batch, inputs)
+    texts = [Text(input_ids, row, config, logits_processor, stopping_criteria, streamer) for row in range(batch)]
     rows, index_B = Rows(base, heads.feature_layers), torch.arange(batch, device=base.device)
     last_B1 = (position_ids[:, -1:] + config.max_length - length).to(base.device)
     tree = Tree.of(input_ids[:, -1:].to(base.device), torch.zeros_like(last_B1), depth=0)
@@ -152,7 +160,7 @@ def _decode(
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
 
-def _check(config: Any, batch: int, processors: Any, inputs: dict[str, Any]) -> None:
+def _check(config: Any, batch: int, inputs: dict[str, Any]) -> None:
     """Refuse what would be ignored."""
     unheeded = [*(inputs.keys() - {"past_key_values", "use_cache", "logits_to_keep"})]
     unheeded += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
@@ -160,7 +168,10 @@ def _check(config: Any, batch: int, processors: Any, inputs: dict[str, Any]) -> 
         unheeded.append(mode)
     if batch > 1:
         unheeded += [name for name in ("output_scores", "output_logits") if getattr(config, name)]
-        unheeded += [name for p in processors if (name := type(p).__name__).startswith(OF_BATCHES)]
+        # Their processors note what they see of each row from call to call.
+        unheeded += [
+            name for name in ("guidance_scale", "watermarking_config") if getattr(config, name) not in (None, 1)
+        ]
     if unheeded:
         raise ValueError(f"{', '.join(unheeded)} (batch {batch}) cannot be heeded; leave it or custom_generate out")
 
@@ -168,11 +179,12 @@ def _check(config: Any, batch: int, processors: Any, inputs: dict[str, Any]) -> 
 class Text:
     """One sequence, which chooses its tokens as transformers does: one by one, with the same random numbers."""
 
-    def __init__(self, ids_1T: Tensor, config: Any, processors: Any, criteria: Any, streamer: Any) -> None:
-        self.ids, self.done = ids_1T, False
+    def __init__(self, ids_BT: Tensor, row: int, config: Any, processors: Any, criteria: Any, streamer: Any) -> None:
+        self.ids, self.done = ids_BT[row, None], False
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
-        self._config, self._processors, self._criteria, self._streamer = config, processors, criteria, streamer
+        self._row, self._batch, self._config = row, len(ids_BT), config
+        self._processors, self._criteria, self._streamer = processors, criteria, streamer
 
     def follow(self, children: dict[tuple[int, int], int], logits_NV: Tensor) -> list[int]:
         """Choose a token, and more as long as each was drafted.
@@ -194,16 +206,27 @@ class Text:
 
     def _choose(self, logits_1V: Tensor) -> int:
         config, logits_1V = self._config, logits_1V.to(self.ids.device, torch.float32, copy=True)
-        scores_1V = self._processors(self.ids, logits_1V)
+        scores_1V = logits_1V
+        for processor in self._processors:
+            scores_1V = self._process(processor, scores_1V)
         if config.return_dict_in_generate:
             self.scores += [scores_1V] if config.output_scores else []
             self.logits += [logits_1V] if config.output_logits else []
         token_1 = torch.multinomial(scores_1V.softmax(-1), 1)[0] if config.do_sample else scores_1V.argmax(-1)
         self.ids = torch.cat([self.ids, token_1[None]], dim=1)
-        self.done = bool(self._criteria(self.ids, tuple(self.scores) or None))
+        self.done = bool(self._criteria(self.ids.expand(self._batch, -1), tuple(self.scores) or None)[self._row])
         if self._streamer is not None:
             self._streamer.put(token_1.cpu())
         return int(token_1)
+
+    def _process(self, processor: Any, scores_1V: Tensor) -> Tensor:
+        """Texts of a batch differ in length. A processor that may know the batch's rows gets this text in all rows."""
+        kind = type(processor)
+        if self._batch == 1 or (kind.__module__ == ONE_BY_ONE and not kind.__name__.startswith(OF_BATCHES)):
+            one: Tensor = processor(self.ids, scores_1V)
+            return one
+        every: Tensor = processor(self.ids.expand(self._batch, -1), scores_1V.repeat(self._batch, 1))
+        return every[self._row, None]
 
 
 class Rows:
@@ -219,6 +242,7 @@ class Rows:
         self._kept, self._new = positions_BT.to(self._base.device).tensor_split([-1], dim=1)
         if mask_BT is not None:
             self._kept = self._kept.where(mask_BT[:, :-1].to(self._base.device) > 0, HOLE)
+            mask_BT = mask_BT.to(self._base.model.device)
         return self._forward(tokens_BT, positions_BT, mask_BT)[:, -1:]
 
     def verify(self, tree: Tree, last_B1: Tensor) -> Tensor:
@@ -241,9 +265,10 @@ class Rows:
                 setattr(layer, name, rows_BHLD[:, :, : start + longest])
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
+        device = self._base.model.device
         out = self._base.decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True,
-            output_hidden_states=bool(self._layers), return_dict=True,
+            input_ids=tokens.to(device), position_ids=positions.to(device), attention_mask=mask, return_dict=True,
+            past_key_values=self.cache, use_cache=True, output_hidden_states=bool(self._layers),
         )  # fmt: skip
         hidden = out.last_hidden_state.to(self._base.device)
         return torch.cat([hidden, *(out.hidden_states[layer].to(hidden) for layer in self._layers)], dim=-1)
