@@ -213,7 +213,7 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
         assert f"base ({base.name}) is not on the Hub: others must give theirs" in pushed.stderr
         assert TOKEN not in pushed.stderr
         assert hub.repositories["tester/heads"].private
-        assert hub.repositories["tester/heads"].messages == ["initial commit", "One"]
+        assert hub.repositories["tester/heads"].messages == ["initial commit", "A test"]
         seen = medusa("inspect", "tester/heads")
         assert seen.returncode == 0, seen.stderr
         assert "format           universal (" in seen.stdout
