@@ -17,7 +17,6 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CACHE_ROOT": str(Path(sys.prefix, "cache")),  # what it finds out about models: half of a start-up
 }
 COUNTERS = "vllm:spec_decode_num_"
 
