@@ -20,7 +20,7 @@ def imported_packages(source: Path):
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
         else:
             continue
