@@ -147,6 +147,20 @@ def test_own_lm_heads_and_bfloat16_train(recipe: Path, tmp_path: Path) -> None:
     assert load_heads(tmp_path / "heads").lm_heads is not None
 
 
+def test_precision_auto_is_the_bases(recipe: Path, tmp_path: Path) -> None:
+    """In stage 0 too, which the embedded recipe has and which partitions nothing."""
+
+    def losses(base: str, precision: str) -> list[float]:
+        values = {"base.dtype": base, "engine.precision": precision, "engine.zero_stage": "0", "optim.steps": "3",
+                  "data.heldout": "", "run": str(tmp_path / f"{base}-{precision}")}  # fmt: skip
+        flags = [text for key, value in values.items() for text in (f"--recipe.{key}", value)]
+        assert main(["--recipe", str(recipe), *flags]) == 0
+        return [line["loss"] for line in metrics(Path(values["run"])) if "loss" in line]
+
+    for base, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        assert losses(base, "auto") == losses(base, base) != losses(base, other)
+
+
 @pytest.mark.parametrize(
     ("overrides", "status", "message"),
     [

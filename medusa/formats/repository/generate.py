@@ -58,9 +58,10 @@ def generate(
     for name in ("assistant_model", "inputs_embeds", "past_key_values", "synced_gpus"):
         if kwargs.get(name) not in (None, False):
             raise ValueError(f"{name} cannot be combined with heads; leave it or custom_generate out")
-    if kwargs.get("stop_strings") and kwargs.get("tokenizer"):  # transformers loses the tokenizer on the way
-        stop = StopStringCriteria(kwargs.pop("tokenizer"), kwargs.pop("stop_strings"))
+    if kwargs.get("tokenizer") and (strings := _stop_strings(model, kwargs)):  # transformers loses the tokenizer
+        stop = StopStringCriteria(kwargs.pop("tokenizer"), strings)
         kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), stop])
+        kwargs["stop_strings"] = None  # goes before those of a configuration
     hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     base, loaded = _load(model, heads or _custom_generate(), hub)
 
@@ -68,6 +69,14 @@ def generate(
         return _decode(base, loaded, nodes, streamer, input_ids, **prepared)
 
     return GenerationMixin.generate(model, custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def _stop_strings(model: Any, options: dict[str, Any]) -> Any:
+    """From where transformers takes an option: an argument, the caller's configuration, the model's."""
+    if "stop_strings" in options:
+        return options["stop_strings"]
+    configs = options.get("generation_config"), model.generation_config
+    return next((config.stop_strings for config in configs if config is not None and config.stop_strings), None)
 
 
 def _custom_generate() -> str:

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
@@ -232,10 +233,17 @@ def test_batches_heed_options(plain, export, name):
     assert torch.equal(text, expected)
 
 
-def test_stop_strings(plain, export, tokenizer):
+@pytest.mark.parametrize("place", ["argument", "configuration", "model"])
+def test_stop_strings(plain, export, tokenizer, monkeypatch, place):
     prompt = tokenizer("abc", return_tensors="pt")
     answer = tokenizer.decode(plain.generate(**prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[0, 3:])
-    options = {"stop_strings": answer[10:12], "tokenizer": tokenizer}
+    options = {"tokenizer": tokenizer}
+    if place == "argument":
+        options["stop_strings"] = answer[10:12]
+    elif place == "configuration":
+        options["generation_config"] = GenerationConfig(stop_strings=[answer[10:12]])
+    else:
+        monkeypatch.setattr(plain.generation_config, "stop_strings", [answer[10:12]])
     expected, text, _ = both(plain, export(), **prompt, **options)
     assert torch.equal(text, expected)
     assert text.shape[1] < 20
