@@ -70,10 +70,10 @@ def tables(report: Mapping[str, Any]) -> str:
         rows = ([name, *_cells(values[temperature]["tokens_per_step"], trees), _ratio(values[temperature])]
                 for name, values in figures.items())  # fmt: skip
         parts.append(_table(["heads", *trees, "best / baseline, static"], rows))
-        depths = range(1, len(first[temperature]["acceptance"]) + 1)
+        depth = max(len(values[temperature]["acceptance"]) for values in figures.values())
         parts.append(f"**Acceptance by depth, temperature {float(temperature):g}**\n")
         rows = ([name, *map(_plus_minus, values[temperature]["acceptance"])] for name, values in figures.items())
-        parts.append(_table(["heads", *map(str, depths)], rows))
+        parts.append(_table(["heads", *map(str, range(1, depth + 1))], rows))
     if speed:
         parts.append("**Cost and speed**\n")
         parts.append(_speed_table(figures, speed))
@@ -112,4 +112,4 @@ def _ratio(values: Mapping[str, Any]) -> str:
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join([*line, *[''] * (len(headings) - len(line))])} |\n" for line in lines)

@@ -58,6 +58,16 @@ def test_tables_hold_the_figures() -> None:
     assert "Cost" not in tables(_report({}))
 
 
+def test_tables_are_as_wide_as_the_design_with_the_most_heads() -> None:
+    report = _report({})
+    for values in report["figures"]["better"].values():
+        if isinstance(values, dict):
+            values["acceptance"] = values["acceptance"] * 2
+    rows = tables(report).split("**Acceptance by depth, temperature 0**\n\n")[1].splitlines()[:4]
+    assert rows[0] == "| heads | 1 | 2 | 3 | 4 |"
+    assert {row.count("|") for row in rows} == {6}
+
+
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.parametrize("speed", [{}, SPEED], ids=["no speed", "speed"])
 def test_pictures_are_drawn(speed: dict[str, Any], tmp_path: Path) -> None:
