@@ -73,8 +73,11 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     alone = [f"--{name}" for name in WITH_PUSH if getattr(options, name) and not options.push]
     if alone:
         parser.error(f"{alone[0]} belongs to a push; give --push user/repo too")
-    if options.push and options.push.count("/") != 1:
-        parser.error(f"--push ({options.push}) must be named with its owner; give user/repo")
+    if options.push:
+        from medusa.hub import is_repository
+
+        if not is_repository(options.push):
+            parser.error(f"--push ({options.push}) must be named with its owner; give user/repo")
     if Path(options.out).exists() and Path(options.heads).exists() and Path(options.out).samefile(options.heads):
         parser.error(f"--out ({options.out}) is where the heads are; give another directory")
     return options

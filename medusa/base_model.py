@@ -36,7 +36,7 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
         if candidate.is_dir():
             return str(candidate.resolve())
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"base directory ({name}) does not exist; pass base=PATH or a Hub id")
+        raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")
     return name
 
 
@@ -164,7 +164,7 @@ class BaseModel:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
+            raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
         spread = "device_map" in options
         if adapter:
             model = apply_adapter(model, adapter, merge=not quantised)

@@ -104,7 +104,7 @@ def model_card(
         f"# Draft heads for {base_title(config.base)}",
         _summary(config),
         _section("The heads", _table(("", ""), _shape(config, format_name, provenance))),
-        _section("How often they are right", _accuracy(_at(provenance, "figures") or {}, provenance)),
+        _section("How often they are right", _accuracy(_mapping(_at(provenance, "figures")), provenance)),
         _section("Speed", _speed(report)),
         _section("Training", _table(("", ""), _training(provenance))),
         _section("Use", _use(config, format_name, repo or "DIR", exports)),
@@ -181,7 +181,7 @@ def _accuracy(figures: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     columns = [figures[f"heldout_{name}"] for name in names]
     rows: list[Row] = [
         (f"t + {head + 1}", *(f"{value:.1%}" for value in values))
-        for head, values in enumerate(zip(*columns, strict=True), start=1)
+        for head, values in enumerate(zip(*columns, strict=False), start=1)
     ]
     texts = []
     if rows:
@@ -219,7 +219,7 @@ def _training(provenance: Mapping[str, Any]) -> list[Row]:
     """What the run says of itself; a path of the machine that it ran on is cut to its last part."""
     source = str(_at(provenance, "data", "source") or "")
     lora = _at(provenance, "recipe", "lora", "rank")
-    versions = dict(_at(provenance, "versions") or {})
+    versions = _mapping(_at(provenance, "versions"))
     rows: list[Row] = [
         ("base in training", f"changed by an adapter of rank {lora}" if lora else "frozen" if provenance else None),
         ("data", Path(source).name if Path(source).is_absolute() else source or None),
@@ -261,6 +261,11 @@ def _at(values: Any, *keys: str) -> Any:
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
+
+
+def _mapping(values: object) -> Mapping[str, Any]:
+    """An object of JSON; an empty one in the place of anything else: provenance is also read from others' heads."""
+    return values if isinstance(values, Mapping) else {}
 
 
 def _are_numbers(values: object) -> bool:

@@ -1,5 +1,6 @@
 """Heads from one format to another, with a model card beside them."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
@@ -54,13 +56,21 @@ def export(
         raise ValueError(refusal)  # before a large base is loaded
     made = Export(
         loaded,
-        BaseModel.load(loaded.config.base, dtype, "cpu") if target.ships_base and loaded.config.base else None,
+        _load_base(loaded.config.base, dtype) if target.ships_base and loaded.config.base else None,
         _read_object(source / PROVENANCE),
         load_calibration(source, loaded.config),
     )
     export_heads(made, format_name, out)
     write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
     return made
+
+
+def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
+    """The base as it is stored where no dtype is asked for: to compute in, a CPU would take another than float16."""
+    if dtype is None:
+        with contextlib.suppress(OSError, ValueError):  # the same error, in our words, is on its way
+            dtype = AutoConfig.from_pretrained(name).dtype
+    return BaseModel.load(name, dtype, "cpu")
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ def push(
             its name lacks the owner.
         OSError: The Hub refuses, or cannot be reached; one sentence.
     """
-    if "/" not in repo or not HUB_ID.fullmatch(repo):
+    if not is_repository(repo):
         raise ValueError(f"repository ({repo}) must be named with its owner; give user/heads")
     api = HfApi()
     with _one_sentence(f"heads cannot be pushed to the Hub ({repo})"):
@@ -104,6 +104,8 @@ def push(
         if CARD in there and CARD_MARK not in _text(api, repo, CARD, revision):
             files.pop(CARD, None)
         stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
+        if CONFIG not in there:
+            stale = []  # no push was here: such files are somebody else's
         api.create_commit(  # upload_folder may cut a push into several commits
             repo,
             [CommitOperationAdd(name, path) for name, path in files.items()]
@@ -112,6 +114,11 @@ def push(
             revision=revision,
         )
     return f"{url}/tree/{revision}" if revision else str(url)
+
+
+def is_repository(name: str) -> bool:
+    """Whether a name can be that of a repository, with its owner."""
+    return "/" in name and bool(HUB_ID.fullmatch(name))
 
 
 def is_hub_id(name: str) -> bool:

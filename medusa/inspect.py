@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from medusa.base_model import resolve_base
-from medusa.formats import FORMATS, find_format
+from medusa.formats import FORMATS, find_format, load_calibration
 from medusa.formats.tensor_files import read_tensors
-from medusa.heads import DraftHeads, HeadsConfig
+from medusa.heads import HeadsConfig
 
+ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = ("*.safetensors", "*.pt")
 
 
@@ -31,7 +32,8 @@ def inspect_heads(directory: Path) -> dict[str, Any]:
             report |= {"format": form.name, "read_by": form.summary}
             heads = form.load(directory)
             report |= {"heads": _describe(heads.config), "exports": _exports(heads.config)}
-            problems += _weight_problems(heads) + _base_problems(heads.config, directory)
+            problems += _base_problems(heads.config, directory)
+            load_calibration(directory, heads.config)
         except (OSError, ValueError) as error:
             problems.append(str(error))
     report["tensors"] = _tensors(directory, problems)
@@ -60,14 +62,9 @@ def _exports(config: HeadsConfig) -> dict[str, str]:
     return {name: form.obstacle(config) for name, form in FORMATS.items()}
 
 
-def _weight_problems(heads: DraftHeads) -> list[str]:
-    """Weights that no training leaves behind."""
-    floats = {name: tensor for name, tensor in heads.state_dict().items() if tensor.is_floating_point()}
-    wrong = [name for name, tensor in floats.items() if not torch.isfinite(tensor).all()]
-    return [f"tensor {name} holds numbers that are not finite; train or copy the heads again" for name in wrong]
-
-
 def _base_problems(config: HeadsConfig, directory: Path) -> list[str]:
+    if config.base_adapter and not (Path(config.base_adapter) / ADAPTER_CONFIG).is_file():
+        return [f"adapter ({config.base_adapter}) does not exist and the heads need it; copy the folder again"]
     if not config.base:
         return ["the heads do not name their base; give it with --base when you use them"]
     try:
@@ -95,6 +92,11 @@ def _tensors(directory: Path, problems: list[str]) -> list[dict[str, Any]]:
                 "parameters": tensor.numel(),
             }
             for name, tensor in sorted(tensors.items())
+        ]
+        problems += [
+            f"tensor {name} holds numbers that are not finite; train or copy the heads again"
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all()
         ]
     return found
 

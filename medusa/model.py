@@ -168,7 +168,7 @@ class MedusaModel:
         loaded = load_heads(heads, dtype=None) if heads is not None else None
         config = loaded.config if loaded is not None else None
         if base is None and (config is None or not config.base):
-            raise ValueError("no base is named, neither by the heads' config nor by base=; pass base=PATH or a Hub id")
+            raise ValueError("the heads' config names no base and none is given; give one: a directory or a Hub id")
         name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
         base_model = BaseModel.load(
             name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options,
@@ -188,6 +188,8 @@ class MedusaModel:
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
 
+        They are written in the dtype that they compute in, which is the base's.
+
         Raises:
             ValueError: There are no heads.
         """
@@ -204,6 +206,8 @@ class MedusaModel:
         provenance: dict[str, Any] | None = None,
     ) -> str:
         """Put the heads on the Hub, in the native format with a model card, in one commit; returns the page's address.
+
+        They go in the dtype that they compute in; ``medusa-export`` pushes them as they are stored.
 
         Args:
             repo: "user/heads"; created where it is missing.

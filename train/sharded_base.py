@@ -37,7 +37,7 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"base ({name}) cannot be loaded: {error}; pass base=PATH or a Hub id") from error
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     dtype = dtype or choose_dtype(config.dtype, device)
     zero = _config(dtype, config.get_text_config().hidden_size)
     with _partitioned_from_the_start(zero):

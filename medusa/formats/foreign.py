@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from medusa.base_model import resolve_base
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.head_tensors import HeadTensors
 from medusa.formats.native import fill_heads
-from medusa.formats.tensor_files import read_tensors
+from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig
 
 logger = logging.getLogger(__name__)
+
+PICKLE = "medusa_lm_head.pt"
+"""What the original writes; any reader may take it where there are no safetensors."""
 
 
 class Foreign(Format):
@@ -46,6 +51,14 @@ class Foreign(Format):
         tensors = self._tensors(directory, values)
         config = _config(tensors, values, directory)
         return fill_heads(config, tensors.state(), self.files(directory)[0])
+
+    def write_weights(self, directory: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write tensors by the names of their files, and remove what readers would take of the heads before them."""
+        for name, tensors in files.items():
+            write_tensors(directory / name, tensors)
+        for path in [*self.files(directory), directory / PICKLE]:
+            if path.name not in files:
+                path.unlink(missing_ok=True)
 
     def _tensors(self, directory: Path, values: Mapping[str, Any]) -> HeadTensors:
         tensors = HeadTensors(directory)
@@ -105,7 +118,7 @@ def _base_name(export: Export) -> str:
     """Where engines find the base; a path that leads nowhere from here gives way to that of the base at hand."""
     name, base = export.heads.config.base, export.base
     if not name and base is None:
-        raise ValueError("heads name no base and other engines ask for one; give the base too")
+        raise ValueError("heads name no base and other engines ask for one; give one: a directory or a Hub id")
     try:
         return resolve_base(name or base.name)  # type: ignore[union-attr]
     except FileNotFoundError:

@@ -50,7 +50,7 @@ def save_heads(
     directory.mkdir(parents=True, exist_ok=True)
     config = dataclasses.asdict(heads.config)
     if heads.config.base and Path(heads.config.base).is_dir():
-        config["base"] = os.path.relpath(heads.config.base, directory)
+        config["base"] = os.path.relpath(heads.config.base, directory.resolve())
     if heads.config.base_adapter:
         config["base_adapter"] = ADAPTER
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
@@ -90,7 +90,7 @@ class Native(Format):
         except TypeError as error:
             raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
         if config.base_adapter:
-            config = dataclasses.replace(config, base_adapter=str((directory / config.base_adapter).resolve()))
+            config = dataclasses.replace(config, base_adapter=_adapter_in(directory, config.base_adapter))
         return config
 
     def load(self, directory: Path) -> DraftHeads:
@@ -101,7 +101,22 @@ class Native(Format):
 
     def write(self, export: Export, directory: Path) -> None:
         """All there is of the heads; nothing of the base but an adapter."""
+        if export.provenance is None:
+            (directory / PROVENANCE).unlink(missing_ok=True)
+        if not export.heads.config.base_adapter:
+            shutil.rmtree(directory / ADAPTER, ignore_errors=True)
         save_heads(export.heads, directory, export.provenance, export.calibration)
+
+
+def _adapter_in(directory: Path, name: str) -> str:
+    """The path of an adapter; one elsewhere is refused, since an export copies it and a push publishes the copy."""
+    adapter = (directory / name).resolve()
+    if not adapter.is_relative_to(directory.resolve()):
+        raise ValueError(
+            f"heads config ({directory / CONFIG}) names an adapter outside of the heads' directory ({name}); copy the"
+            " folder again"
+        )
+    return str(adapter)
 
 
 def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Path) -> DraftHeads:

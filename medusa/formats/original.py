@@ -10,12 +10,10 @@ from torch import Tensor
 
 from medusa.files import write_json
 from medusa.formats.base import CONFIG, Export, peek_config
-from medusa.formats.foreign import Foreign, shape_values
+from medusa.formats.foreign import PICKLE, Foreign, shape_values
 from medusa.formats.head_tensors import head_tensors
-from medusa.formats.tensor_files import write_tensors
 from medusa.heads import HeadsConfig
 
-PICKLE = "medusa_lm_head.pt"
 SAFETENSORS = "medusa_lm_head.safetensors"
 
 
@@ -36,7 +34,7 @@ class Original(Foreign):
     def write(self, export: Export, directory: Path) -> None:
         """Weights and config."""
         values = original_values(export)
-        write_tensors(directory / self.weights, original_tensors(export))
+        self.write_weights(directory, {self.weights: original_tensors(export)})
         write_json(directory / CONFIG, values)
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from medusa.base_model import BaseModel
 from medusa.files import replace_file, write_json
 from medusa.formats.base import CONFIG, Export, peek_config
-from medusa.formats.foreign import Foreign, shape_values
+from medusa.formats.foreign import PICKLE, Foreign, shape_values
 from medusa.formats.head_tensors import head_tensors
-from medusa.formats.original import PICKLE, SAFETENSORS, original_tensors, original_values
-from medusa.formats.tensor_files import write_tensors
+from medusa.formats.original import SAFETENSORS, original_tensors, original_values
 from medusa.formats.tgi import Tgi
 from medusa.heads import HeadsConfig
 
@@ -64,7 +63,7 @@ class Vllm(Foreign):
                 output = output[export.heads.draft_ids.to(output.device)]
                 values["truncated_vocab_size"] = config.draft_vocab_size
             tensors["lm_head.weight"] = output
-        write_tensors(directory / WEIGHTS, tensors)
+        self.write_weights(directory, {WEIGHTS: tensors})
         write_json(directory / CONFIG, values)
 
 
@@ -90,11 +89,10 @@ class Universal(Tgi):
     def write(self, export: Export, directory: Path) -> None:
         """Weights, what they need of the base, the base's tokenizer where it is known, and config."""
         values = original_values(export) | vllm_values(export.heads.config)
-        if export.heads.config.own_lm_heads:
-            (directory / BASE_OUTPUT).unlink(missing_ok=True)
-        else:
-            write_tensors(directory / BASE_OUTPUT, {"lm_heads.0.weight": base_output(export, self.name)})
-        write_tensors(directory / SAFETENSORS, original_tensors(export))
+        files = {SAFETENSORS: original_tensors(export)}
+        if not export.heads.config.own_lm_heads:
+            files[BASE_OUTPUT] = {"lm_heads.0.weight": base_output(export, self.name)}
+        self.write_weights(directory, files)
         if export.base is not None:
             _write_tokenizer(export.base, directory)
         write_json(directory / CONFIG, values)
@@ -124,5 +122,7 @@ def base_output(export: Export, name: str) -> Tensor:
 def _write_tokenizer(base: BaseModel, directory: Path) -> None:
     with tempfile.TemporaryDirectory() as beside:
         base.tokenizer.save_pretrained(beside)
-        for source in Path(beside).iterdir():
-            replace_file(directory / source.name, functools.partial(shutil.copyfile, source))
+        for source in filter(Path.is_file, Path(beside).rglob("*")):  # more than one chat template is a folder
+            target = directory / source.relative_to(beside)
+            target.parent.mkdir(exist_ok=True)
+            replace_file(target, functools.partial(shutil.copyfile, source))

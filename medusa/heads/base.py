@@ -57,6 +57,9 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
+        for name in ("base", "architecture", "base_adapter"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} ({value!r}) must be text; correct the heads' config")
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
             value, least = getattr(self, name), 0 if name == "vocab_size" else 1
             if not isinstance(value, int) or value < least:
@@ -78,7 +81,7 @@ class HeadsConfig:
             if ours and ours != theirs:
                 raise ValueError(
                     f"heads' {what} ({ours}) is not the base's ({theirs}, {name}); these heads belong to"
-                    f" {self.base or 'another base'}: pass that one as base="
+                    f" {self.base or 'another base'}: give that one as the base"
                 )
 
     @property

@@ -1,5 +1,6 @@
 """Files that are damaged, or dangerous, are one clear sentence."""
 
+import json
 import pickle
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from medusa.formats import load_config, load_heads
+from medusa.formats import load_config, load_heads, save_heads
 from tests.medusa.formats.engines import original_heads, write_original, write_vllm
 
 DIM, VOCAB = 4, 6
@@ -186,3 +187,23 @@ def test_missing_files(tmp_path):
     save_file({}, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_heads(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["base", "architecture", "base_adapter"])
+@pytest.mark.parametrize("value", [3, [], {}])
+def test_odd_values_in_a_native_config_are_one_sentence(make_heads, tmp_path, key, value):
+    config = save_heads(make_heads(), tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=rf"{key} \(.*\) must be text") as error:
+        load_heads(tmp_path)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("outside", ["/etc", "..", "adapter/../../other"])
+def test_an_adapter_is_never_taken_from_elsewhere(make_heads, tmp_path, outside):
+    """An export would copy whatever is there, and a push publish the copy."""
+    config = save_heads(make_heads(), tmp_path / "heads") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_adapter": outside}))
+    with pytest.raises(ValueError, match="names an adapter outside of the heads' directory") as error:
+        load_heads(tmp_path / "heads")
+    one_sentence(error)

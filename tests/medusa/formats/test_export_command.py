@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa import MedusaModel
 from medusa.__main__ import main
@@ -115,6 +116,7 @@ def test_heads_are_replaced_and_other_directories_are_not_touched(saved, tmp_pat
         ("--format native --out heads", 2, "is where the heads are"),
         ("--format native --out out --private", 2, "--private belongs to a push; give --push user/repo too"),
         ("--format native --out out --push heads", 2, "--push (heads) must be named with its owner"),
+        ("--format native --out out --push ./heads", 2, "--push (./heads) must be named with its owner"),
         ("--format native --out out --message x", 2, "--message belongs to a push"),
         ("--format native --out out --heads ./nothing", 1, "heads directory (./nothing) does not exist"),
         ("--format native --out out --base ./nothing", 1, "base directory (./nothing) does not exist"),
@@ -151,6 +153,10 @@ def poison(heads):
     save_file(tensors, path)
 
 
+def poison_output(heads):
+    save_file({"lm_heads.0.weight": torch.full((3, 3), torch.inf)}, heads / "more.safetensors")
+
+
 DAMAGES = {
     "truncated": (truncate, "medusa_lm_head.safetensors) is damaged"),
     "no config": (lambda heads: (heads / "config.json").unlink(), "has no config.json"),
@@ -160,6 +166,7 @@ DAMAGES = {
     "not a number": (poison, "weight holds|holds numbers that are not finite"),
     "head count": (rewrite(medusa_num_heads=2), "says medusa_num_heads 2; the tensors hold 3"),
     "no base": (rewrite(base_model_name_or_path=""), "do not name their base"),
+    "shipped layer": (poison_output, "tensor lm_heads.0.weight holds numbers that are not finite"),
     "base is gone": (rewrite(base_model_name_or_path="/gone/base"), "base directory (/gone/base) does not exist"),
 }
 
@@ -180,6 +187,45 @@ def test_inspect_tells_what_is_wrong(saved, tmp_path, capsys, damage):
     tensors = {tensor["name"]: tensor["shape"] for tensor in json.loads(report.read_text())["tensors"]}
     readable = damage not in ("truncated", "no weights")
     assert ("0.0.linear.weight" in tensors) == readable  # whatever else is wrong
+
+
+def test_inspect_sees_what_else_loading_needs(saved, tmp_path, capsys):
+    heads = tmp_path / "heads"
+    run("--heads", saved["shared"], "--format", "native", "--out", heads)
+    assert run("inspect", heads) == 0
+    rewrite(base_adapter="adapter")(heads)
+    assert run("inspect", heads) == 1
+    assert "adapter) does not exist and the heads need it" in capsys.readouterr().out
+    rewrite(base_adapter="")(heads)
+    (heads / "calibration.json").write_text("{")
+    assert run("inspect", heads) == 1
+    assert "calibration.json) is not valid JSON" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["universal", "vllm"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_output_layer_of_the_base_is_shipped_as_it_is_stored(base_directory, saved, tmp_path, name, dtype):
+    model, theirs = AutoModelForCausalLM.from_pretrained(base_directory, dtype=dtype), tmp_path / "base"
+    model.save_pretrained(theirs)
+    AutoTokenizer.from_pretrained(base_directory).save_pretrained(theirs)
+    run("--heads", saved["shared"], "--base", theirs, "--format", name, "--out", tmp_path / "out")
+    tensors = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        tensors |= load_file(path)
+    shipped = tensors.get("lm_heads.0.weight", tensors.get("lm_head.weight"))
+    assert shipped.dtype == dtype
+    assert torch.equal(shipped, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("provenance", [
+    {"versions": 3}, {"versions": [1]}, {"figures": 3}, {"figures": [1]}, {"totals": {"train_seconds": "x"}},
+    {"figures": {"heldout_top1": [0.5, 0.2], "heldout_top5": [0.5], "heldout_samples": 3}},
+])  # fmt: skip
+def test_odd_provenance_of_others_is_left_out_of_the_card(make_heads, tmp_path, provenance):
+    source = tmp_path / "theirs"
+    save_heads(make_heads(architecture="medusa"), source, provenance)
+    assert run("--heads", source, "--format", "tgi", "--out", tmp_path / "out") == 0
+    assert "# Draft heads for" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.slow

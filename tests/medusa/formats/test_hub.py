@@ -96,6 +96,15 @@ def test_files_of_replaced_heads_go_and_other_files_stay(hub, heads_directory, m
     assert set(hub.files(REPO)) == {".gitattributes", "README.md", "config.json", "heads.safetensors", "picture.png"}
 
 
+def test_files_that_no_push_has_left_stay(hub, heads_directory):
+    push(heads_directory, REPO)
+    repository = hub.repositories[REPO]
+    theirs = {"model.safetensors": b"a model of another library", "model_index.json": b"{}"}
+    repository.commit("main", theirs, "something else")
+    push(heads_directory, REPO)
+    assert theirs.items() <= hub.files(REPO).items()
+
+
 def test_a_card_written_by_hand_stays(hub, heads_directory):
     card = heads_directory / "README.md"
     push(heads_directory, REPO)

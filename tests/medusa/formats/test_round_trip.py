@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from medusa import BaseModel, Calibration, HeadsConfig, MedusaModel, build_heads
+from medusa.base_model import resolve_base
 from medusa.formats import (
     FORMATS,
     Export,
@@ -192,7 +193,7 @@ def test_another_base_is_refused(base, new_heads, tmp_path, size, message):
 @pytest.mark.parametrize(
     ("named", "error", "message"),
     [
-        ("", ValueError, "heads name no base and other engines ask for one; give the base too"),
+        ("", ValueError, "heads name no base and other engines ask for one; give one"),
         ("../somewhere", FileNotFoundError, r"base directory \(\.\./somewhere\) does not exist"),
     ],
 )
@@ -246,3 +247,40 @@ def test_an_unknown_format_names_the_known(new_heads, tmp_path):
 def test_who_may_read_new_files_may_read_weights(base, new_heads, tmp_path):
     directory = export_heads(Export(new_heads("shared"), base), "universal", tmp_path / "heads")
     assert len({path.stat().st_mode for path in directory.iterdir()}) == 1
+
+
+@pytest.mark.parametrize(("before", "shape", "name"), [
+    ("tgi", "own", "medusa-v1"), ("medusa-v2", "shared", "lorax"), ("vllm", "own", "vllm"),
+])  # fmt: skip
+def test_no_weights_of_replaced_heads_are_left(base, new_heads, tmp_path, before, shape, name):
+    directory = export_heads(Export(new_heads(shape), base), before, tmp_path / "heads")
+    for path in list(directory.glob("*.safetensors")) if name in ("lorax", "vllm") else []:
+        path.rename(path.with_name("model-1-of-1.safetensors"))
+    heads = new_heads(shape)
+    heads.weight.neg_()
+    export_heads(Export(heads, base), name, directory)
+    assert torch.equal(load_heads(directory, torch.float64).weight, heads.weight)
+    assert len([path for path in directory.iterdir() if path.suffix in (".pt", ".safetensors")]) == 1
+
+
+def test_what_belongs_to_replaced_native_heads_goes(new_heads, tmp_path):
+    directory = export_heads(Export(new_heads("shared"), provenance={"of": "others"}), "native", tmp_path / "heads")
+    (directory / "adapter").mkdir()
+    (directory / "adapter" / "adapter_config.json").write_text("{}")
+    export_heads(Export(new_heads("shared")), "native", directory)
+    assert {path.name for path in directory.iterdir()} == {"config.json", "heads.safetensors"}
+
+
+def test_native_heads_find_their_base_from_a_linked_directory(base, new_heads, tmp_path):
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
+    export_heads(Export(new_heads("shared")), "native", tmp_path / "link" / "heads")
+    named = load_config(tmp_path / "link" / "heads").base
+    assert resolve_base(named, tmp_path / "link" / "heads") == resolve_base(base.name)
+
+
+def test_a_tokenizer_of_several_chat_templates_is_shipped(base_directory, new_heads, tmp_path):
+    base = BaseModel.load(base_directory, device="cpu")
+    base.tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    directory = export_heads(Export(new_heads("shared"), base), "universal", tmp_path / "heads")
+    assert AutoTokenizer.from_pretrained(directory).chat_template == base.tokenizer.chat_template
