@@ -186,7 +186,7 @@ def test_heads_of_another_base_are_refused(base):
 def test_missing_bases_are_named(tmp_path, model):
     with pytest.raises(FileNotFoundError, match="base directory"):
         MedusaModel.from_pretrained(None, base=tmp_path / "no" / "base")
-    with pytest.raises(ValueError, match="no base is named"):
+    with pytest.raises(ValueError, match="names no base and none is given"):
         MedusaModel.from_pretrained(None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot be loaded"):
