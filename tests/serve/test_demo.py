@@ -143,7 +143,7 @@ def test_the_whole_demo_in_small(tmp_path):
     values = json.loads((tmp_path / "run" / "report.json").read_text())
     assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "float32", "against": "plain greedy"}
     assert values["tokens_per_step"] > 1
-    assert len(values["head_top1"]) == 5
+    assert len(values["head_top1"]) == 8
     assert set(values["drafters"]) == {"hybrid", "heads", "prompt-lookup"}
     assert all(drafter["identical_outputs"] == 4 for drafter in values["drafters"].values())
     for key in ("speedup", "plain_tokens_per_s", "medusa_tokens_per_s", "hf_tokens_per_s", "steps", "train_seconds"):
