@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from transformers import AutoConfig
 
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
-from medusa.formats import FORMATS, Export, export_heads, load_calibration, load_heads
-from medusa.formats.native import PROVENANCE
+from medusa.files import read_object
+from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format
 from medusa.hub import fetch_heads
 
 REPORT = "report.json"
@@ -45,9 +44,8 @@ def export(
         ValueError: There is no such format, it cannot hold these heads, or ``out`` holds something else.
         OSError: The heads or their base are not found.
     """
-    if format_name not in FORMATS:
-        raise ValueError(f"format ({format_name!r}) is not known; choose one of: {', '.join(FORMATS)}")
-    target, out, source = FORMATS[format_name], Path(out), fetch_heads(heads)
+    target, out = named_format(format_name), Path(out)
+    source = fetch_heads(heads)
     if out.is_dir() and any(out.iterdir()) and not target.matches(out):
         raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")
     loaded = load_heads(source, dtype=dtype)
@@ -57,10 +55,10 @@ def export(
     made = Export(
         loaded,
         _load_base(loaded.config.base, dtype) if target.ships_base and loaded.config.base else None,
-        _read_object(source / PROVENANCE),
+        load_provenance(source),
         load_calibration(source, loaded.config),
     )
-    export_heads(made, format_name, out)
+    target.save(made, out)
     write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
     return made
 
@@ -73,15 +71,6 @@ def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
     return BaseModel.load(name, dtype, "cpu")
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is none, or one that cannot be read."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
 def _base_name(given: str, own: str, heads: Path) -> str:
     """The base as it is found from here: a path or a Hub id."""
     if given:
@@ -91,7 +80,10 @@ def _base_name(given: str, own: str, heads: Path) -> str:
 
 def _report(heads: Path, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The demo's report of these heads; one of heads that were trained before them there is left out."""
-    report = _read_object(heads.resolve().parent / REPORT)
+    try:
+        report = read_object(heads.resolve().parent / REPORT, "report", "")
+    except (OSError, ValueError):
+        return None
     figures = (provenance or {}).get("figures")
     known = isinstance(figures, dict) and figures.get("heldout_top1")
-    return report if report and known and report.get("head_top1") == known else None
+    return report if known and report.get("head_top1") == known else None

@@ -33,6 +33,29 @@ def header(name: str) -> dict[str, Any]:
     return {"format": f"medusa-{name}", "format_version": FORMAT_VERSION}
 
 
+def read_object(path: Path, name: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        path: The file.
+        name: What it should be.
+        remedy: What to do where it is not; ends every error.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not UTF-8, not JSON, or no object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{name} ({path}) does not exist; {remedy}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} ({path}) is not valid JSON: {error}; {remedy}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} ({path}) is not a JSON object; {remedy}")
+    return values
+
+
 def read_json(path: Path, name: str, remedy: str) -> dict[str, Any]:
     """Read a JSON object that begins with ``header(name)``.
 
@@ -43,16 +66,10 @@ def read_json(path: Path, name: str, remedy: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is not UTF-8, not JSON, or of another format or version.
+        ValueError: It is no JSON object, or of another format or version.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{name} ({path}) does not exist; {remedy}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} ({path}) is not valid JSON: {error}; {remedy}") from error
-    expected = header(name)
-    if not isinstance(values, dict) or values.get("format") != expected["format"]:
+    values, expected = read_object(path, name, remedy), header(name)
+    if values.get("format") != expected["format"]:
         raise ValueError(f"{name} ({path}) is not of the format {expected['format']!r}; {remedy}")
     if values.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{name} ({path}) has format version {values.get('format_version')}; update this package")

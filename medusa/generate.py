@@ -8,11 +8,10 @@ while a sequence grows:
 
 from collections.abc import Callable, Generator, Sequence
 
-import torch
-
 from medusa.acceptance import Rule
 from medusa.base_model import BaseModel
 from medusa.cache import SlotCache
+from medusa.clock import synchronize
 from medusa.drafters import DecodeState, Drafter
 from medusa.output import Answer, Piece
 from medusa.step import EagerSteps, Steps, prefill
@@ -80,8 +79,7 @@ def decode(
     if cache is None:
         cache = base.new_cache(len(prompts), *cache_rows(prompts, answers, drafter.nodes))
     state = prefill(base, cache, prompts, seeds)
-    if base.device.type == "cuda":
-        torch.cuda.synchronize(base.device)
+    synchronize(base.device)
     for answer in answers:
         answer.start_clock()
 

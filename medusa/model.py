@@ -28,7 +28,7 @@ from medusa.drafters import (
     PromptLookupDrafter,
     SampledHeadsDrafter,
 )
-from medusa.formats import load_calibration, load_heads, save_heads
+from medusa.formats import load_calibration, load_heads, load_provenance, save_heads
 from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads
@@ -94,6 +94,7 @@ class MedusaModel:
             on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         calibration: How often the heads are right, where that is known; ``medusa.calibrate`` finds it out.
+        provenance: Where the heads come from, where that is known; saved with them.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class MedusaModel:
         heads: DraftHeads | None = None,
         graph: bool | None = None,
         calibration: Calibration | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         if heads is not None:
             heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
@@ -110,7 +112,7 @@ class MedusaModel:
             heads.freeze(base)
         if graph and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
-        self.base, self.heads, self.calibration = base, heads, calibration
+        self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
         self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self._plain = PlainDrafter()
         self._auto = AutoNodes(base, self.heads, calibration)
@@ -183,19 +185,24 @@ class MedusaModel:
             return cls(base_model, graph=graph)
         vocab_size = loaded.config.vocab_size or base_model.vocab_size
         loaded.config = dataclasses.replace(loaded.config, base=base_model.name, vocab_size=vocab_size)
-        return cls(base_model, loaded, graph, load_calibration(heads, loaded.config))
+        return cls(base_model, loaded, graph, load_calibration(heads, loaded.config), load_provenance(heads))
 
-    def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> Path:
+    def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
 
         They are written in the dtype that they compute in, which is the base's.
+
+        Args:
+            directory: Created if missing.
+            provenance: Where the heads come from; None = what was loaded with them.
 
         Raises:
             ValueError: There are no heads.
         """
         if self.heads is None:
             raise ValueError("this model has no heads to save; train or load heads first")
-        return save_heads(self.heads, directory, provenance, self.calibration)
+        origin = self.provenance if provenance is None else provenance
+        return save_heads(self.heads, directory, origin, self.calibration)
 
     def push_to_hub(
         self,
@@ -203,7 +210,7 @@ class MedusaModel:
         private: bool | None = None,
         revision: str | None = None,
         message: str | None = None,
-        provenance: dict[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> str:
         """Put the heads on the Hub, in the native format with a model card, in one commit; returns the page's address.
 
@@ -214,7 +221,7 @@ class MedusaModel:
             private: Of a new repository; None = as its owner's settings say, which is public by default.
             revision: Branch to commit to; None = main.
             message: Of the commit.
-            provenance: Where the heads come from; the card tells it too.
+            provenance: Where the heads come from; None = what was loaded with them. The card tells it too.
 
         Raises:
             ValueError: There are no heads, or they must be private and the repository is public.
@@ -223,7 +230,7 @@ class MedusaModel:
         with tempfile.TemporaryDirectory() as directory:
             saved = self.save_pretrained(directory, provenance)  # without heads it refuses
             assert self.heads is not None, "saved"
-            write_card(saved, self.heads.config, "native", repo, provenance)
+            write_card(saved, self.heads.config, "native", repo, load_provenance(saved))
             return push(saved, repo, private, revision, message)
 
     @overload

@@ -1,5 +1,6 @@
 """Small random bases in real architectures, made on the spot: no download, a byte tokenizer, a second at most."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.cost import StepCosts
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
+# In the background of a script Ctrl-C is ignored, and would be by the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<end>"

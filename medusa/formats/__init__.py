@@ -6,7 +6,7 @@ import torch
 
 from medusa.formats.base import Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
-from medusa.formats.native import Native, load_calibration, save_heads
+from medusa.formats.native import Native, load_calibration, load_provenance, save_heads
 from medusa.formats.original import MedusaV1, MedusaV2
 from medusa.formats.tgi import Lorax, Tgi
 from medusa.formats.vllm import Universal, Vllm
@@ -28,6 +28,8 @@ __all__ = [
     "load_calibration",
     "load_config",
     "load_heads",
+    "load_provenance",
+    "named_format",
     "save_heads",
 ]
 
@@ -84,9 +86,18 @@ def export_heads(export: Export, name: str, directory: str | Path) -> Path:
     Raises:
         ValueError: There is no such format, it cannot hold these heads, or the directory holds something else.
     """
+    return named_format(name).save(export, Path(directory))
+
+
+def named_format(name: str) -> Format:
+    """The format of this name.
+
+    Raises:
+        ValueError: There is no such format.
+    """
     if name not in FORMATS:
         raise ValueError(f"format ({name!r}) is not known; choose one of: {', '.join(FORMATS)}")
-    return FORMATS[name].save(export, Path(directory))
+    return FORMATS[name]
 
 
 def holders(config: HeadsConfig) -> list[str]:

@@ -1,6 +1,5 @@
 """What a format of stored heads is: recognise a directory, read heads from it, write heads to one."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
+from medusa.files import read_object
 from medusa.heads import DraftHeads, HeadsConfig
 
 CONFIG = "config.json"
@@ -114,13 +114,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"heads directory ({directory}) has no {CONFIG}; give the folder that training wrote")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"heads config ({path}) is not valid JSON: {error}; export the heads again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"heads config ({path}) is not a JSON object; export the heads again")
-    return values
+    return read_object(path, "heads config", "export the heads again")
 
 
 def peek_config(directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from medusa.calibrate import Calibration
-from medusa.files import write_json
+from medusa.files import read_object, write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
@@ -41,7 +41,7 @@ def save_heads(
         heads: The heads; their tensors are stored in the dtype they have.
         directory: Created if missing.
         provenance: Anything that tells where the heads come from (recipe, versions, figures).
-        calibration: Of these heads; without one, one that other heads have left there is removed.
+        calibration: Of these heads. Without it, as without provenance, what other heads have left there is removed.
 
     Returns:
         The directory.
@@ -55,7 +55,8 @@ def save_heads(
         config["base_adapter"] = ADAPTER
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
             shutil.copytree(heads.config.base_adapter, directory / ADAPTER, dirs_exist_ok=True)
-    (directory / CALIBRATION).unlink(missing_ok=True)
+    for name in (CALIBRATION, PROVENANCE):
+        (directory / name).unlink(missing_ok=True)
     write_tensors(directory / WEIGHTS, heads.state_dict())
     if provenance is not None:
         write_json(directory / PROVENANCE, provenance)
@@ -101,8 +102,6 @@ class Native(Format):
 
     def write(self, export: Export, directory: Path) -> None:
         """All there is of the heads; nothing of the base but an adapter."""
-        if export.provenance is None:
-            (directory / PROVENANCE).unlink(missing_ok=True)
         if not export.heads.config.base_adapter:
             shutil.rmtree(directory / ADAPTER, ignore_errors=True)
         save_heads(export.heads, directory, export.provenance, export.calibration)
@@ -148,6 +147,14 @@ def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Pat
 def _are_tokens(ids: torch.Tensor, vocab_size: int) -> bool:
     """Whether token ids ascend, and are in the vocabulary."""
     return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
+
+
+def load_provenance(directory: str | Path) -> dict[str, Any] | None:
+    """Where heads come from; None where that is not stored, or damaged: it is for people."""
+    try:
+        return read_object(Path(directory) / PROVENANCE, "provenance", "")
+    except (OSError, ValueError):
+        return None
 
 
 def load_calibration(directory: str | Path, config: HeadsConfig) -> Calibration | None:

@@ -11,10 +11,11 @@ from transformers import PretrainedConfig
 
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
 from medusa.attention.base import build, least_work
+from medusa.clock import alternate, synchronize
 from medusa.tree import Draft
 from serve.bench.rig import likely_tree
 from serve.bench.step import best_bandwidth
-from serve.bench.timing import alternate, bandwidth_samples, timed
+from serve.bench.timing import bandwidth_samples, timed
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class _Layer:
         mode = "eager"
         if self._device.type == "cuda":
             action()  # compiles and allocates before the capture
-            torch.cuda.synchronize(self._device)
+            synchronize(self._device)
             action, mode = _captured(action)
         return lambda: timed(action, self._device) / self._layers, mode
 

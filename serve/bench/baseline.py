@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from medusa.clock import alternate, synchronize
 from serve.bench.rig import Rig
-from serve.bench.timing import alternate, ratio, synchronize, timed
+from serve.bench.timing import ratio, timed
 
 TOKENS = 16
 """New tokens per sample."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from serve.bench.timing import synchronize
+from medusa.clock import synchronize
 
 PROFILED_STEPS = 10
 TOP = 12

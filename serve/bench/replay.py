@@ -15,9 +15,10 @@ from torch import Tensor
 
 from medusa import BaseModel, Draft, DraftHeads
 from medusa.acceptance import Rule, Verdict, greedy
+from medusa.clock import alternate
 from medusa.drafters import DecodeState
 from serve.bench.rig import Rig
-from serve.bench.timing import alternate, ratio, timed
+from serve.bench.timing import ratio, timed
 from serve.bench.trace import Trace
 
 CPU_NODES, GPU_NODES = 16, 64

@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 from medusa import BaseModel, DraftHeads
+from medusa.clock import alternate
 from serve.bench.rig import Rig
 from serve.bench.shapes import weight_bytes
-from serve.bench.timing import alternate, bandwidth_samples, ratio, timed
+from serve.bench.timing import bandwidth_samples, ratio, timed
 
 Times = dict[tuple[Any, ...], list[float]]
 

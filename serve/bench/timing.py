@@ -1,13 +1,12 @@
-"""Clocks for a noisy machine: everything that is compared is measured alternately, and compared within a round."""
+"""Samples of many calls, ratios of what was measured in one round, and the memory's bandwidth."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
-from typing import TypeVar
 
 import torch
 
-Key = TypeVar("Key")
+from medusa.clock import seconds
+
 CALLS = 3
 """Calls per sample, at least; their median counts."""
 SAMPLE_SECONDS = 0.05
@@ -16,45 +15,10 @@ BUFFER_BYTES = {"cpu": 1 << 29, "cuda": 1 << 31}
 """Size of what the bandwidth is measured with: many times the caches."""
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed(action: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
     """Median wall-clock seconds of a call, until the device has finished."""
-
-    def once() -> float:
-        synchronize(device)
-        begin = time.perf_counter()
-        action()
-        synchronize(device)
-        return time.perf_counter() - begin
-
-    calls = max(calls, int(SAMPLE_SECONDS / once()))
-    return median(once() for _ in range(calls))
-
-
-def alternate(samples: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
-    """Take every sample once per round, after one round that does not count; each round begins with another one.
-
-    Args:
-        samples: By key, functions that measure once.
-        rounds: At least 1.
-
-    Returns:
-        By key, one measurement per round.
-    """
-    keys = list(samples)
-    measured: dict[Key, list[float]] = {key: [] for key in keys}
-    for number in range(-1, rounds):
-        shift = number % len(keys)
-        for key in keys[shift:] + keys[:shift]:
-            value = samples[key]()
-            if number >= 0:
-                measured[key].append(value)
-    return measured
+    calls = max(calls, int(SAMPLE_SECONDS / seconds(action, device)))
+    return median(seconds(action, device) for _ in range(calls))
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:

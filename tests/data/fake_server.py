@@ -4,8 +4,9 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.local_server import Handler, Server
 
 Reply = tuple[int, dict[str, str], Any]
 
@@ -31,13 +32,12 @@ class FakeServer:
         most: Most requests that were under way at a time.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, lock: threading.Lock) -> None:
+        self.url, self.lock = url, lock
         self.reply: Callable[[dict[str, Any]], Reply] = lambda request: (200, {}, completion(backwards(request)))
         self.requests: list[dict[str, Any]] = []
         self.authorization: list[str | None] = []
         self.most = self.now = 0
-        self.lock = threading.Lock()
 
     @property
     def asked(self) -> list[str]:
@@ -45,10 +45,8 @@ class FakeServer:
         return [request["messages"][-1]["content"] for request in self.requests]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
+class _Handler(Handler):
+    def do_POST(self) -> None:  # noqa: N802
         fake: FakeServer = self.server.fake  # type: ignore[attr-defined]
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with fake.lock:
@@ -61,20 +59,10 @@ class _Handler(BaseHTTPRequestHandler):
         )
         with fake.lock:
             fake.now -= 1
-        content = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.reply(status, headers, (body if isinstance(body, str) else json.dumps(body)).encode())
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(Server):
     def handle_error(self, *_: object) -> None:
         """Clients that hang up are part of the tests."""
 
@@ -82,13 +70,7 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def fake_server() -> Iterator[FakeServer]:
     """A running server."""
-    server = _Server(("127.0.0.1", 0), _Handler)
-    fake = server.fake = FakeServer(f"http://127.0.0.1:{server.server_port}/v1")  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    server = _Server(_Handler)
+    fake = server.fake = FakeServer(f"{server.url}/v1", server.lock)  # type: ignore[attr-defined]
+    with server.running():
         yield fake
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS
+from medusa.clock import alternate
 from medusa.cost import StepCosts
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter
 from medusa.heads import ARCHITECTURES
@@ -31,7 +32,7 @@ from serve.bench.shapes import (
     weight_bytes,
 )
 from serve.bench.step import Roofline
-from serve.bench.timing import alternate, ratio
+from serve.bench.timing import ratio
 from serve.bench.trace import EMBEDDED_TRACE, Trace, emitted_per_step, load_trace, record, save_trace
 
 CPU = torch.device("cpu")

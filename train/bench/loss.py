@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from train.bench.measure import alternate, free_bytes, peak_bytes, seconds
+from medusa.clock import alternate, seconds
+from train.bench.measure import free_bytes, peak_bytes
 from train.fused import Targets, fused_loss
 from train.losses import chunk_rows
 

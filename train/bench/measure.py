@@ -1,17 +1,14 @@
-"""Peak memory and alternating clocks."""
+"""Memory: the peak of a call, and what is free."""
 
 import os
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-Key = TypeVar("Key")
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
@@ -57,27 +54,3 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock time of a call, until the device has finished."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def alternate(samples: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
-    """Take every sample once per round, each round beginning with another one, after a round that does not count."""
-    keys = list(samples)
-    measured: dict[Key, list[float]] = {key: [] for key in keys}
-    for number in range(-1, rounds):
-        shift = number % len(keys)
-        for key in keys[shift:] + keys[:shift]:
-            value = samples[key]()
-            if number >= 0:
-                measured[key].append(value)
-    return measured

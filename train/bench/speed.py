@@ -9,7 +9,7 @@ import torch
 
 from data.packing import IGNORE
 from data.sources import read_samples
-from train.bench.measure import alternate, seconds
+from medusa.clock import alternate, seconds
 from train.bench.original_way import OriginalTrainer, pad
 from train.recipe_file import read_recipe
 from train.run_directory import RunDirectory

@@ -12,9 +12,9 @@ import torch
 from tqdm import tqdm
 
 from medusa import MedusaModel
+from medusa.clock import alternate, seconds
 from medusa.drafters import Drafter, PlainDrafter
 from medusa.formats import load_heads
-from train.bench.measure import alternate, seconds
 from train.study.evaluate import tree_drafters
 from train.study.texts import Texts
 from train.study.transcript import Transcript

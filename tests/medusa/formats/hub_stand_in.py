@@ -7,15 +7,15 @@ verify, and a redirect on reading. Uploads by Xet are a protocol of their own, w
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+
+from tests.local_server import Handler, Server
 
 TOKEN = "hf_of_the_stand_in"
 USER = "tester"
@@ -162,9 +162,7 @@ def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class _Handler(Handler):
     def handle_any(self) -> None:
         hub: HubStandIn = self.server.hub  # type: ignore[attr-defined]
         path = urlsplit(self.path).path
@@ -254,31 +252,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, content: Any, **headers: str) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        if not isinstance(content, bytes):
-            self.send_header("Content-Type", "application/json")
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        kind = {} if isinstance(content, bytes) else {"Content-Type": "application/json"}
+        self.reply(status, kind | headers, data)
 
 
 @contextmanager
 def hub_stand_in() -> Iterator[HubStandIn]:
     """A running Hub without repositories."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    hub = server.hub = HubStandIn(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
-    server.lock = threading.Lock()  # type: ignore[attr-defined]
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    server = Server(_Handler)
+    hub = server.hub = HubStandIn(server.url)  # type: ignore[attr-defined]
+    with server.running():
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -71,6 +71,15 @@ def test_a_model_is_pushed_and_loaded_by_its_id(hub, model, base):
     assert texts[0] == texts[1]
 
 
+def test_heads_keep_their_provenance_when_they_are_pushed_again(hub, model, base):
+    model.push_to_hub(REPO, provenance={"note": "first"})
+    loaded = MedusaModel.from_pretrained(REPO, base=base.name, device="cpu")
+    loaded.push_to_hub(REPO, message="Again")
+    assert json.loads(hub.files(REPO)["provenance.json"]) == {"note": "first"}
+    loaded.push_to_hub(REPO, provenance={"note": "second"})
+    assert json.loads(hub.files(REPO)["provenance.json"]) == {"note": "second"}
+
+
 def test_an_unchanged_push_uploads_and_commits_nothing(hub, heads_directory):
     push(heads_directory, REPO)
     before = dict(hub.repositories[REPO].commits), list(hub.uploaded)
