@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
 from medusa.files import read_object
 from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format
+from medusa.heads import HeadsConfig
 from medusa.hub import fetch_heads
 
 REPORT = "report.json"
@@ -41,7 +42,8 @@ def export(
         What was written.
 
     Raises:
-        ValueError: There is no such format, it cannot hold these heads, or ``out`` holds something else.
+        ValueError: There is no such format, it cannot hold these heads, they are of another base, or ``out`` holds
+            something else.
         OSError: The heads or their base are not found.
     """
     target, out = named_format(format_name), Path(out)
@@ -52,6 +54,7 @@ def export(
     loaded.config = dataclasses.replace(loaded.config, base=_base_name(base, loaded.config.base, source))
     if refusal := target.refusal(loaded.config):
         raise ValueError(refusal)  # before a large base is loaded
+    _check_size(loaded.config)
     made = Export(
         loaded,
         _load_base(loaded.config.base, dtype) if target.ships_base and loaded.config.base else None,
@@ -63,12 +66,26 @@ def export(
     return made
 
 
+def _check_size(config: HeadsConfig) -> None:
+    """Refuse a base of other sizes; one on the Hub is not asked: an export needs no network."""
+    if config.base and Path(config.base).is_dir() and (base := _base_config(config.base)):
+        sizes = base.get_text_config()
+        config.check_fit(sizes.hidden_size, sizes.vocab_size, config.base)
+
+
 def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
     """The base as it is stored where no dtype is asked for: to compute in, a CPU would take another than float16."""
-    if dtype is None:
-        with contextlib.suppress(OSError, ValueError):  # the same error, in our words, is on its way
-            dtype = AutoConfig.from_pretrained(name).dtype
+    if dtype is None and (config := _base_config(name)):
+        dtype = config.dtype
     return BaseModel.load(name, dtype, "cpu")
+
+
+def _base_config(name: str) -> PretrainedConfig | None:
+    """None where it cannot be read: who needs more of the base says so in our words."""
+    with contextlib.suppress(OSError, ValueError):
+        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        return config
+    return None
 
 
 def _base_name(given: str, own: str, heads: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from medusa import MedusaModel
 from medusa.__main__ import main
@@ -131,6 +132,15 @@ def test_what_is_refused(saved, monkeypatch, tmp_path, capsys, words, status, sa
     assert said in error
     assert status == 2 or len(error.splitlines()) == 1
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["native", "medusa-v2", "custom-generate"])
+def test_a_base_of_another_size_is_refused(saved, tmp_path, capsys, name):
+    LlamaConfig(hidden_size=64).save_pretrained(tmp_path / "base")
+    words = ("--format", name, "--out", tmp_path / "out", "--base", tmp_path / "base")
+    assert run("--heads", saved["shared"], *words) == 1
+    assert re.match(r"heads' hidden size \(32\) is not the base's \(64, .*base\); ", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def truncate(heads):
