@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data import EMBEDDED, load_tokenizer, resolve_base_name
+from data.arguments import at_least
 from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
 
 EMBEDDED_COUNT = 2000
@@ -154,21 +155,21 @@ def _add_regenerate(commands: Any) -> None:
     add("--split", default="train", help="of a Hub data set")
     add("--subset", default="", help="of a Hub data set")
     add("--streaming", action="store_true", help="do not download a Hub data set whole; needs --count")
-    add("--count", type=_positive, default=None, help=f"prompts; default: all of a source, {EMBEDDED_COUNT}")
+    add("--count", type=at_least(1), default=None, help=f"prompts; default: all of a source, {EMBEDDED_COUNT}")
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
-    add("--max-new-tokens", type=_positive, default=Settings.max_new_tokens, help="tokens per answer")
+    add("--max-new-tokens", type=at_least(1), default=Settings.max_new_tokens, help="tokens per answer")
     add("--temperature", type=_temperature, default=Settings.temperature, help="0 = greedy")
     add("--top-p", type=_share, default=Settings.top_p, help="draw from the likeliest tokens of this probability")
     add("--seed", type=int, default=Settings.seed, help="of the choice of prompts and of sampled answers")
     here = regenerate.add_argument_group("the base runs in this process")
-    here.add_argument("--batch", type=_positive, default=BATCH, help="prompts decoded together")
+    here.add_argument("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
     here.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
     add = regenerate.add_argument_group("an OpenAI-compatible server runs the base").add_argument
     add("--endpoint", metavar="URL", help="its address, as http://localhost:8000/v1; --base then names the tokenizer")
     add("--model", metavar="NAME", help="the base's name on the server; default: that of --base")
     add("--api-key-env", metavar="VAR", help="environment variable that holds the key; default: no key")
-    add("--concurrency", type=_positive, default=EndpointSettings.concurrency, help="requests under way at a time")
-    add("--retries", type=_whole, default=EndpointSettings.retries, help="more tries of a request that failed")
+    add("--concurrency", type=at_least(1), default=EndpointSettings.concurrency, help="requests under way at a time")
+    add("--retries", type=at_least(0), default=EndpointSettings.retries, help="more tries of a request that failed")
     add("--timeout", type=_seconds, default=EndpointSettings.timeout, help="seconds per request")
 
 
@@ -184,21 +185,11 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--split", default="train", help="of a Hub data set")
     parser.add_argument("--subset", default="", help="of a Hub data set")
     parser.add_argument("--streaming", action="store_true", help="do not download a Hub data set whole")
-    parser.add_argument("--limit", type=_whole, default=1000, help="records that are read; 0 = all")
-    parser.add_argument("--index", type=_whole, default=0, help="first sample that is shown")
-    parser.add_argument("--count", type=_whole, default=3, help="samples that are shown; 0 = only the figures")
-    parser.add_argument("--row-tokens", type=_positive, default=1024, help="length of a packed row")
+    parser.add_argument("--limit", type=at_least(0), default=1000, help="records that are read; 0 = all")
+    parser.add_argument("--index", type=at_least(0), default=0, help="first sample that is shown")
+    parser.add_argument("--count", type=at_least(0), default=3, help="samples that are shown; 0 = only the figures")
+    parser.add_argument("--row-tokens", type=at_least(1), default=1024, help="length of a packed row")
     parser.add_argument("--json", metavar="FILE", help="write samples and figures here instead")
-
-
-def _whole(text: str, low: int = 0) -> int:
-    if not text.isdigit() or int(text) < low:
-        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, low=1)
 
 
 def _temperature(text: str) -> float:

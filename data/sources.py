@@ -135,17 +135,6 @@ def record_samples(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
     return [_sample(ids, mask, len(tokenizer)) for ids, mask in _tokens(present(record), tokenizer)]
 
 
-def read_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Records of a file with the numbers of their lines (.json, .parquet: their own numbers).
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: an empty file, or a record that is no JSON object in UTF-8; names the place.
-    """
-    for place, record in file_records(path):
-        yield int(place.rpartition(" ")[2]), record
-
-
 def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:
     if len(ids) != len(mask):
         raise ValueError(f"input_ids ({len(ids)}) and loss_mask ({len(mask)}) differ in length; write one mark per id")

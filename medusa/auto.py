@@ -7,7 +7,7 @@ from functools import cache
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
 from medusa.cost import StepCosts, best_fixed
-from medusa.drafters import Drafter, PricedDrafter
+from medusa.drafters import Drafter, HybridDrafter, PricedDrafter
 from medusa.drafters.priced import Experience
 from medusa.drafters.record import Average
 from medusa.generate import StartSteps
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 TokensPerStep = Callable[[int], float]
 """Expected tokens of a step by its number of nodes."""
 DOUBT = 64.0
-"""Steps after which answers count more than what is expected of heads."""
+"""Expected drafted tokens after which answers count more than what is expected of heads."""
 
 
 class FixedSize:
@@ -81,7 +81,7 @@ class AutoNodes:
         self._base, self._heads, self._calibration = base, heads, calibration
         self._priced: dict[tuple[str, int], tuple[StepCosts, Experience]] = {}
         self._fixed: dict[tuple[str, int], FixedSize] = {}
-        self._watched: dict[tuple[Drafter, int], tuple[FixedSize, int]] = {}
+        self._watched: dict[tuple[int, int], tuple[FixedSize, int]] = {}
         self.reason = ""
 
     def priced(self, name: str, batch: int) -> PricedDrafter:
@@ -108,19 +108,19 @@ class AutoNodes:
         key = (name, _bucket(batch))
         if key not in self._fixed:
             known_by = facts(self._base, self._heads, key[1], f"{name}, {start.__qualname__}")
-            costs = known_costs(known_by, lambda: measure_fixed(self._base, key[1], start, build))
+            costs = known_costs(known_by, lambda: measure_fixed(self._base, key[1], start, lambda n: _whole(build(n))))
             self._fixed[key] = FixedSize(costs, cache(self._expected))  # it is asked for with every answer
         size = self._fixed[key]
         nodes = size.choose()
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
-            self._watched[drafter, key[1]] = size, nodes
+            self._watched[id(drafter), key[1]] = size, nodes  # ours live as long as their model
         return drafter
 
     def observe(self, drafter: Drafter, outputs: Sequence[Output]) -> None:
         """Learn from answers that are over."""
-        watched = self._watched.get((drafter, _bucket(len(outputs))))
+        watched = self._watched.get((id(drafter), _bucket(len(outputs))))
         if watched is not None:
             size, nodes = watched  # the drafter may have fewer, where a base verifies chains only
             size.observe(nodes, outputs)
@@ -135,6 +135,11 @@ class AutoNodes:
             return grow_tree(self._calibration.accuracies, nodes).tokens_per_step
         depth = self._heads.config.num_heads if self._heads is not None else nodes
         return typical_tree(nodes, depth).tokens_per_step
+
+
+def _whole(drafter: Drafter) -> Drafter:
+    """A hybrid without its shortcut, which the zeros that costs are measured with would always take."""
+    return HybridDrafter(drafter.first, drafter.second) if isinstance(drafter, HybridDrafter) else drafter
 
 
 def _bucket(batch: int) -> int:

@@ -1,9 +1,10 @@
 """The KV cache: rows per sequence slot; a step writes its tree rows behind them and keeps the accepted ones."""
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
-        self.cache = cache
+        # Not the cache itself: a cycle would keep all rows until Python looks for cycles.
+        self.cache = cast(SlotCache, weakref.proxy(cache))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for key and value states [B, Hkv, N, D]."""

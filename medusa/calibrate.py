@@ -59,10 +59,6 @@ class Calibration:
         """[K][R]: how often each head's r-th best token was right."""
         return [[hits / max(1, samples) for hits in row] for samples, row in zip(self.samples, self.hits, strict=True)]
 
-    def accuracy(self, head: int, rank: int) -> float:
-        """How often the head's token of this rank was right; both 0-based."""
-        return self.accuracies[head][rank]
-
     def top(self, ranks: int) -> list[float]:
         """Per head, how often one of its best ``ranks`` tokens was right."""
         return [sum(row[:ranks]) / max(1, samples) for samples, row in zip(self.samples, self.hits, strict=True)]
@@ -174,6 +170,8 @@ def _answer_counts(model: "MedusaModel", heads: DraftHeads, prompt: list[int], a
     num_heads, base = heads.config.num_heads, model.base
     tokens_T, missing = torch.tensor([*prompt, *answer]), torch.full((num_heads,), -1)
     first, last = max(0, len(prompt) - 2), len(tokens_T) - 2  # the positions t
+    if first == last:  # a prompt and an answer of one token each
+        return torch.zeros(num_heads, 1 + RANKS, dtype=torch.int64)
     hidden_TF = base.hidden_states(tokens_T[None].to(base.device))[0]
     ahead_TK = torch.cat([tokens_T, missing]).unfold(0, num_heads, 1)
     path_MK, labels_MK = ahead_TK[first + 1 : last + 1].clamp(min=0), ahead_TK[first + 2 : last + 2]

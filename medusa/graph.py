@@ -130,6 +130,8 @@ class StepGraphs:
             return None
         try:
             return self._record(function)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self._failed = True
             logger.warning("steps run eagerly from now on, recording one as a graph has failed: %s", error)

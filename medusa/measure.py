@@ -69,6 +69,8 @@ def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> di
         "threads": 0 if cuda else torch.get_num_threads(),
         "compiled": base.compiled,
         "int8": base.int8,
+        "layers": sorted({type(module).__name__ for module in base.model.modules()}),
+        "devices": sorted({str(parameter.device) for parameter in base.model.parameters()}),
         "attention": base.attention.name,
         "heads": asdict(replace(heads.config, base="", base_adapter="")) if heads is not None else None,
         "versions": [torch.__version__, transformers.__version__],
@@ -159,7 +161,13 @@ class _Rig:
         drafters, times = {}, {}
         for nodes in grid:
             drafters[nodes] = drafter(nodes)
-            times[nodes] = [self._sample(drafters[nodes])]
+            try:
+                times[nodes] = [self._sample(drafters[nodes])]
+            except torch.OutOfMemoryError:
+                if nodes == 1:
+                    raise
+                del drafters[nodes]  # what does not fit is no choice
+                break
             most = STEEP * times[1][0]
             if times[nodes][0] > most and self._sample(drafters[nodes]) > most:  # twice: not by a moment of other work
                 break

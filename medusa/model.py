@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
 DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
+NO_LIMIT = ("max_steps", "nodes")
+"""Whole numbers that may be None."""
 SURE_MATCH = 4
 """Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
 
@@ -107,6 +109,7 @@ class MedusaModel:
     ) -> None:
         if heads is not None:
             heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
+            heads.config = dataclasses.replace(heads.config, vocab_size=base.vocab_size)  # not all formats tell it
             base = base.tapped(heads.config.feature_layers)
             heads = heads.to(device=base.device, dtype=base.dtype).eval()
             heads.freeze(base)
@@ -183,8 +186,7 @@ class MedusaModel:
             compile_base(base_model)
         if heads is None or loaded is None:
             return cls(base_model, graph=graph)
-        vocab_size = loaded.config.vocab_size or base_model.vocab_size
-        loaded.config = dataclasses.replace(loaded.config, base=base_model.name, vocab_size=vocab_size)
+        loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
         return cls(base_model, loaded, graph, load_calibration(heads, loaded.config), load_provenance(heads))
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
@@ -336,13 +338,15 @@ class MedusaModel:
             acceptance, self.base.device, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, logit_bias=logit_bias, epsilon=epsilon, delta=delta,
         )  # fmt: skip
-        if drafter is None or isinstance(drafter, str):
-            drafter = self._drafter(drafter, nodes, tree, temperature, len(prompts))
         answers = new_answers(self.base, prompts, max_new_tokens, stop, incremental)
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) must be at least 1; leave it out for no limit")
         if prefix is not None and len(prompts) != 1:
             raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
+        if drafter is None or isinstance(drafter, str):
+            drafter = self._drafter(drafter, nodes, tree, temperature, len(prompts))
+        elif tree is not None:
+            raise ValueError("tree takes the place of nodes and drafter; give one of them, on a model with heads")
         cache = self._lend_cache(prompts, answers, drafter.nodes, prefix)
         return answers, self._decode(cache, drafter, rule, prompts, answers, max_steps, seeds)
 
@@ -467,6 +471,8 @@ class MedusaModel:
         values: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         if not isinstance(values, str | list | tuple):
             raise ValueError(f"prompts ({values!r}) are neither text nor token ids; give a string or a list")
+        if isinstance(values, list | tuple):
+            values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
         single = isinstance(values, str) or (len(values) > 0 and not isinstance(values[0], str | list | tuple))
         batch = [values] if single else list(values)
         if not batch:
@@ -487,7 +493,7 @@ class MedusaModel:
 
 def _check_whole(**options: int | None) -> None:
     for name, value in options.items():
-        if value is not None and not _is_whole(value):
+        if not _is_whole(value) and (value is not None or name not in NO_LIMIT):
             raise ValueError(f"{name} ({value!r}) must be a whole number; correct it")
 
 

@@ -158,7 +158,11 @@ def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
         return draft
     # Where rows stand for positions, they end with the context.
     room = base.context_length - 1 - cache.longest if base.decoding == "chain" else 1
-    return Draft.chain(draft.tokens[:, : max(1, room)])
+    rows = max(1, room)
+    chain = Draft.chain(draft.tokens[:, :rows])
+    if draft.probs is not None and torch.equal(draft.parents[:, :rows], chain.parents):  # its laws are still true
+        return dataclasses.replace(chain, probs=draft.probs[:, :rows])
+    return chain
 
 
 def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:

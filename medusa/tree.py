@@ -65,11 +65,6 @@ class Tree:
         index = {path: i + 1 for i, path in enumerate(self.paths)} | {(): 0}
         return torch.tensor([0, *(index[path[:-1]] for path in self.paths)])
 
-    @cached_property
-    def ancestors(self) -> Tensor:
-        """[N, N] bool: entry (i, j) is true where j is i or one of its ancestors."""
-        return ancestor_mask(self.parents, self.depth)
-
 
 def ancestor_mask(parents_N: Tensor, depth: int) -> Tensor:
     """Who is above whom in trees of at most ``depth`` edges.

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve.arguments import at_least
+from data.arguments import at_least
 
 ROOT = Path(__file__).parent.parent
 HELDOUT_PROMPTS = 96
@@ -218,7 +218,7 @@ def _publish(run: Path, report: dict[str, Any]) -> None:
     print(f"report: {path}    picture: {picture}" if picture.is_file() else f"report: {path}")
     print("next:   ./launch.sh chat --colour      talk to the model and see what was guessed")
     print("        ./launch.sh train --recipe train/recipes/embedded.yaml --recipe.run runs/medusa \\")
-    print("            --recipe.heads.architecture medusa      train the paper's heads on the same answers")
+    print("            --recipe.heads.architecture medusa      train another design on the same answers")
 
 
 def _run(*words: str, **environment: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from data import EMBEDDED
-from serve.arguments import at_least
+from data.arguments import at_least
 from serve.chat import ATTENTION
 from serve.conversation import GREEDY_DRAFTERS
 

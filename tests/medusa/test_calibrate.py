@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medusa import Calibration, MedusaModel
-from medusa.calibrate import RANKS, calibrate, count_ranks, rank_counts
+from medusa.calibrate import RANKS, _answer_counts, calibrate, count_ranks, rank_counts
 from medusa.formats.native import CALIBRATION, load_calibration, save_heads
 from medusa.heads import ARCHITECTURES
 
@@ -42,7 +42,7 @@ def test_tokens_that_heads_cannot_draft_are_misses(base, make_heads):
 
 def test_accuracies_are_shares_of_a_heads_own_samples(calibration):
     assert calibration.accuracies == [[0.5, 0.2, 0.0], [0.5, 0.125, 0.125]]
-    assert calibration.accuracy(1, 2) == 0.125
+    assert calibration.accuracies[1][2] == 0.125
     assert calibration.top(2) == pytest.approx([0.7, 0.625])
     assert Calibration((0,), ((0, 0),)).top(1) == [0.0]
 
@@ -77,6 +77,11 @@ def test_chunks_change_nothing(base, make_heads, monkeypatch):
     monkeypatch.setattr("medusa.calibrate.CHUNK", 3)
     assert torch.equal(count_ranks(heads, base, hidden, path, labels), whole)
     assert not count_ranks(heads, base, hidden[:0], path[:0], labels[:0]).any()
+
+
+def test_a_prompt_and_an_answer_of_one_token_count_nothing(base, make_heads):
+    counts = _answer_counts(MedusaModel(base, make_heads(3)), make_heads(3), [5], [0])
+    assert counts.tolist() == [[0] * (1 + RANKS)] * 3
 
 
 def test_what_cannot_be_calibrated_is_refused(base, model):

@@ -190,6 +190,18 @@ def test_a_slow_base_is_stepped_few_times(base, make_heads, monkeypatch):
     assert len(steps) <= 2 * len(GRID)
 
 
+def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
+    def small(base, cache, drafter, rule, state):
+        if drafter.nodes > 4:
+            raise torch.OutOfMemoryError
+        return decode_step(base, cache, drafter, rule, state)
+
+    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.measure.STEEP", math.inf)
+    monkeypatch.setattr("medusa.step.decode_step", small)
+    assert max(measure_host(base, None, batch=1).nodes) == 4
+
+
 def test_steep_trees_are_not_measured(base, monkeypatch):
     monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.measure.STEEP", 1e-9)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from medusa.drafters.heads import WIDTH
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.heads import ARCHITECTURES
-from medusa.step import decode_step, prefill
+from medusa.step import _fit, decode_step, prefill
 from tests.medusa.trees import LOPSIDED
 
 
@@ -278,6 +279,15 @@ def test_the_history_of_a_sequence_ends_with_its_root(model, base):
             assert state.history[row, :end].tolist() == texts[row]
             assert state.roots[row] == texts[row][-1] or not state.active[row]
     assert len(texts[0]) > len(texts[1])
+
+
+def test_drawn_chains_keep_their_laws_where_only_chains_are_verified():
+    base, cache = SimpleNamespace(decoding="chain", context_length=100), SimpleNamespace(longest=95)
+    tokens, probs = torch.tensor([[1, 2, 3, 4, 5]]), torch.rand(1, 5, 9)
+    drawn = _fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 1, 2, 3]]), 4, probs))
+    assert drawn.tokens.tolist() == [[1, 2, 3, 4]], "as far as the context goes"
+    assert torch.equal(drawn.probs, probs[:, :4])
+    assert _fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 0, 2, 3]]), 3, probs)).probs is None, "a tree"
 
 
 def test_wrong_drafters_are_refused(model, base):

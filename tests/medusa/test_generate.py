@@ -1,12 +1,14 @@
 """Decoding is lossless, ends where it must, and streams what it returns."""
 
 import copy
+import dataclasses
 import shutil
 
 import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa.drafters import HeadsDrafter, PlainDrafter
 from tests.medusa.trees import LOPSIDED
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -137,6 +139,8 @@ def test_prompts_come_as_text_ids_or_tensors(model, base):
     assert model.generate(torch.tensor(ids), max_new_tokens=5).tokens == expected
     assert [o.tokens for o in model.generate(torch.tensor([ids, ids]), max_new_tokens=5)] == [expected] * 2
     assert [o.tokens for o in model.generate([ids], max_new_tokens=5)] == [expected]
+    first, _ = model.generate([torch.tensor(ids), torch.tensor(ids[1:])], max_new_tokens=5)
+    assert first.tokens == expected
 
 
 def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
@@ -158,6 +162,7 @@ def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
         ("abc", {"nodes": 0}, "nodes"),
         ("abc", {"tree": Tree.chain(4)}, "exceeds the number of heads"),
         ("abc", {"tree": Tree.chain(2), "nodes": 1}, "takes the place of nodes"),
+        ("abc", {"tree": Tree.chain(2), "drafter": PlainDrafter()}, "takes the place of nodes and drafter"),
         ("abc", {"tree": Tree.full([300])}, "exceeds the tokens that the heads can draft"),
         ("abc", {"stop": ["x", ""]}, "end every answer at once"),
         ("abc", {"seed": -1}, "seed"),
@@ -261,12 +266,52 @@ def test_a_conversation_that_the_template_refuses(model, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": True}, {"max_new_tokens": 2.5}, {"nodes": 2.5}, {"max_steps": 1.5}, {"seed": 1.0}, {"seed": [1.5]}],
+    [
+        {"top_k": True},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": None},
+        {"top_k": None},
+        {"nodes": 2.5},
+        {"max_steps": 1.5},
+        {"seed": 1.0},
+        {"seed": [1.5]},
+    ],
     ids=str,
 )
 def test_numbers_that_are_not_whole_get_one_sentence(model, options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))} \("):
         model.generate("abc", temperature=1.0, **options)
+
+
+def test_a_wrong_call_measures_nothing(base, make_heads, monkeypatch):
+    model = MedusaModel(base, make_heads())
+    monkeypatch.setattr("medusa.auto.known_costs", lambda *_: pytest.fail("costs were asked for"))
+    with pytest.raises(ValueError, match="is empty"):
+        model.generate([[]])
+
+
+def test_heads_that_do_not_tell_their_vocabulary_draft_all_of_the_base(base, make_heads):
+    heads = make_heads()
+    heads.config = dataclasses.replace(heads.config, vocab_size=0)
+    model = MedusaModel(base, heads)
+    assert model.heads.config.vocab_size == base.vocab_size
+    drafter = HeadsDrafter(model.heads, model.base, 8)
+    assert drafter.nodes == 8
+
+
+@dataclasses.dataclass
+class Unhashable:
+    """A drafter as somebody may write it: a dataclass that compares by value has no hash."""
+
+    nodes: int = 1
+
+    def propose(self, state):
+        return PlainDrafter().propose(state)
+
+
+def test_any_object_may_draft(model):
+    expected = model.generate("abc", max_new_tokens=10, nodes=1).tokens
+    assert model.generate("abc", max_new_tokens=10, drafter=Unhashable()).tokens == expected
 
 
 def test_the_lowest_temperature_is_greedy(model):

@@ -133,7 +133,7 @@ def test_trees_of_trained_heads_give_what_is_predicted(learned):
     """Dynamic trees within 3 % of static ones: heads that learned for seconds are too sure of themselves for more."""
     model, prompts = learned
     calibration = calibrate(model, prompts[12:], max_new_tokens=48)
-    assert calibration.accuracy(0, 0) > 0.15, "these heads learned something"
+    assert calibration.accuracies[0][0] > 0.15, "these heads learned something"
     rows = measure_trees(model, calibration, prompts[:12], 40, sizes=(4, 16))
     for row in rows:
         assert row["static_nodes"] == row["dynamic_nodes"] == row["nodes"]

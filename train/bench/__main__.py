@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.arguments import at_least
 from train.recipe_file import RecipeError, parse_overrides
 
 if TYPE_CHECKING:
@@ -100,18 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     loss = _command(commands, "loss", "peak memory and time of the loss, beside K full logits with autograd")
-    loss.add_argument("--num-heads", type=_positive, nargs="+", default=[1, 2, 3, 4, 5], metavar="K", help="heads")
-    loss.add_argument("--positions", type=_positive, nargs="+", default=[1024, 2048], metavar="M", help="per step")
-    loss.add_argument("--vocab", type=_positive, nargs="+", default=[4096, 32768, 131072], metavar="V", help="tokens")
-    loss.add_argument("--hidden", type=_positive, default=256, metavar="D", help="hidden size")
-    loss.add_argument("--loss-rows", type=_positive, default=1024, help="rows of logits per micro-batch, all heads")
+    loss.add_argument("--num-heads", type=at_least(1), nargs="+", default=[1, 2, 3, 4, 5], metavar="K", help="heads")
+    loss.add_argument("--positions", type=at_least(1), nargs="+", default=[1024, 2048], metavar="M", help="per step")
+    loss.add_argument("--vocab", type=at_least(1), nargs="+", default=[4096, 32768, 131072], metavar="V", help="tokens")
+    loss.add_argument("--hidden", type=at_least(1), default=256, metavar="D", help="hidden size")
+    loss.add_argument("--loss-rows", type=at_least(1), default=1024, help="rows of logits per micro-batch, all heads")
     loss.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto = cuda if there is one")
     loss.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of products; auto = float32 on a CPU"
     )
     loss.add_argument("--picture", metavar="FILE", help="also draw the peak memory into a PNG file")
     speed = _command(commands, "speed", "useful tokens/s of training, beside a trainer written the original way")
-    speed.add_argument("--micro-batch", type=_positive, default=8, help="conversations per pass of the original way")
+    speed.add_argument("--micro-batch", type=at_least(1), default=8, help="conversations per pass of the original way")
     cache = _command(commands, "cache", "epochs that read hidden states from files, beside epochs that compute them")
     for command in (speed, cache):
         command.add_argument("--recipe", default=RECIPE, metavar="FILE", help="YAML; --recipe.KEY VALUE changes it")
@@ -122,15 +123,9 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    command.add_argument("--rounds", type=_positive, default=3, help="measurements of each; the median counts")
+    command.add_argument("--rounds", type=at_least(1), default=3, help="measurements of each; the median counts")
     command.add_argument("--json", metavar="FILE", help="also write the figures, the machine and the versions")
     return command
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least 1")
-    return int(text)
 
 
 COMMANDS = {"loss": _loss, "speed": _speed, "cache": _speed}

@@ -19,7 +19,11 @@ from train.workers import Workers
 Overrides = Mapping[str, str]
 CLOCKED = {"data.heldout": "", "optim.steps": "1000000"}
 """A trainer under a clock makes steps and nothing else, as many as it is asked for."""
-MEDUSA = {"heads.architecture": "medusa", "heads.num_layers": "1", "heads.own_lm_heads": "false"}
+MEDUSA = {
+    "heads.architecture": "medusa", "heads.num_layers": "1", "heads.feature_layers": "0", "heads.own_lm_heads": "false",
+    "optim.loss": "ce",
+}  # fmt: skip
+"""The original's heads and loss, whatever the recipe trains."""
 ORIGINAL_WAY = "original way"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from train.recipe_file import RecipeError, parse_overrides
+from train.recipe_file import RecipeError, parse_overrides, resolved
 from train.run_directory import RunDirectory
 from train.stop import Stopped, StopRequest
 from train.study.arguments import parser
@@ -150,7 +150,8 @@ def _speed(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts", tre
 
     heads = {run.variant: run.directory / "heads" for run in runs if run.seed == 0}
     sizes = (options.speed_prompts, options.rounds, options.compile)
-    asked = [texts.digest, *heads, *sizes, torch.get_num_threads()]
+    designs = {run.variant: resolved(run.recipe) for run in runs if run.seed == 0}
+    asked = [texts.digest, designs, *sizes, torch.get_num_threads()]
     path = options.out / "speed.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if stored.get("asked") != asked:

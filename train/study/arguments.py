@@ -1,9 +1,9 @@
 """The command line of the study."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from data.arguments import at_least
 from train.study.variants import DEFAULT
 
 RECIPE = "train/recipes/embedded.yaml"
@@ -49,27 +49,16 @@ def parser(quick: bool) -> argparse.ArgumentParser:
     add("--only", nargs="+", default=(), metavar="NAME", help="only these designs, and the baseline")
     add(
         "--nodes",
-        type=_whole(2),
+        type=at_least(2),
         nargs="+",
         default=QUICK_NODES if quick else NODES,
         metavar="N",
         help="sizes of dynamic trees",
     )
-    add("--processes", type=_whole(1), default=2, help="runs at a time; they share the cores")
+    add("--processes", type=at_least(1), default=2, help="runs at a time; they share the cores")
     add("--compile", action="store_true", help="measure speed with the base's pass compiled")
     add("--quick", action="store_true", help="try everything in minutes; its figures mean nothing")
     for name, (size, text) in SIZES.items():
         default = QUICK[name] if quick else size
-        add(f"--{name.replace('_', '-')}", type=_whole(0 if name == "rounds" else 1), default=default, help=text)
+        add(f"--{name.replace('_', '-')}", type=at_least(0 if name == "rounds" else 1), default=default, help=text)
     return command
-
-
-def _whole(low: int) -> Callable[[str], int]:
-    """A parser of whole numbers from ``low`` on."""
-
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < low:
-            raise argparse.ArgumentTypeError(f"value ({text}) must be a whole number of at least {low}")
-        return int(text)
-
-    return parse

@@ -102,7 +102,6 @@ def tree_drafters(model: MedusaModel, questions: Questions, static: Paths | None
     drafters = {
         f"dynamic {nodes}": HeadsDrafter(model.heads, model.base, nodes, host_decides=False)
         for nodes in questions.nodes
-        if nodes > 1
     }
     if static is not None:
         tree = Tree(tuple(map(tuple, static)))

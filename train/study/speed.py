@@ -34,7 +34,8 @@ class Way:
 
     def __init__(self, model: MedusaModel, drafter: Drafter, texts: Texts, prompts: int) -> None:
         self._model, self._drafter = model, drafter
-        self._texts, self._prompts = texts, [list(prompt) for prompt in texts.questions.prompts[:prompts]]
+        every = max(1, len(texts.questions.prompts) // prompts)  # they are sorted by length
+        self._texts, self._prompts = texts, [list(prompt) for prompt in texts.questions.prompts[::every][:prompts]]
         self.tokens = self.steps = 0
 
     def rate(self) -> float:
@@ -66,7 +67,7 @@ def measure_speed(
         texts: The study's prompts.
         heads: Directory of each variant's heads.
         trees: Paths of each variant's static tree, for those that have one.
-        prompts: The first prompts of the study are decoded.
+        prompts: So many of the study's prompts are decoded, of all lengths.
         rounds: Measurements of each way.
         compiled: Compile the base's pass.
 

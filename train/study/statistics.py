@@ -34,9 +34,6 @@ class Estimate:
         low, high = draws_R.quantile(torch.tensor([tail, 1 - tail], dtype=draws_R.dtype)).tolist()
         return cls(float(value), low, high)
 
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
 
 @dataclass(frozen=True)
 class Rate:
