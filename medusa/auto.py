@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from medusa.acceptance import BuiltRule
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
 from medusa.cost import StepCosts, best_fixed
@@ -64,7 +65,7 @@ class FixedSize:
 
 
 class AutoNodes:
-    """Costs, and what follows from them, by way of drafting and size of batch.
+    """Costs, and what follows from them, by way of drafting, size of batch, and what the rule computes.
 
     Batches are measured as the next power of two: a measurement takes about a second.
 
@@ -79,48 +80,53 @@ class AutoNodes:
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None, calibration: Calibration | None = None) -> None:
         self._base, self._heads, self._calibration = base, heads, calibration
-        self._priced: dict[tuple[str, int], tuple[StepCosts, Experience]] = {}
-        self._fixed: dict[tuple[str, int], FixedSize] = {}
-        self._watched: dict[tuple[int, int], tuple[FixedSize, int]] = {}
+        self._priced: dict[tuple[str, str, int], tuple[StepCosts, Experience]] = {}
+        self._fixed: dict[tuple[str, str, int], FixedSize] = {}
+        self._watched: dict[tuple[int, str, int], tuple[FixedSize, int]] = {}
         self.reason = ""
 
-    def priced(self, name: str, batch: int) -> PricedDrafter:
+    def priced(self, name: str, batch: int, rule: BuiltRule) -> PricedDrafter:
         """A drafter of that name for the next answers, sized step by step; it knows what others have learned."""
-        key, heads = (name, _bucket(batch)), None if name == "prompt-lookup" else self._heads
+        key, heads = (name, rule.work, _bucket(batch)), None if name == "prompt-lookup" else self._heads
         if key not in self._priced:
             how = "host" if heads is not None else "host, without heads"
-            known_by = facts(self._base, heads, key[1], how)
-            costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[1]))
+            known_by = facts(self._base, heads, key[2], how, rule.work)
+            costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[2], rule))
             self._priced[key] = costs, Experience(costs.step(1))
         costs, experience = self._priced[key]
         self._tell(f"nodes auto: in each step as many of at most {costs.most} as pay; {costs}")
         return PricedDrafter(costs, self._base, heads, name != "heads", experience)
 
-    def fixed(self, name: str, batch: int, start: StartSteps, build: Callable[[int], Drafter]) -> Drafter:
+    def fixed(
+        self, name: str, batch: int, rule: BuiltRule, start: StartSteps, build: Callable[[int], Drafter]
+    ) -> Drafter:
         """The drafter of that name with the size that is best for the next answers.
 
         Args:
             name: Of the drafter.
             batch: Sequences B.
+            rule: Decides in every step.
             start: What runs the steps.
             build: The drafter of a tree size; 1 = plain decoding.
         """
-        key = (name, _bucket(batch))
+        key = (name, rule.work, _bucket(batch))
         if key not in self._fixed:
-            known_by = facts(self._base, self._heads, key[1], f"{name}, {start.__qualname__}")
-            costs = known_costs(known_by, lambda: measure_fixed(self._base, key[1], start, lambda n: _whole(build(n))))
+            known_by = facts(self._base, self._heads, key[2], f"{name}, {start.__qualname__}", rule.work)
+            costs = known_costs(
+                known_by, lambda: measure_fixed(self._base, key[2], start, lambda n: _whole(build(n)), rule)
+            )
             self._fixed[key] = FixedSize(costs, cache(self._expected))  # it is asked for with every answer
         size = self._fixed[key]
         nodes = size.choose()
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
-            self._watched[id(drafter), key[1]] = size, nodes  # ours live as long as their model
+            self._watched[id(drafter), rule.work, key[2]] = size, nodes  # ours live as long as their model
         return drafter
 
-    def observe(self, drafter: Drafter, outputs: Sequence[Output]) -> None:
+    def observe(self, drafter: Drafter, rule: BuiltRule, outputs: Sequence[Output]) -> None:
         """Learn from answers that are over."""
-        watched = self._watched.get((id(drafter), _bucket(len(outputs))))
+        watched = self._watched.get((id(drafter), rule.work, _bucket(len(outputs))))
         if watched is not None:
             size, nodes = watched  # the drafter may have fewer, where a base verifies chains only
             size.observe(nodes, outputs)

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import transformers
 
-from medusa.acceptance import greedy
+from medusa.acceptance import Rule, greedy
 from medusa.base_model import BaseModel
 from medusa.cost import StepCosts
 from medusa.drafters import DecodeState, Drafter, HeadsDrafter
@@ -51,7 +51,7 @@ FORMAT = 1
 _measuring = threading.Lock()
 
 
-def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> dict[str, object]:
+def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str, work: str) -> dict[str, object]:
     """Everything that costs depend on, as far as it can be known.
 
     Args:
@@ -59,6 +59,7 @@ def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> di
         heads: Its heads.
         batch: Sequences B.
         how: Who drafts, and whether steps are recorded.
+        work: What the rule computes at every node.
     """
     cuda = base.device.type == "cuda"
     return {
@@ -76,6 +77,7 @@ def facts(base: BaseModel, heads: DraftHeads | None, batch: int, how: str) -> di
         "versions": [torch.__version__, transformers.__version__],
         "batch": batch,
         "how": how,
+        "work": work,
     }
 
 
@@ -106,15 +108,16 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
     return costs
 
 
-def measure_host(base: BaseModel, heads: DraftHeads | None, batch: int) -> StepCosts:
+def measure_host(base: BaseModel, heads: DraftHeads | None, batch: int, rule: Rule = greedy) -> StepCosts:
     """Costs where the host decides: steps of given drafts, and drafting apart from them.
 
     Args:
         base: Prepared for decoding.
         heads: Its heads, frozen; None = drafting costs nothing.
         batch: Sequences B.
+        rule: Decides in every step: a small rule is cheap, and one that sorts the vocabulary at every node is not.
     """
-    rig = _Rig(base, batch, EagerSteps)
+    rig = _Rig(base, batch, EagerSteps, rule)
     nodes, seconds = rig.sweep(GRID, rig.given)
     if heads is None:
         return StepCosts(nodes, seconds)
@@ -124,7 +127,9 @@ def measure_host(base: BaseModel, heads: DraftHeads | None, batch: int) -> StepC
     return StepCosts(nodes, seconds, begin=shallow, level=level)
 
 
-def measure_fixed(base: BaseModel, batch: int, start: StartSteps, drafter: Callable[[int], Drafter]) -> StepCosts:
+def measure_fixed(
+    base: BaseModel, batch: int, start: StartSteps, drafter: Callable[[int], Drafter], rule: Rule = greedy
+) -> StepCosts:
     """Costs where shapes are fixed: whole steps, drafting included.
 
     Args:
@@ -132,15 +137,16 @@ def measure_fixed(base: BaseModel, batch: int, start: StartSteps, drafter: Calla
         batch: Sequences B.
         start: What runs the steps, see ``decode``.
         drafter: The drafter of a tree size; 1 = plain decoding.
+        rule: Decides in every step.
     """
-    return StepCosts(*_Rig(base, batch, start).sweep(FIXED_GRID, drafter))
+    return StepCosts(*_Rig(base, batch, start, rule).sweep(FIXED_GRID, drafter))
 
 
 class _Rig:
     """Sequences of zeros in a scratch cache, stepped from the same place again and again: values decide no time."""
 
-    def __init__(self, base: BaseModel, batch: int, start: StartSteps) -> None:
-        self._base, self._start = base, start
+    def __init__(self, base: BaseModel, batch: int, start: StartSteps, rule: Rule) -> None:
+        self._base, self._start, self._rule = base, start, rule
         self._context = min(CONTEXT, base.context_length // 2)
         # Steps emit few tokens and start anew after a few; graphs make room for two steps at a time.
         self._cache = base.new_cache(batch, self._context + 8 * max(GRID))
@@ -184,7 +190,7 @@ class _Rig:
     def _sample(self, drafter: Drafter) -> float:
         """Median seconds of a step."""
         self._cache.cut([self._context] * self._cache.slots)
-        steps = self._start(self._base, self._cache, drafter, greedy, self.state)
+        steps = self._start(self._base, self._cache, drafter, self._rule, self.state)
         steps.next()
         return _median_seconds(steps.next, STEPS)
 

@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from medusa.acceptance import DELTA, EPSILON, Rule, build_rule
+from medusa.acceptance import DELTA, EPSILON, BuiltRule, build_rule
 from medusa.auto import AutoNodes
 from medusa.base_model import BaseModel, resolve_base
 from medusa.cache import SlotCache
@@ -308,10 +308,10 @@ class MedusaModel:
             epsilon: Threshold of typical acceptance.
             delta: Entropy factor of typical acceptance.
             nodes: Tree budget N with the root; 1 = plain decoding. None = what brings most tokens per second here, by
-                step costs that the first call measures (a second or two, or some twenty steps of a slow base; later
-                starts read them from ~/.cache/medusa) and by what is accepted; plain decoding is among the choices.
-                The text does not depend on it, except under speculative and typical acceptance, where only a number
-                makes it repeat for a seed.
+                step costs that the first call of its kind measures (a second or two, or some twenty steps of a slow
+                base; later starts read them from ~/.cache/medusa) and by what is accepted; plain decoding is among the
+                choices. The text does not depend on it, except under speculative and typical acceptance, where only a
+                number makes it repeat for a seed.
             tree: A static tree instead of a dynamic one of ``nodes`` nodes.
             drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs
                 no heads; "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature,
@@ -344,7 +344,7 @@ class MedusaModel:
         if prefix is not None and len(prompts) != 1:
             raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
         if drafter is None or isinstance(drafter, str):
-            drafter = self._drafter(drafter, nodes, tree, temperature, len(prompts))
+            drafter = self._drafter(drafter, nodes, tree, temperature, len(prompts), rule)
         elif tree is not None:
             raise ValueError("tree takes the place of nodes and drafter; give one of them, on a model with heads")
         cache = self._lend_cache(prompts, answers, drafter.nodes, prefix)
@@ -352,7 +352,7 @@ class MedusaModel:
 
     def explain_nodes(self, drafter: str | None = None) -> str:
         """What ``nodes=None`` means for one prompt and why, in one line; measures step costs that are not known."""
-        self._drafter(drafter, None, None, 1.0, batch=1)
+        self._drafter(drafter, None, None, 1.0, batch=1, rule=build_rule(None))
         drafts = self.base.decoding != "plain" and (drafter is not None or self.heads is not None)
         return self._auto.reason if drafts else "nodes auto: 1, plain decoding"
 
@@ -374,7 +374,7 @@ class MedusaModel:
         self,
         lent: AbstractContextManager[SlotCache | None],
         drafter: Drafter,
-        rule: Rule,
+        rule: BuiltRule,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Answer],
         max_steps: int | None,
@@ -384,7 +384,7 @@ class MedusaModel:
             with lent as cache:
                 yield from decode(self.base, drafter, rule, prompts, answers, max_steps, seeds, cache, self._start)
         finally:
-            self._auto.observe(drafter, [answer.output for answer in answers])
+            self._auto.observe(drafter, rule, [answer.output for answer in answers])
 
     @property
     def _start(self) -> StartSteps:
@@ -407,7 +407,7 @@ class MedusaModel:
         return ids
 
     def _drafter(
-        self, name: str | None, nodes: int | None, tree: Tree | None, temperature: float, batch: int
+        self, name: str | None, nodes: int | None, tree: Tree | None, temperature: float, batch: int, rule: BuiltRule
     ) -> Drafter:
         takes_tree = name in (None, "heads", "heads-sampled")
         if tree is not None and (self.heads is None or nodes is not None or not takes_tree):
@@ -427,8 +427,8 @@ class MedusaModel:
             return self._sized(name, nodes or 2, tree, temperature)
         on_host = self.graphs is None and self.base.device.type == "cpu" and self.base.decoding == "tree"
         if on_host and name != "heads-sampled":
-            return self._auto.priced(name, batch)
-        return self._auto.fixed(name, batch, self._start, lambda n: self._sized(name, n, None, temperature))
+            return self._auto.priced(name, batch, rule)
+        return self._auto.fixed(name, batch, rule, self._start, lambda n: self._sized(name, n, None, temperature))
 
     def _sized(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
         if nodes == 1 and tree is None and self.base.decoding != "plain":

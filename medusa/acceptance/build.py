@@ -5,16 +5,30 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from medusa.acceptance.logits import adjusted, warper
-from medusa.acceptance.path import Rule
+from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rules import greedy, sampling, speculative, typical
+from medusa.drafters.base import DecodeState
+from medusa.tree import Draft
 
 EPSILON = 0.09
 DELTA = 0.3
 RULES = ("greedy", "sampling", "speculative", "typical")
 MAX_BIAS = 100.0
 """Largest logit bias either way; enough to force or forbid a token (the range of OpenAI's API)."""
+
+
+class BuiltRule:
+    """A rule, and what it computes at every node whatever the numbers: "sampling, top_p". Step costs depend on it."""
+
+    def __init__(self, rule: Rule, work: str) -> None:
+        self._rule, self.work = rule, work
+
+    def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
+        """See ``Rule``."""
+        return self._rule(draft, logits_BNV, state)
 
 
 def build_rule(
@@ -29,7 +43,7 @@ def build_rule(
     logit_bias: Mapping[int, float] | None = None,
     epsilon: float = EPSILON,
     delta: float = DELTA,
-) -> Rule:
+) -> BuiltRule:
     """The rule of one ``generate`` call; equal settings give the same object, so that recorded steps are found.
 
     Args:
@@ -82,7 +96,7 @@ def _rule(
     bias: tuple[tuple[int, float], ...],
     epsilon: float,
     delta: float,
-) -> Rule:
+) -> BuiltRule:
     process = warper(*warping)
     rule: Rule = greedy
     if name == "sampling":
@@ -91,6 +105,8 @@ def _rule(
         rule = speculative(process)
     elif name == "typical":
         rule = typical(process, epsilon, delta)
-    if repetition_penalty == 1 and not bias:
-        return rule
-    return adjusted(rule, repetition_penalty, dict(bias), device)
+    if repetition_penalty != 1 or bias:
+        rule = adjusted(rule, repetition_penalty, dict(bias), device)
+    _, top_k, top_p, min_p = warping
+    parts = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0, "penalty": repetition_penalty != 1}
+    return BuiltRule(rule, ", ".join([name, *(part for part, used in parts.items() if used)]))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from medusa import MedusaModel
+from medusa.acceptance import greedy
 from medusa.auto import FixedSize
 from medusa.cost import StepCosts, best_fixed
 from medusa.drafters import PlainDrafter
@@ -190,6 +191,25 @@ def test_a_slow_base_is_stepped_few_times(base, make_heads, monkeypatch):
     assert len(steps) <= 2 * len(GRID)
 
 
+def test_what_a_rule_computes_at_each_node_is_part_of_the_cost(base, make_heads, monkeypatch):
+    """A rule that takes a second per node makes trees dear; settings that only differ in numbers share costs."""
+
+    def dear(draft, logits, state):
+        clock[0] += draft.tokens.shape[1]
+        return greedy(draft, logits, state)
+
+    clock, asked = [0.0], []
+    monkeypatch.setattr("medusa.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("medusa.measure.STEEP", math.inf)
+    costs = measure_host(base, None, batch=1, rule=dear)
+    assert costs.seconds == tuple(map(float, costs.nodes))
+    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, _: asked.append(known_by["work"]) or LINE)
+    model = MedusaModel(base, make_heads())
+    for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}):
+        model.generate("abc", max_new_tokens=2, **settings)
+    assert asked == ["greedy", "sampling", "sampling, top_p, min_p"]
+
+
 def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
     def small(base, cache, drafter, rule, state):
         if drafter.nodes > 4:
@@ -210,8 +230,11 @@ def test_steep_trees_are_not_measured(base, monkeypatch):
 
 def test_costs_belong_to_what_they_depend_on(base, make_heads):
     medusa, recurrent = (make_heads(architecture=name) for name in ("medusa", "recurrent"))
-    known = [facts(base, medusa, 1, "host"), facts(base, recurrent, 1, "host"), facts(base, medusa, 2, "host")]
-    known += [facts(base, None, 1, "host"), facts(base, medusa, 1, "graphs")]
+    known = [
+        facts(base, medusa, 1, "host", "greedy"), facts(base, recurrent, 1, "host", "greedy"),
+        facts(base, medusa, 2, "host", "greedy"), facts(base, None, 1, "host", "greedy"),
+        facts(base, medusa, 1, "graphs", "greedy"), facts(base, medusa, 1, "host", "sampling, top_p"),
+    ]  # fmt: skip
     assert len({json.dumps(known_by, sort_keys=True) for known_by in known}) == len(known)
 
 
