@@ -3,6 +3,7 @@
 Legend: B batch, N tree nodes, V vocabulary, T tokens of the text so far.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,6 +14,9 @@ from medusa.acceptance.path import Rule, Verdict
 from medusa.drafters.base import DecodeState
 from medusa.tree import Draft
 
+LIKELIEST = 256
+"""Tokens among which a nucleus is looked for first."""
+
 
 def widened(logits: Tensor) -> Tensor:
     """In float32 at least."""
@@ -20,12 +24,12 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def warper(temperature: float, top_k: int, top_p: float, min_p: float) -> Callable[[Tensor], Tensor]:
-    """transformers' own warpers, in its order, on rows of any shape."""
+    """transformers' warpers, in its order, on rows of any shape."""
     warpers = LogitsProcessorList()
     if top_k > 0:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
+        warpers.append(Nucleus(top_p))
     if min_p > 0:
         warpers.append(MinPLogitsWarper(min_p))
     no_ids = torch.empty(0, dtype=torch.int64)
@@ -36,6 +40,31 @@ def warper(temperature: float, top_k: int, top_p: float, min_p: float) -> Callab
         return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
 
     return process
+
+
+class Nucleus(TopPLogitsWarper):
+    """Top-p that looks at the likeliest tokens first: on a CPU sorting a vocabulary costs as much as a small model.
+
+    Rows whose nucleus is not among them are sorted whole. What becomes of a row depends on that row alone.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, V] with -inf outside of the smallest set of tokens that has the mass ``top_p``."""
+        if scores.device.type != "cpu" or scores.shape[-1] <= LIKELIEST:
+            return self._whole(input_ids, scores)
+        best_RK, tokens_RK = scores.topk(LIKELIEST)
+        mass_RK = (best_RK - scores.logsumexp(-1, keepdim=True)).exp()
+        likelier_RK = mass_RK.cumsum(-1) - mass_RK
+        best_RK = best_RK.masked_fill(likelier_RK >= self.top_p, -math.inf)
+        kept_RV = torch.full_like(scores, -math.inf).scatter_(-1, tokens_RK, best_RK)
+        wide_R = likelier_RK[:, -1] < self.top_p
+        if wide_R.any():
+            kept_RV[wide_R] = self._whole(input_ids, scores[wide_R])
+        return kept_RV
+
+    def _whole(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        kept: Tensor = super().__call__(input_ids, scores)
+        return kept
 
 
 def adjusted(rule: Rule, repetition_penalty: float, logit_bias: Mapping[int, float], device: torch.device) -> Rule:
