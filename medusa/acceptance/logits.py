@@ -16,6 +16,8 @@ from medusa.tree import Draft
 
 LIKELIEST = 256
 """Tokens among which a nucleus is looked for first."""
+LARGE = 2048
+"""Vocabularies that are not sorted as fast as they are looked through."""
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -50,7 +52,7 @@ class Nucleus(TopPLogitsWarper):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [R, V] with -inf outside of the smallest set of tokens that has the mass ``top_p``."""
-        if scores.device.type != "cpu" or scores.shape[-1] <= LIKELIEST:
+        if scores.device.type != "cpu" or scores.shape[-1] < LARGE:
             return self._whole(input_ids, scores)
         best_RK, tokens_RK = scores.topk(LIKELIEST)
         mass_RK = (best_RK - scores.logsumexp(-1, keepdim=True)).exp()

@@ -5,7 +5,7 @@ import torch
 from transformers import TopPLogitsWarper
 
 from medusa.acceptance import Verdict, build_rule, greedy, select_path
-from medusa.acceptance.logits import LIKELIEST, Nucleus
+from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
 from medusa.acceptance.rejection import rejection_chances
 from medusa.drafters import DecodeState
 from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
@@ -185,7 +185,7 @@ def test_filters_leave_out_what_transformers_leaves_out(options):
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999])
 def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(top_p):
     spreads = torch.tensor([0.0, 0.1, 1.0, 3.0, 10.0, 100.0], dtype=torch.float64)
-    scores = torch.randn(6, 4 * LIKELIEST, generator=torch.Generator().manual_seed(0)).double() * spreads[:, None]
+    scores = torch.randn(6, LARGE, generator=torch.Generator().manual_seed(0)).double() * spreads[:, None]
     scores[2, LIKELIEST // 2 :] = -math.inf  # as top-k leaves it
     found = Nucleus(top_p)(None, scores)
     expected = TopPLogitsWarper(top_p)(None, scores)

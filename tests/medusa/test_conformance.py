@@ -15,7 +15,7 @@ from medusa.attention import BACKENDS
 from medusa.attention.base import build
 from medusa.self_test import choose_decoding
 from medusa.step import prefill, verify
-from medusa.tree import Draft
+from medusa.tree import Draft, ancestor_mask
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -145,7 +145,8 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
     texts = [list(prompt) for prompt in PROMPTS]
     generator = torch.Generator().manual_seed(5)
     keep = torch.tensor([4, 2, 3])
-    path = [j for j in range(tree.nodes) if tree.ancestors[-1, j]]
+    above = ancestor_mask(tree.parents, tree.depth)
+    path = [j for j in range(tree.nodes) if above[-1, j]]
     for _ in range(2):  # the second time over rows that a commit has moved together
         tokens = torch.randint(3, 50, (3, tree.nodes), generator=generator)
         tokens[:, 0] = torch.tensor([text[-1] for text in texts])
@@ -153,7 +154,7 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
         logits = base.logits(verify(base, cache, draft))
         for row, text in enumerate(texts):
             for node in range(tree.nodes):
-                drafted = tokens[row, 1:][tree.ancestors[node, 1:]].tolist()
+                drafted = tokens[row, 1:][above[node, 1:]].tolist()
                 expected = oracle(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0, -1]
                 torch.testing.assert_close(logits[row, node], expected, **close)
         cache.commit(torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()]), keep)

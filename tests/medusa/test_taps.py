@@ -47,10 +47,11 @@ def test_rows_of_texts_and_trees_are_transformers_hidden_states(family):
     torch.testing.assert_close(state.hidden[1], transformers_own(oracle, PROMPTS[1])[-2], **close)
     tokens = torch.randint(3, 50, (2, tree.nodes), generator=torch.Generator().manual_seed(5))
     tokens[:, 0] = torch.tensor([prompt[-1] for prompt in PROMPTS])
-    hidden = verify(base, cache, Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth))
+    draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
+    hidden = verify(base, cache, draft)
     for row, prompt in enumerate(PROMPTS):
         for node in range(tree.nodes):
-            drafted = tokens[row, 1:][tree.ancestors[node, 1:]].tolist()
+            drafted = tokens[row, 1:][draft.ancestors[row, node, 1:]].tolist()
             torch.testing.assert_close(hidden[row, node], transformers_own(oracle, prompt + drafted)[-1], **close)
 
 
