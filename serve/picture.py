@@ -49,7 +49,7 @@ def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
         axes.plot(heads, values, marker="o", color=colour, label=f"top {rank}")
         for head, value in zip(heads, values, strict=True):
             axes.annotate(f"{value:.2f}", (head, value), (0, 6), textcoords="offset points", ha="center", fontsize=9)
-    axes.set_xticks(list(heads), [f"head {k}\n(token t+{k + 1})" for k in heads])
+    axes.set_xticks(list(heads), [f"head {k}\nt+{k + 1}" for k in heads])
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("held-out accuracy")
     axes.set_title("how often a head's best guesses hold the base's token\n(given the tokens before it)", fontsize=11)
