@@ -87,11 +87,12 @@ class AutoNodes:
 
     def priced(self, name: str, batch: int, rule: BuiltRule) -> PricedDrafter:
         """A drafter of that name for the next answers, sized step by step; it knows what others have learned."""
-        key, heads = (name, rule.work, _bucket(batch)), None if name == "prompt-lookup" else self._heads
+        slots, heads = _bucket(batch), None if name == "prompt-lookup" else self._heads
+        key = (name, rule.work, slots)
         if key not in self._priced:
             how = "host" if heads is not None else "host, without heads"
-            known_by = facts(self._base, heads, key[2], how, rule.work)
-            costs = known_costs(known_by, lambda: measure_host(self._base, heads, key[2], rule))
+            known_by = facts(self._base, heads, slots, how, rule.work)
+            costs = known_costs(known_by, lambda: measure_host(self._base, heads, slots, rule))
             self._priced[key] = costs, Experience(costs.step(1))
         costs, experience = self._priced[key]
         self._tell(f"nodes auto: in each step as many of at most {costs.most} as pay; {costs}")
@@ -109,11 +110,12 @@ class AutoNodes:
             start: What runs the steps.
             build: The drafter of a tree size; 1 = plain decoding.
         """
-        key = (name, rule.work, _bucket(batch))
+        slots = _bucket(batch)
+        key = (name, rule.work, slots)
         if key not in self._fixed:
-            known_by = facts(self._base, self._heads, key[2], f"{name}, {start.__qualname__}", rule.work)
+            known_by = facts(self._base, self._heads, slots, f"{name}, {start.__qualname__}", rule.work)
             costs = known_costs(
-                known_by, lambda: measure_fixed(self._base, key[2], start, lambda n: _whole(build(n)), rule)
+                known_by, lambda: measure_fixed(self._base, slots, start, lambda n: _whole(build(n)), rule)
             )
             self._fixed[key] = FixedSize(costs, cache(self._expected))  # it is asked for with every answer
         size = self._fixed[key]
@@ -121,7 +123,7 @@ class AutoNodes:
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
-            self._watched[id(drafter), rule.work, key[2]] = size, nodes  # ours live as long as their model
+            self._watched[id(drafter), rule.work, slots] = size, nodes  # ours live as long as their model
         return drafter
 
     def observe(self, drafter: Drafter, rule: BuiltRule, outputs: Sequence[Output]) -> None:
@@ -145,7 +147,9 @@ class AutoNodes:
 
 def _whole(drafter: Drafter) -> Drafter:
     """A hybrid without its shortcut, which the zeros that costs are measured with would always take."""
-    return HybridDrafter(drafter.first, drafter.second) if isinstance(drafter, HybridDrafter) else drafter
+    if isinstance(drafter, HybridDrafter) and drafter.shortcut is not None:
+        return HybridDrafter(drafter.first, drafter.second)
+    return drafter
 
 
 def _bucket(batch: int) -> int:

@@ -11,8 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
-from medusa.files import read_object
-from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format
+from medusa.files import peek_object
+from medusa.formats import Export, export_heads, load_calibration, load_heads, load_provenance, named_format
 from medusa.heads import HeadsConfig
 from medusa.hub import fetch_heads
 
@@ -61,7 +61,7 @@ def export(
         load_provenance(source),
         load_calibration(source, loaded.config),
     )
-    target.save(made, out)
+    export_heads(made, format_name, out)
     write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
     return made
 
@@ -97,10 +97,7 @@ def _base_name(given: str, own: str, heads: Path) -> str:
 
 def _report(heads: Path, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The demo's report of these heads; one of heads that were trained before them there is left out."""
-    try:
-        report = read_object(heads.resolve().parent / REPORT, "report", "")
-    except (OSError, ValueError):
-        return None
+    report = peek_object(heads.resolve().parent / REPORT)
     figures = (provenance or {}).get("figures")
     known = isinstance(figures, dict) and figures.get("heldout_top1")
-    return report if known and report.get("head_top1") == known else None
+    return report if report and known and report.get("head_top1") == known else None

@@ -56,18 +56,16 @@ def read_object(path: Path, name: str, remedy: str) -> dict[str, Any]:
     return values
 
 
+def peek_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none, or one that cannot be read."""
+    try:
+        return read_object(path, "file", "")
+    except (OSError, ValueError):
+        return None
+
+
 def read_json(path: Path, name: str, remedy: str) -> dict[str, Any]:
-    """Read a JSON object that begins with ``header(name)``.
-
-    Args:
-        path: The file.
-        name: What it should be.
-        remedy: What to do where it is not; ends every error.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no JSON object, or of another format or version.
-    """
+    """``read_object``, of one that begins with ``header(name)``; another format or version is a ValueError too."""
     values, expected = read_object(path, name, remedy), header(name)
     if values.get("format") != expected["format"]:
         raise ValueError(f"{name} ({path}) is not of the format {expected['format']!r}; {remedy}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
-from medusa.files import read_object
+from medusa.files import peek_object, read_object
 from medusa.heads import DraftHeads, HeadsConfig
 
 CONFIG = "config.json"
@@ -119,7 +119,4 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 
 def peek_config(directory: Path) -> dict[str, Any]:
     """The object in ``config.json``; an empty one where that cannot be read."""
-    try:
-        return read_config_file(directory)
-    except (OSError, ValueError):
-        return {}
+    return peek_object(directory / CONFIG) or {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from medusa.calibrate import Calibration
-from medusa.files import read_object, write_json
+from medusa.files import peek_object, write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
@@ -151,10 +151,7 @@ def _are_tokens(ids: torch.Tensor, vocab_size: int) -> bool:
 
 def load_provenance(directory: str | Path) -> dict[str, Any] | None:
     """Where heads come from; None where that is not stored, or damaged: it is for people."""
-    try:
-        return read_object(Path(directory) / PROVENANCE, "provenance", "")
-    except (OSError, ValueError):
-        return None
+    return peek_object(Path(directory) / PROVENANCE)
 
 
 def load_calibration(directory: str | Path, config: HeadsConfig) -> Calibration | None:
