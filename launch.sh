@@ -6,7 +6,7 @@ ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 PY=${MEDUSA_PYTHON:-$ROOT/.venv/bin/python}
 STAMP=$ROOT/.venv/.setup
 CACHE=$ROOT/.cache
-EXTRAS=train,serve,demo,dev
+EXTRAS=train,serve,demo,smollm2,dev
 
 # A login made earlier with the hf command stays valid: its token is read where it is.
 if [ -z "${HF_HOME:-}" ] && [ -f ~/.cache/huggingface/token ]; then

@@ -11,13 +11,15 @@ EMBEDDED = "embedded"
 
 
 def resolve_base_name(name: str) -> str:
-    """The directory of the embedded base for ``EMBEDDED``; any other name as it is.
+    """The directory of the embedded base for ``EMBEDDED``, the Hub id for "smollm2"; any other name as it is.
 
     Raises:
         FileNotFoundError: This installation lacks the embedded base.
     """
     if name != EMBEDDED:
-        return name
+        from medusa import smollm2
+
+        return smollm2.full_name(name)
     directory = Path(__file__).parent / "embedded" / "base"
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
@@ -35,9 +37,11 @@ def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
+    from medusa import smollm2
+
     name = resolve_base_name(base)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(smollm2.locate(name))
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer of the base ({name}) cannot be loaded: {reason}; give its directory") from error

@@ -17,6 +17,9 @@ from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
 SPLITS = ("train", "heldout")
+CHAT = {"chat": "train", "chat-heldout": "heldout"}
+"""Prompts of ``data.chat_prompts``, and their side of the split."""
+CHAT_COUNT = 6000
 
 
 class UsageError(ValueError):
@@ -66,11 +69,14 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
 
 def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
     """Prompts, who answers them, and the name of the base: it runs in this process."""
+    import torch
+
     from data.local import LocalAnswerer
     from data.prompts import embedded_prompts, fitting
     from medusa import MedusaModel
 
-    model = MedusaModel.from_pretrained(None, base=resolve_base_name(options.base or EMBEDDED), device=options.device)
+    base, dtype = resolve_base_name(options.base or EMBEDDED), getattr(torch, options.dtype) if options.dtype else None
+    model = MedusaModel.from_pretrained(None, base=base, dtype=dtype, device=options.device)
     if options.prompts in SPLITS:
         ids = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
         prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
@@ -113,6 +119,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
     """The conversations of a source."""
+    if options.prompts in CHAT:
+        from data.chat_prompts import chat_prompts
+
+        found = chat_prompts(CHAT[options.prompts], options.count or CHAT_COUNT, options.seed)
+        return [Prompt(prompt.asked) for prompt in found]
     from data.prompts import conversations
     from data.sources import Source
 
@@ -149,13 +160,19 @@ def _add_regenerate(commands: Any) -> None:
     add(
         "--prompts",
         default="train",
-        help='"train" or "heldout": prompts from the standard library; or a file, a directory of files or a Hub'
-        " data set of conversations, every user turn of which is answered",
+        help='"train" or "heldout": prompts from the standard library; "chat" or "chat-heldout": questions and tasks of'
+        " many kinds, made from templates; or a file, a directory of files or a Hub data set of conversations, every"
+        " user turn of which is answered",
     )
     add("--split", default="train", help="of a Hub data set")
     add("--subset", default="", help="of a Hub data set")
     add("--streaming", action="store_true", help="do not download a Hub data set whole; needs --count")
-    add("--count", type=at_least(1), default=None, help=f"prompts; default: all of a source, {EMBEDDED_COUNT}")
+    add(
+        "--count",
+        type=at_least(1),
+        default=None,
+        help=f"prompts; default: all of a source, {EMBEDDED_COUNT} of the standard library, {CHAT_COUNT} of chat",
+    )
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     add("--max-new-tokens", type=at_least(1), default=Settings.max_new_tokens, help="tokens per answer")
     add("--temperature", type=_temperature, default=Settings.temperature, help="0 = greedy")
@@ -163,6 +180,12 @@ def _add_regenerate(commands: Any) -> None:
     add("--seed", type=int, default=Settings.seed, help="of the choice of prompts and of sampled answers")
     here = regenerate.add_argument_group("the base runs in this process")
     here.add_argument("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
+    here.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=None,
+        help="what the base computes in; default: its checkpoint's",
+    )
     here.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
     add = regenerate.add_argument_group("an OpenAI-compatible server runs the base").add_argument
     add("--endpoint", metavar="URL", help="its address, as http://localhost:8000/v1; --base then names the tokenizer")

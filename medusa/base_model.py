@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from medusa import packed
+from medusa import packed, smollm2
 from medusa.adapter import apply_adapter
 from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
 from medusa.cache import SlotCache
@@ -28,6 +28,8 @@ Decoding = Literal["tree", "chain", "plain"]
 def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
     """Where a base is: a path relative to the heads that name it, a path as given, or a Hub id.
 
+    "smollm2" is short for a Hub id.
+
     Raises:
         FileNotFoundError: It looks like a local path and there is nothing.
     """
@@ -37,7 +39,7 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
             return str(candidate.resolve())
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")
-    return name
+    return smollm2.full_name(name)
 
 
 def choose_dtype(config_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -72,6 +74,7 @@ class BaseModel:
         device: Where tokens, hidden states and logits are: the output layer's, where the model is spread over several.
         tokenizer: Its tokenizer.
         name: Path or Hub id it was loaded from.
+        source: What its weights are, where that is known and not plain ("4-bit weights .. expanded to bfloat16").
         int8: Its weights are rounded: this is another model than the one of that name.
         adapter: Where the adapter is that joint training (Medusa-2) changed it by, and that makes it another model than
             the one of that name; "" = there is none.
@@ -102,7 +105,7 @@ class BaseModel:
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.decoding: Decoding = "tree"
         self.int8 = self.explicit_mask = False
-        self.adapter = ""
+        self.adapter = self.source = ""
         self._no_mask: Tensor | None = None
         if self.context_length < (longest := getattr(self.config, "max_position_embeddings", 0) or 0):
             logger.warning(
@@ -128,7 +131,7 @@ class BaseModel:
         """Load a base and its tokenizer through transformers.
 
         Args:
-            name: Directory or Hub id.
+            name: Directory, Hub id or "smollm2".
             dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU, on quantised
@@ -153,16 +156,18 @@ class BaseModel:
             raise ValueError(f"device ({device}) computes nothing; pass cpu, cuda or cuda:N")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
+        name = smollm2.full_name(str(name))
+        path = smollm2.locate(name)
         try:
-            config, options = AutoConfig.from_pretrained(name), dict(load_options or {})
+            config, options = AutoConfig.from_pretrained(path), dict(load_options or {})
             dtype = dtype or choose_dtype(config.dtype, device)
             quantised = "quantization_config" in options or hasattr(config, "quantization_config")
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
             if not quantised and "device_map" not in options:
                 model = model.to(device)
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
         spread = "device_map" in options
@@ -174,8 +179,8 @@ class BaseModel:
             round_linears(model, keep=model.get_output_embeddings())
         if pack and device.type == "cpu" and not spread:
             packed.pack_linears(model, keep=model.get_output_embeddings())
-        base = cls(model, tokenizer, str(name), attention)
-        base.int8, base.adapter = int8, str(adapter)
+        base = cls(model, tokenizer, name, attention)
+        base.int8, base.adapter, base.source = int8, str(adapter), smollm2.source(path)
         return base
 
     @property

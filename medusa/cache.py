@@ -65,6 +65,11 @@ class SlotLayer(CacheLayerMixin):
                 new[:, :kept] = old[:, :kept]
                 setattr(self, name, new)
 
+    def select(self, slots: Tensor) -> None:
+        """Keep these slots alone, in this order."""
+        if self.is_initialized:
+            self.keys, self.values = (old.index_select(0, slots.to(old.device)) for old in (self.keys, self.values))
+
     def get_seq_length(self) -> int:
         """Rows that attention sees of each slot before those of this step."""
         return self.cache.kv_length - self.cache.nodes
@@ -85,7 +90,7 @@ class SlotCache(Cache):
     (which moves the accepted rows together) or ``extend`` (they stand together already), and ``grow`` with the same
     counts on the host. Rows beyond a sequence's length are never read.
 
-    Buffers stay where they are until they are full; then ``reserve`` doubles them. It alone copies committed rows.
+    Buffers stay where they are until they are full; then ``reserve`` doubles them. That and ``select`` copy kept rows.
 
     Args:
         slots: Sequences.
@@ -179,6 +184,16 @@ class SlotCache(Cache):
         """Forget the rows of each slot behind its first ``lengths``, on the device and on the host."""
         self.host_lengths = list(lengths)
         self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
+
+    def select(self, slots: Sequence[int]) -> None:
+        """Keep these slots alone, in this order, and free the memory of the others."""
+        self.recorded = None
+        index = torch.tensor(slots, device=self.lengths.device)
+        for layer in self.layers:
+            layer.select(index)
+        self.slots, self.lengths = len(slots), self.lengths[index]
+        self.host_lengths = [self.host_lengths[slot] for slot in slots]
+        self.first_rows = torch.arange(self.slots, device=self.lengths.device) * self.capacity
 
     @contextmanager
     def fixed_shapes(self) -> Iterator[None]:

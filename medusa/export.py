@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from medusa import smollm2
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
 from medusa.files import peek_object
@@ -83,7 +84,7 @@ def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
 def _base_config(name: str) -> PretrainedConfig | None:
     """None where it cannot be read: who needs more of the base says so in our words."""
     with contextlib.suppress(OSError, ValueError):
-        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        config: PretrainedConfig = AutoConfig.from_pretrained(smollm2.locate(name))
         return config
     return None
 

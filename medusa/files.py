@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_directory() -> Path:
+    """Where this package keeps what it can make again: ``$XDG_CACHE_HOME/medusa``, by default ~/.cache/medusa."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in some containers
+        home = Path(tempfile.gettempdir())
+    return home / "medusa"
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

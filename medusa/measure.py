@@ -3,9 +3,7 @@
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +18,7 @@ from medusa.acceptance import Rule, greedy
 from medusa.base_model import BaseModel
 from medusa.cost import StepCosts
 from medusa.drafters import DecodeState, Drafter, HeadsDrafter
-from medusa.files import replace_file
+from medusa.files import cache_directory, replace_file
 from medusa.generate import StartSteps
 from medusa.heads import DraftHeads
 from medusa.step import EagerSteps
@@ -95,7 +93,7 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
     """
     text = json.dumps(known_by, sort_keys=True)
     name = f"steps-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-    path, batch = _cache_home() / "medusa" / name, known_by.get("batch")
+    path, batch = cache_directory() / name, known_by.get("batch")
     with _measuring:
         costs = _read(path)
         if costs is not None:
@@ -242,13 +240,6 @@ def _median_seconds(action: Callable[[], object], most: int) -> float:
         action()
         times.append(time.perf_counter() - begin)
     return median(times)
-
-
-def _cache_home() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir())
 
 
 def _read(path: Path) -> StepCosts | None:

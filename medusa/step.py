@@ -14,6 +14,9 @@ from medusa.cache import SlotCache
 from medusa.drafters import DecodeState, Drafter
 from medusa.tree import Draft
 
+LEAVE_AT = 7 / 8
+"""Sequences that have ended leave a batch when at most this share of it still grows."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -135,21 +138,31 @@ class Steps(Protocol):
 
 
 class EagerSteps:
-    """``decode_step`` again and again."""
+    """``decode_step`` again and again; sequences that have ended leave the batch, a few at a time."""
 
     def __init__(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> None:
         self._parts = (base, cache, drafter, rule)
         self._state = state
+        self._numbers = list(range(len(state.roots)))  # of the sequences that are still in the batch
+        self._all = len(self._numbers)
 
     def next(self) -> list[list[int]]:
         """See ``Steps``."""
         result = decode_step(*self._parts, self._state)
         self._state = result.state
-        return result.tokens
+        tokens: list[list[int]] = [[] for _ in range(self._all)]
+        for number, new in zip(self._numbers, result.tokens, strict=True):
+            tokens[number] = new
+        return tokens
 
     def keep(self, active: Sequence[bool]) -> None:
         """See ``Steps``."""
-        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
+        slots = [slot for slot, number in enumerate(self._numbers) if active[number]]
+        if 0 < len(slots) <= LEAVE_AT * len(self._numbers):  # leaving copies the cache of those that stay
+            self._parts[1].select(slots)
+            self._state, self._numbers = self._state.select(slots), [self._numbers[slot] for slot in slots]
+        flags = [active[number] for number in self._numbers]
+        self._state = dataclasses.replace(self._state, active=torch.tensor(flags, device=self._state.roots.device))
 
 
 def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from medusa import smollm2
 from medusa.base_model import BaseModel, choose_dtype
 from train.engine import import_deepspeed
 
@@ -35,7 +36,7 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     """
     deepspeed = import_deepspeed(device)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(smollm2.locate(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     dtype = dtype or choose_dtype(config.dtype, device)

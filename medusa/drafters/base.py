@@ -1,8 +1,10 @@
 """The drafter's contract, and the drafter that drafts nothing."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from medusa.tree import Draft
@@ -28,6 +30,11 @@ class DecodeState:
     history: Tensor
     positions: Tensor
     seeds: Tensor
+
+    def select(self, rows: Sequence[int]) -> "DecodeState":
+        """The state of these sequences alone, in this order."""
+        index = torch.tensor(rows, device=self.roots.device)
+        return DecodeState(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
 class Drafter(Protocol):

@@ -188,6 +188,7 @@ def _attention(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoConfig
 
+    from medusa import smollm2
     from medusa.base_model import choose_dtype
     from serve.bench.attention import measure_attention
     from serve.bench.shapes import choose_device, shape_config
@@ -195,7 +196,7 @@ def _attention(options: argparse.Namespace) -> None:
     device = choose_device(options.device)
     name = options.shape or resolve_base_name(options.base)
     try:
-        config = shape_config(name) if options.shape else AutoConfig.from_pretrained(name)
+        config = shape_config(name) if options.shape else AutoConfig.from_pretrained(smollm2.locate(name))
     except OSError as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; name another with --base") from error
     dtype = choose_dtype(torch.bfloat16, device) if options.dtype == "auto" else getattr(torch, options.dtype)

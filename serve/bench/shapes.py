@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads, packed
+from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads, packed, smollm2
 from medusa.base_model import choose_dtype
 from medusa.int8 import Int8Linear, round_linears
 from medusa.taps import spread_layers
@@ -133,7 +133,7 @@ def unpacked_copy(base: BaseModel, shape: str | None, seed: int = 0) -> PreTrain
     """
     if shape:
         return random_model(shape_config(shape), base.dtype, base.device, seed)
-    return AutoModelForCausalLM.from_pretrained(base.name, dtype=base.dtype).to(base.device).eval()
+    return AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype).to(base.device).eval()
 
 
 def random_heads(

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa.acceptance import build_rule
 from medusa.drafters import HeadsDrafter, PlainDrafter
+from medusa.generate import decode, new_answers
 from tests.medusa.trees import LOPSIDED
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -317,3 +319,20 @@ def test_any_object_may_draft(model):
 def test_the_lowest_temperature_is_greedy(model):
     expected = model.generate("abc", max_new_tokens=20).tokens
     assert model.generate("abc", max_new_tokens=20, temperature=1e-40).tokens == expected
+
+
+@pytest.mark.parametrize("drafter", ["plain", "hybrid"])
+def test_sequences_that_have_ended_leave_the_batch_and_change_nothing(model, base, drafter):
+    prompts = [list(base.tokenizer(f"{number}: ").input_ids) for number in range(12)]
+    limits = [3 + 4 * number for number in range(12)]
+    options = {"nodes": 1} if drafter == "plain" else {"nodes": 6, "drafter": drafter}
+    rule = build_rule(None, base.device, temperature=1.0)
+    seeds, cache = list(range(12)), base.new_cache(12)
+    answers = [new_answers(base, [prompt], limit)[0] for prompt, limit in zip(prompts, limits, strict=True)]
+    proposer = model._drafter(options.get("drafter"), options["nodes"], None, 1.0, 12, rule)
+    slots = [cache.slots for _ in decode(base, proposer, rule, prompts, answers, seeds=seeds, cache=cache)]
+    assert min(slots) == 1 and slots == sorted(slots, reverse=True)
+    for prompt, limit, seed, answer in zip(prompts, limits, seeds, answers, strict=True):
+        alone = model.generate(prompt, max_new_tokens=limit, temperature=1.0, seed=seed, nodes=1)
+        assert answer.output.tokens == alone.tokens
+        assert answer.output.finish_reason == alone.finish_reason

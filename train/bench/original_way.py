@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from data.packing import IGNORE
 from data.sources import Sample
+from medusa import smollm2
 from train.config import OptimRecipe
 
 
@@ -52,7 +53,8 @@ class OriginalTrainer:
     """
 
     def __init__(self, base: str, dtype: torch.dtype, device: torch.device, num_heads: int, optim: OptimRecipe) -> None:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(device).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_pretrained(smollm2.locate(base), dtype=dtype)
+        model = model.to(device).eval().requires_grad_(False)
         self._decoder, lm_head_VD = model.get_decoder(), model.get_output_embeddings().weight
         self._heads = nn.ModuleList(_Head(lm_head_VD) for _ in range(num_heads)).to(device)
         self.parameters = list(self._heads.parameters())

