@@ -31,7 +31,7 @@ from medusa.drafters import (
 from medusa.formats import load_calibration, load_heads, load_provenance, save_heads
 from medusa.generate import StartSteps, cache_rows, decode, new_answers
 from medusa.graph import StepGraphs
-from medusa.heads import DraftHeads
+from medusa.heads import DraftHeads, HeadsConfig
 from medusa.hub import fetch_heads, push
 from medusa.output import Answer, Output, Piece
 from medusa.prefix import Prefix
@@ -181,6 +181,7 @@ class MedusaModel:
         )  # fmt: skip
         choose_decoding(base_model)
         if config is not None:
+            _warn_of_other_weights(config, base_model)
             base_model = base_model.tapped(config.feature_layers)
         if compiled:
             compile_base(base_model)
@@ -489,6 +490,15 @@ class MedusaModel:
                 raise ValueError(
                     f"{where}: token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the text again"
                 )
+
+
+def _warn_of_other_weights(config: HeadsConfig, base: BaseModel) -> None:
+    if config.base_source and config.base_source != base.source:
+        logger.warning(
+            "heads were trained on %s of the base, and this one has %s: drafts may be right less often, the text stays"
+            " the base's own",
+            config.base_source, base.source or "other ones",
+        )  # fmt: skip
 
 
 def _check_whole(**options: int | None) -> None:

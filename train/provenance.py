@@ -38,6 +38,7 @@ def provenance(
         "recipe": resolved(recipe),
         "base": {
             "name": base.name,
+            "source": base.source or None,
             "revision": getattr(base.model.config, "_commit_hash", None),
             "training": "changed by adapter/: its answers are not the original's" if recipe.lora.rank else "frozen",
         },

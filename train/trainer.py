@@ -269,6 +269,7 @@ class Trainer:
             num_layers=heads.num_layers,
             own_lm_heads=heads.own_lm_heads,
             base=base_name,
+            base_source=self.base.source,
             architecture=heads.architecture,
             feature_layers=self.base.feature_layers,
             rank=heads.rank,

@@ -44,6 +44,8 @@ class HeadsConfig:
     """True: every head owns a vocabulary matrix [V, D]. False: all share the base's frozen one."""
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
+    base_source: str = ""
+    """What that base's weights were, where its name does not tell (``BaseModel.source``)."""
     architecture: str = "medusa"
     """A name in ``medusa.heads.ARCHITECTURES``."""
     base_adapter: str = ""
@@ -57,7 +59,7 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
-        for name in ("base", "architecture", "base_adapter"):
+        for name in ("base", "base_source", "architecture", "base_adapter"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name} ({value!r}) must be text; correct the heads' config")
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):

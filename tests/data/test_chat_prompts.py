@@ -1,0 +1,42 @@
+"""Chat prompts: varied, different, the same every time, and none that is held out is trained on."""
+
+import re
+from collections import Counter
+
+from data.chat_prompts import chat_prompts, kinds
+
+
+def test_prompts_are_different_and_of_all_kinds():
+    prompts = chat_prompts("train", 3000)
+    assert len(prompts) == len({prompt.turns[0] for prompt in prompts}) == 3000
+    counts = Counter(prompt.kind for prompt in prompts)
+    assert set(counts) == set(kinds()) and min(counts.values()) > 100
+
+
+def test_every_slot_is_filled():
+    texts = [turn for split in ("train", "heldout") for prompt in chat_prompts(split, 2000) for turn in prompt.turns]
+    assert not [text for text in texts if re.search(r"[{}]", text)]
+
+
+def test_the_list_is_a_pure_function_of_split_and_seed():
+    assert chat_prompts("train", 50, seed=3) == chat_prompts("train", 80, seed=3)[:50]
+    assert chat_prompts("train", 50, seed=3) != chat_prompts("train", 50, seed=4)
+
+
+def test_held_out_prompts_are_never_trained_on():
+    heldout = {prompt.turns[0] for prompt in chat_prompts("heldout", 300)}
+    trained = {prompt.turns[0] for seed in range(2) for prompt in chat_prompts("train", 6000, seed)}
+    assert not heldout & trained
+
+
+def test_a_name_stays_the_same_within_a_prompt_and_a_second_one_is_another():
+    for prompt in chat_prompts("train", 3000):
+        if match := re.search(r"(\w+) is \d+ years older than (\w+)\.", prompt.turns[0]):
+            assert match[1] != match[2]
+        if match := re.search(r"^(\w+) has \d+ .* Then (\w+) gives", prompt.turns[0]):
+            assert match[1] == match[2]
+
+
+def test_asked_turns_are_messages():
+    prompt = next(prompt for prompt in chat_prompts("train", 200) if len(prompt.turns) == 2)
+    assert [[message["role"] for message in turn] for turn in prompt.asked] == [["user"], ["user"]]
