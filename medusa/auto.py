@@ -1,6 +1,7 @@
 """Tree sizes that nobody has to give (``nodes=None``): from what steps cost on this machine."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -23,6 +24,8 @@ TokensPerStep = Callable[[int], float]
 """Expected tokens of a step by its number of nodes."""
 DOUBT = 64.0
 """Expected drafted tokens after which answers count more than what is expected of heads."""
+WATCHED = 64
+"""Drafters of fixed sizes whose answers are learned from, the latest ones."""
 
 
 class FixedSize:
@@ -82,7 +85,7 @@ class AutoNodes:
         self._base, self._heads, self._calibration = base, heads, calibration
         self._priced: dict[tuple[str, str, int], tuple[StepCosts, Experience]] = {}
         self._fixed: dict[tuple[str, str, int], FixedSize] = {}
-        self._watched: dict[tuple[int, str, int], tuple[FixedSize, int]] = {}
+        self._watched: OrderedDict[tuple[int, str, int], tuple[FixedSize, int, Drafter]] = OrderedDict()
         self.reason = ""
 
     def priced(self, name: str, batch: int, rule: BuiltRule) -> PricedDrafter:
@@ -123,14 +126,18 @@ class AutoNodes:
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")
         drafter = build(nodes)
         if nodes > 1:
-            self._watched[id(drafter), rule.work, slots] = size, nodes  # ours live as long as their model
+            # With the drafter itself: as long as it lives no other one has its id.
+            self._watched[id(drafter), rule.work, slots] = size, nodes, drafter
+            self._watched.move_to_end((id(drafter), rule.work, slots))
+            while len(self._watched) > WATCHED:
+                self._watched.popitem(last=False)
         return drafter
 
     def observe(self, drafter: Drafter, rule: BuiltRule, outputs: Sequence[Output]) -> None:
         """Learn from answers that are over."""
         watched = self._watched.get((id(drafter), rule.work, _bucket(len(outputs))))
         if watched is not None:
-            size, nodes = watched  # the drafter may have fewer, where a base verifies chains only
+            size, nodes, _ = watched  # the drafter may have fewer, where a base verifies chains only
             size.observe(nodes, outputs)
 
     def _tell(self, reason: str) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from medusa import packed, smollm2
 from medusa.adapter import apply_adapter
 from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
+from medusa.attention.trial import layer_shapes
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass, RecompileLimitError
 from medusa.int8 import round_linears
@@ -93,8 +94,8 @@ class BaseModel:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.attention, _ = choose(attention, model.device, model.dtype)
         self.config = model.config.get_text_config()
+        self.attention, _ = choose(attention, model.device, model.dtype, layer_shapes(model, self.config))
         decoder = model.get_decoder()
         self._decoder = model.model if decoder is model else decoder  # Llama 4's text model does not name its decoder
         # Looked up once: a decode step asks for them several times, and transformers' lookups are slow.

@@ -22,6 +22,7 @@ from medusa import packed
 from medusa.attention import AMBIENT, Scoring, TreePlan
 from medusa.attention.hook import attend_rows
 from medusa.cache import SlotCache
+from medusa.header_cache import keep_headers_in_cache
 from medusa.taps import DecoderPass
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ def compile_function(function: F) -> F:
         function: A Python function; what it closes over is fixed from now on.
     """
     stacks: list[packed.PackedLinear] = []
+    keep_headers_in_cache()
 
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx

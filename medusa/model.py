@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import tempfile
+from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -48,6 +49,8 @@ NO_LIMIT = ("max_steps", "nodes")
 """Whole numbers that may be None."""
 SURE_MATCH = 4
 """Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
+KEPT_DRAFTERS = 64
+"""Drafters of different names, sizes, trees and temperatures; the one that was not used for longest goes."""
 
 
 class Options(TypedDict, total=False):
@@ -119,7 +122,7 @@ class MedusaModel:
         self.graphs = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self._plain = PlainDrafter()
         self._auto = AutoNodes(base, self.heads, calibration)
-        self._drafters: dict[tuple[str, int, Tree | None, float], Drafter] = {}
+        self._drafters: OrderedDict[tuple[str, int, Tree | None, float], Drafter] = OrderedDict()
 
     @classmethod
     def from_pretrained(
@@ -437,6 +440,9 @@ class MedusaModel:
         key = (name, nodes, tree, temperature if name == "heads-sampled" else 0.0)
         if key not in self._drafters:
             self._drafters[key] = self._new_drafter(*key)
+        self._drafters.move_to_end(key)
+        while len(self._drafters) > KEPT_DRAFTERS:
+            self._drafters.popitem(last=False)
         return self._drafters[key]
 
     def _new_drafter(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:

@@ -6,17 +6,33 @@ medians of the ratios within each round: a machine that is slow for a while is s
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from medusa import MedusaModel
+from serve.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
 """Prompt ids to new token ids, and the passes of the base that they took."""
+
+
+class Call(NamedTuple):
+    """One answer of one engine.
+
+    Attributes:
+        tokens: New token ids.
+        steps: Passes of the base.
+        seconds: Wall-clock time.
+    """
+
+    tokens: list[int]
+    steps: int
+    seconds: float
 
 
 @dataclass
@@ -24,27 +40,38 @@ class Timing:
     """What one engine did.
 
     Attributes:
-        rates: Tokens per second, one value per round.
-        outputs: New token ids per prompt, of the last round.
-        steps: Passes of the base per prompt, of the last round.
+        rounds: A call per prompt, in the order of the prompts, for each round.
     """
 
-    rates: list[float] = field(default_factory=list)
-    outputs: list[list[int]] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    rounds: list[list[Call]] = field(default_factory=list)
+
+    def of(self, prompts: Collection[int]) -> "Timing":
+        """The same for some of the prompts, by index: all figures of a group."""
+        return Timing([[calls[index] for index in prompts] for calls in self.rounds])
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second, one value per round."""
+        return [sum(len(c.tokens) for c in calls) / sum(c.seconds for c in calls) for calls in self.rounds]
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """New token ids per prompt, of the last round."""
+        return [call.tokens for call in self.rounds[-1]]
 
     @property
     def tokens_per_second(self) -> float:
         """Median over the rounds."""
         return median(self.rates)
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per pass of the base over whole outputs, of the last round."""
+        return sum(map(len, self.outputs)) / sum(call.steps for call in self.rounds[-1])
+
     def speedup_over(self, baseline: "Timing") -> float:
         """Median over the rounds of the ratio of both speeds in the same round."""
         return median(ours / theirs for ours, theirs in zip(self.rates, baseline.rates, strict=True))
-
-    def tokens_per_step(self, start: int = 0, every: int = 1) -> float:
-        """Tokens per pass over whole outputs, of every prompt or of each ``every``-th one from ``start`` on."""
-        return sum(map(len, self.outputs[start::every])) / sum(self.steps[start::every])
 
 
 def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
@@ -73,32 +100,34 @@ def medusa_engine(
 
 
 def compare(
-    engines: dict[str, Engine],
-    prompts: Sequence[list[int]],
-    rounds: int,
-    progress: Callable[[range], Iterable[int]] = iter,
+    engines: dict[str, Engine], prompts: Sequence[list[int]], rounds: int, shown: bool = False
 ) -> dict[str, Timing]:
     """Run all engines over all prompts, ``rounds`` times; every round begins with another engine.
 
     Args:
         engines: By name.
         prompts: Token ids.
-        rounds: Repetitions that are measured, after one short warm-up.
-        progress: Wraps the rounds, for a progress bar.
+        rounds: Repetitions that are measured, after one call of each engine that is not.
+        shown: Show progress on stderr: engine and prompt, warm-ups too.
     """
     names = list(engines)
     timings = {name: Timing() for name in names}
-    for name in names:
-        engines[name](prompts[0])
-    for number in progress(range(rounds)):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            begin = time.perf_counter()
-            results = [engines[name](prompt) for prompt in prompts]
-            seconds = time.perf_counter() - begin
-            timing = timings[name]
-            timing.outputs, timing.steps = [tokens for tokens, _ in results], [steps for _, steps in results]
-            timing.rates.append(sum(map(len, timing.outputs)) / seconds)
+    with Progress(len(names) * (1 + rounds * len(prompts)), shown) as progress:
+        for name in names:
+            progress.stage(f"warm-up: {name}")
+            engines[name](prompts[0])
+            progress.update()
+        for number in range(rounds):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                progress.stage(f"round {number + 1} of {rounds}: {name}")
+                calls: list[Call] = []
+                for prompt in prompts:
+                    begin = time.perf_counter()
+                    tokens, steps = engines[name](prompt)
+                    calls.append(Call(tokens, steps, time.perf_counter() - begin))
+                    progress.update()
+                timings[name].rounds.append(calls)
     return timings
 
 

@@ -110,7 +110,8 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
         "plain": medusa_engine(model, MAX_NEW_TOKENS, nodes=1),
         **{name: medusa_engine(model, MAX_NEW_TOKENS, drafter=name) for name in LABELS},
     }
-    timings = compare(engines, prompts, rounds, lambda numbers: tqdm(numbers, desc="rounds", unit="round"))
+    timings = compare(engines, prompts, rounds, shown=True)
+    kinds = {"code": range(0, len(prompts), 2), "chat": range(1, len(prompts), 2)}
     speeds = {name: timing.tokens_per_second for name, timing in timings.items()}
 
     exact = MedusaModel.from_pretrained(run / "heads", dtype=torch.float32)
@@ -125,9 +126,8 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
 
     drafters = {
         name: {
-            "tokens_per_step": round(timings[name].tokens_per_step(), 3),
-            "tokens_per_step_code": round(timings[name].tokens_per_step(0, 2), 3),
-            "tokens_per_step_chat": round(timings[name].tokens_per_step(1, 2), 3),
+            "tokens_per_step": round(timings[name].tokens_per_step, 3),
+            **{f"tokens_per_step_{kind}": round(timings[name].of(at).tokens_per_step, 3) for kind, at in kinds.items()},
             "tokens_per_s": round(speeds[name], 1),
             "speedup": round(timings[name].speedup_over(timings["plain"]), 3),
             "speedup_over_transformers": round(timings[name].speedup_over(timings["transformers"]), 3),

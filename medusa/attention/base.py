@@ -6,6 +6,7 @@ L cached rows and the rows' own ancestors. Backends are imported when they are c
 
 import importlib
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from medusa.attention.plan import TreePlan
+    from medusa.attention.trial import LayerShape
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,10 @@ class BackendUnavailableError(ValueError):
     """A backend does not run here: its package or its device is missing."""
 
 
+class KernelError(RuntimeError):
+    """A backend's kernel for such a layer cannot run on this device; ``objection`` says so from now on."""
+
+
 def build(name: str, device: torch.device) -> TreeAttention:
     """The backend of that name.
 
@@ -106,26 +112,44 @@ def build(name: str, device: torch.device) -> TreeAttention:
     return backend
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]:
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, layers: Sequence["LayerShape"] = ()
+) -> tuple[TreeAttention, str]:
     """The backend that is asked for, or with "auto" the device's first that works; and why it is that one (logged too).
+
+    Args:
+        name: A backend, or "auto".
+        device: Where the layers compute.
+        dtype: Of queries, keys and values.
+        layers: What "auto" tries backends with; none = an ordinary layer.
 
     Raises:
         ValueError: There is no such backend.
         BackendUnavailableError: The one that is asked for does not run on that device.
     """
-    backend, reason = (build(name, device), "asked for") if name != "auto" else _best(device, dtype)
+    backend, reason = (build(name, device), "asked for") if name != "auto" else _best(device, dtype, layers)
     chosen = name != "auto" or device.type == "cuda"  # elsewhere there is nothing to choose
     logger.log(logging.INFO if chosen else logging.DEBUG, "attention %s: %s", backend.name, reason)
     return backend, reason
 
 
 def attend(plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """``TreeAttention.attend`` of the plan's backend, or of the reference where the backend objects to the layer."""
+    """``TreeAttention.attend`` of the plan's backend, or of the reference where the backend objects to the layer.
+
+    Raises:
+        KernelError: While a graph is being captured, which must hold what has run before; try again eagerly.
+    """
     backend = plan.backend
     reason = _foreign(plan, key, scoring) or backend.objection(query, key, value, scoring)
-    if reason is not None:
-        backend = _reference(backend.name, reason)
-    return backend.attend(plan, query, key, value, scoring)
+    if reason is None:
+        try:
+            return backend.attend(plan, query, key, value, scoring)
+        except KernelError as error:
+            if _capturing(query):
+                raise
+            logger.warning("attention %s: %s", backend.name, error)
+            reason = str(error)
+    return _reference(backend.name, reason).attend(plan, query, key, value, scoring)
 
 
 def least_work(
@@ -155,28 +179,11 @@ def least_work(
     return traffic, 2 * products
 
 
-def try_out(backend: TreeAttention, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend that could be built does not work here (no compiler, too old a GPU), None if it does."""
-    from medusa.attention.plan import TreePlan
-    from medusa.tree import Draft
-
-    if dtype not in backend.dtypes:
-        return f"does not compute in {dtype}"
-    # A cached row and the root's, both alike: whatever their weights, the result is their value.
-    root = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    plan = TreePlan(Draft.chain(root), root[0] + 1, 2, backend)
-    value = torch.arange(64, device=device, dtype=dtype).view(1, 1, 1, -1) / 64
-    rows = value.repeat(1, 1, 2, 1)
-    try:
-        out = backend.attend(plan, value, rows, rows, Scoring(1.0))
-    except Exception as error:  # noqa: BLE001  # every kernel's compiler and loader fails in its own way
-        return f"fails: {error}"
-    return None if torch.allclose(out, value, atol=0.01) else "computes wrong numbers"
-
-
-def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]:
+def _best(device: torch.device, dtype: torch.dtype, layers: Sequence["LayerShape"]) -> tuple[TreeAttention, str]:
     if device.type != "cuda":
         return build("reference", device), f"the one for {device.type}"
+    from medusa.attention.trial import try_out
+
     reasons = []
     for name in GPU_PREFERENCE:
         try:
@@ -184,7 +191,7 @@ def _best(device: torch.device, dtype: torch.dtype) -> tuple[TreeAttention, str]
         except BackendUnavailableError as error:
             reasons.append(str(error))
             continue
-        failure = try_out(backend, device, dtype)
+        failure = try_out(backend, device, dtype, layers)
         if failure is None:
             return backend, "; ".join([*reasons, f"the first that works on {device} in {dtype}"])
         reasons.append(f"{name} {failure}")
@@ -198,6 +205,10 @@ def _foreign(plan: "TreePlan", key: Tensor, scoring: Scoring) -> str | None:
     if scoring.chunk is not None:
         return "its kernel knows no chunks"
     return None if key.device == plan.lengths.device else f"the layer is on {key.device}, the step's plan is not"
+
+
+def _capturing(query: Tensor) -> bool:
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -1,12 +1,16 @@
 """The Triton backend: one pass over keys and values for all rows of a tree (``medusa/attention/kernels.py``)."""
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime import driver
 
-from medusa.attention.base import BackendUnavailableError, Scoring
+from medusa.attention.base import BackendUnavailableError, KernelError, Scoring
 from medusa.attention.kernels import merge_kernel, split_kernel
 from medusa.attention.plan import TreePlan
 
@@ -14,6 +18,11 @@ MAX_DIM = 256
 MAX_SPLITS = 64
 WAVES = 2
 """Programs per multiprocessor that the splits aim at: one computes while another waits for memory."""
+HOPPER, AMPERE = 227 << 10, 99 << 10
+"""Bytes of shared memory that a program can have. From the one on tensor cores read operands from there (Hopper, large
+Blackwells); with less than the other Triton uses no tensor cores (Turing: 64 KiB)."""
+REGISTERS = 1 << 13
+"""Numbers of a block of rows (rows x D) beyond which registers spill, where operands are read from there."""
 
 
 class Tile(NamedTuple):
@@ -32,22 +41,57 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose_tile(rows: int, dim: int, itemsize: int) -> Tile:
-    """A tile whose queries and blocks in flight fit a Hopper multiprocessor's shared memory (227 KiB).
+@lru_cache(maxsize=256)
+def choose_tile(rows: int, dim: int, itemsize: int, shared_memory: int = HOPPER, window: bool = False) -> Tile:
+    """A tile whose queries and blocks in flight fit the device's shared memory, and whose numbers fit its registers.
 
-    Every block of rows reads all keys, so blocks are as large as registers allow. Products in float32 use no tensor
-    cores and hold their operands in registers: small blocks.
+    Every block of rows reads all keys, so blocks are as large as they can be. Products without tensor cores (float32,
+    old cards) hold their operands in registers: small blocks.
 
     Args:
         rows: N * g, packed rows of a key head.
         dim: The larger of D and Dv.
         itemsize: Bytes of an element.
+        shared_memory: Bytes that a program can have on the device.
+        window: The layer has a sliding window.
     """
-    block = max(16, triton.next_power_of_2(rows))
-    if itemsize > 2:
+    dim = max(16, triton.next_power_of_2(dim))
+    if itemsize > 2 or shared_memory < AMPERE:
         return Tile(16, 32 if dim <= 64 else 16, 4, 1)
-    block = min(block, 128)
-    return Tile(block, 64 if dim <= 128 else 32, 4 if block <= 64 else 8, 3 if dim <= 128 else 2)
+    block = min(max(16, triton.next_power_of_2(rows)), 128)
+    return next(
+        tile
+        for tile in _tiles(block, dim, wide=shared_memory >= HOPPER)
+        if shared_bytes(tile, dim, itemsize, shared_memory, window) <= shared_memory
+    )
+
+
+def _tiles(block: int, dim: int, wide: bool) -> Iterator[Tile]:
+    """Tiles in the order of preference."""
+    if wide:
+        yield Tile(block, 64 if dim <= 128 else 32, 4 if block <= 64 else 8, 3 if dim <= 128 else 2)
+    block = min(block, max(16, 2 * REGISTERS // dim))
+    while block >= 16:
+        for keys, stages in ((64, 3), (32, 3), (32, 2), (16, 2)):
+            if keys <= 32 or block * dim <= REGISTERS:
+                yield Tile(block, keys, 4 if block <= 64 else 8, stages)
+        block //= 2
+
+
+def shared_bytes(tile: Tile, dim: int, itemsize: int, shared_memory: int = HOPPER, window: bool = False) -> int:
+    """At most so much shared memory does a program use: of queries, keys and values in flight, weights, a mask.
+
+    Args:
+        tile: Of half precision.
+        dim: The larger of D and Dv, a power of two.
+        itemsize: Bytes of an element.
+        shared_memory: Of the device: operands that are read from registers leave shared memory a stage earlier.
+        window: The layer has a sliding window: masks of all blocks stand there too.
+    """
+    in_flight = tile.stages if shared_memory >= HOPPER else max(1, tile.stages - 1)
+    blocks = itemsize * (tile.rows * dim + 2 * in_flight * tile.keys * dim + tile.rows * tile.keys)
+    mask = 4 * (tile.rows + 1) * tile.keys if window else 0
+    return max(blocks + mask, 4 * tile.rows * dim)  # the result takes their place
 
 
 def choose_splits(programs: int, key_blocks: int, processors: int) -> int:
@@ -67,6 +111,7 @@ class TritonAttention:
 
     Attributes:
         processors: Multiprocessors to fill.
+        shared_memory: Bytes that a program can have.
     """
 
     name = "triton"
@@ -81,21 +126,43 @@ class TritonAttention:
             )
         on_gpu = device.type == "cuda"
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+        self.shared_memory = _shared_memory(device) if on_gpu else HOPPER
+        self._refused: dict[tuple[object, ...], str] = {}
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-        """Head sizes that do not fit, and dtypes that the kernel does not know."""
+        """Head sizes that do not fit, dtypes that the kernel does not know, and what could not be launched before."""
         if query.dtype not in self.dtypes:
             return f"its kernel does not compute in {query.dtype}"
         dim = max(query.shape[-1], value.shape[-1])
-        return f"head size ({dim}) exceeds {MAX_DIM}" if dim > MAX_DIM else None
+        if dim > MAX_DIM:
+            return f"head size ({dim}) exceeds {MAX_DIM}"
+        return self._refused.get(_kind(self._tile(query, key, value, scoring), query, key, value, scoring))
+
+    def _tile(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tile:
+        rows, dim = query.shape[2] * query.shape[1] // key.shape[1], max(query.shape[-1], value.shape[-1])
+        return choose_tile(rows, dim, query.element_size(), self.shared_memory, scoring.window is not None)
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """See ``TreeAttention.attend``; the result is a transposed view of [B, N, H, Dv]."""
+        tile = self._tile(query, key, value, scoring)
+        try:
+            return self._launch(tile, plan, query, key, value, scoring)
+        except TritonError as error:  # it cannot be compiled, or needs more than a multiprocessor has
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            reason = (
+                f"its kernel for head size {query.shape[-1]} and blocks of {tile.rows} rows and {tile.keys} keys"
+                f" cannot be launched: {lines[-1].strip()}"
+            )
+            self._refused[_kind(tile, query, key, value, scoring)] = reason
+            raise KernelError(reason) from error
+
+    def _launch(
+        self, tile: Tile, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         (batch, heads, nodes, dim), kv_heads, dim_v = query.shape, key.shape[1], value.shape[-1]
         groups, pairs = heads // kv_heads, batch * kv_heads
         rows = nodes * groups
-        tile = choose_tile(rows, max(dim, dim_v), query.element_size())
         row_blocks = triton.cdiv(rows, tile.rows)
         reach = plan.kv_length if scoring.window is None else min(plan.kv_length, scoring.window + nodes)
         splits = choose_splits(row_blocks * pairs, triton.cdiv(reach, tile.keys), self.processors)
@@ -118,3 +185,15 @@ class TritonAttention:
                 num_warps=1 if splits <= 16 else 4,
             )  # fmt: skip
         return out.transpose(1, 2)
+
+
+def _kind(tile: Tile, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[object, ...]:
+    """What a compiled kernel depends on."""
+    groups, sizes = query.shape[1] // key.shape[1], (query.shape[-1], value.shape[-1])
+    return tile, query.dtype, groups, sizes, scoring.window is None, scoring.softcap is None, scoring.sinks is None
+
+
+def _shared_memory(device: torch.device) -> int:
+    """What Triton holds a kernel's shared memory against when it loads it."""
+    with torch.cuda.device(device):
+        return int(driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])

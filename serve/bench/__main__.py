@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _step(options: argparse.Namespace) -> None:
     from serve.bench.inside import profile_steps, watch_memory
-    from serve.bench.rig import Rig
+    from serve.bench.rig import Rig, room_for
     from serve.bench.step import measure_steps
 
     base, heads = _subject(options)
@@ -48,12 +48,13 @@ def _step(options: argparse.Namespace) -> None:
     figures |= _how(options, base)
     if options.profile or options.memory_steps:
         nodes = max(options.nodes)
-        rig = Rig(base, heads, options.batch[0], options.context, 2 * nodes, options.seed)
-        plain, drafter = rig.drafter(1), rig.drafter(nodes)
+        room = room_for(nodes, heads.config.num_heads)
+        rig = Rig(base, heads, options.batch[0], options.context, room, options.seed)
         if options.profile:
-            figures["profile"] = profile_steps(lambda: rig.run(plain), base.device)
+            figures["profile"] = profile_steps(rig.stepper(rig.drafter(1)), base.device)
         if options.memory_steps:
-            figures["memory"] = watch_memory(lambda: rig.run(drafter), options.memory_steps, base.device)
+            stepper = rig.stepper(rig.drafter(nodes))
+            figures["memory"] = watch_memory(stepper, options.memory_steps, base.device)
     if options.baseline:
         figures["baseline"] = _baseline(options, base, heads)
     _publish("step", options, base.device, base.dtype, figures)
@@ -61,11 +62,11 @@ def _step(options: argparse.Namespace) -> None:
 
 def _baseline(options: argparse.Namespace, base: "BaseModel", heads: "DraftHeads") -> list[dict[str, Any]]:
     from serve.bench.baseline import TOKENS, measure_baseline
-    from serve.bench.rig import Rig
+    from serve.bench.rig import Rig, room_for
     from serve.bench.shapes import unpacked_copy
 
-    model = unpacked_copy(base, options.shape, options.seed)
-    rigs = (Rig(base, heads, batch, options.context, TOKENS + 1, options.seed) for batch in options.batch)
+    model, room = unpacked_copy(base, options.shape, options.seed), room_for(1, 0, TOKENS)
+    rigs = (Rig(base, heads, batch, options.context, room, options.seed) for batch in options.batch)
     return [measure_baseline(rig, model, options.rounds) for rig in rigs]
 
 
@@ -84,6 +85,7 @@ def _replay(options: argparse.Namespace) -> None:
         "label": "replay",
         **_how(options, base),
         "context": options.context,
+        "graph": all(row["graph"] for row in rows),
         "trace": trace.provenance | {"tokens_per_step": round(trace.tokens_per_step, 4), "steps": len(trace.emitted)},
         "rows": rows,
     }

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa.clock import alternate, synchronize
 from serve.bench.rig import Rig
-from serve.bench.timing import ratio, timed
+from serve.bench.timing import ratio
 
 TOKENS = 16
 """New tokens per sample."""
@@ -54,15 +54,14 @@ def generate_sample(model: PreTrainedModel, prompts_BT: torch.Tensor) -> float:
 
 def plain_sample(rig: Rig) -> float:
     """Seconds per token of our plain decoding from the same context."""
-    plain = partial(rig.run, rig.drafter(1), steps=TOKENS)
-    return timed(plain, rig.base.device, calls=1) / TOKENS
+    return rig.step_seconds(rig.drafter(1), steps=TOKENS)
 
 
 def measure_baseline(rig: Rig, model: PreTrainedModel, rounds: int) -> dict[str, Any]:
     """Plain decoding of this engine and of transformers, alternately.
 
     Args:
-        rig: The base at its context, with room for ``TOKENS`` rows.
+        rig: The base at its context, with room for ``TOKENS`` plain steps.
         model: The same weights in plain layers.
         rounds: Measured repetitions.
     """

@@ -32,7 +32,7 @@ def measure_nodes(
     auto = model.explain_nodes(drafter)  # measured now, not within a round
     ways: dict[str, int | None] = {"plain": 1, "auto": None} | {str(n): n for n in sorted(set(sizes)) if n > 1}
     engines = {name: medusa_engine(model, max_new_tokens, nodes, drafter) for name, nodes in ways.items()}
-    timings = compare(engines, prompts, rounds)
+    timings = compare(engines, prompts, rounds, shown=True)
     fixed = [name for name in ways if name != "auto"]
     best = max(fixed, key=lambda name: timings[name].tokens_per_second)
     return {
@@ -51,7 +51,7 @@ def _row(name: str, timing: Timing, plain: Timing) -> dict[str, Any]:
     return {
         "nodes": name,
         "tokens_per_s": round(median(timing.rates), 1),
-        "tokens_per_step": round(timing.tokens_per_step(), 4),
+        "tokens_per_step": round(timing.tokens_per_step, 4),
         "speedup": round(timing.speedup_over(plain), 4),
         "rounds_tokens_per_s": [round(rate, 1) for rate in timing.rates],
     }

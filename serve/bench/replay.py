@@ -17,8 +17,9 @@ from medusa import BaseModel, Draft, DraftHeads
 from medusa.acceptance import Rule, Verdict, greedy
 from medusa.clock import alternate
 from medusa.drafters import DecodeState
-from serve.bench.rig import Rig
-from serve.bench.timing import ratio, timed
+from medusa.graph import Record
+from serve.bench.rig import Rig, room_for
+from serve.bench.timing import ratio
 from serve.bench.trace import Trace
 
 CPU_NODES, GPU_NODES = 16, 64
@@ -26,9 +27,9 @@ CPU_NODES, GPU_NODES = 16, 64
 
 
 class ForcedRule:
-    """Computes what ``rule`` says, then lets exactly as many tokens pass as the trace wants.
+    """Computes what ``rule`` says, then lets exactly as many tokens pass as the trace wants, again and again.
 
-    Where a tree is shallower than that, all of its deepest path passes.
+    Where a tree is shallower than that, all of its deepest path passes. Any S steps in a row emit the same sum.
 
     Args:
         rule: The rule whose work is done.
@@ -44,7 +45,7 @@ class ForcedRule:
         """A verdict of one accepted path per sequence."""
         verdict = self._rule(draft, logits_BNV, state)
         wanted_B1 = self._emitted.index_select(0, self._step).T - 1
-        self._step += 1
+        self._step.add_(1).remainder_(len(self._emitted))
         depth_B1 = torch.minimum(wanted_B1, draft.depths.amax(1, keepdim=True))
         leaf_B11 = (draft.depths == depth_B1).int().argmax(1)[:, None, None]
         edges_BN = draft.ancestors.gather(1, leaf_B11.expand(-1, 1, draft.tokens.shape[1]))[:, 0]
@@ -67,6 +68,7 @@ def measure_replay(
     steps: int,
     rounds: int,
     seed: int,
+    record: Record | None = None,
 ) -> dict[str, Any]:
     """Time a replay and plain decoding, alternately, both for ``steps`` steps from ``context`` cached tokens.
 
@@ -80,22 +82,20 @@ def measure_replay(
         steps: Steps per sample.
         rounds: Measured repetitions.
         seed: Of the contents.
+        record: As ``Rig`` takes it.
 
     Returns:
         A row of the report.
     """
     emitted_SB = schedule(trace, steps, batch)
-    room = int(emitted_SB.sum(0).max()) + 2 * nodes
-    rig = Rig(base, heads, batch, context, room, seed)
+    room = int(emitted_SB.sum(0).max()) + room_for(nodes, heads.config.num_heads, steps=0)
+    rig = Rig(base, heads, batch, context, room, seed, record)
     drafter, plain = rig.drafter(nodes), rig.drafter(1)
-
-    def replay() -> list[Any]:
-        return rig.run(drafter, ForcedRule(greedy, emitted_SB.to(base.device)), steps)
-
-    got = torch.tensor([[len(tokens) for tokens in result.tokens] for result in replay()])
+    rule = ForcedRule(greedy, emitted_SB.to(base.device))  # one object: what is recorded belongs to it
+    got = torch.tensor([[len(tokens) for tokens in step] for step in rig.run(drafter, rule, steps)])
     samples = {
-        "replay": partial(timed, replay, base.device, calls=1),
-        "plain": partial(timed, partial(rig.run, plain, steps=steps), base.device, calls=1),
+        "replay": partial(rig.step_seconds, drafter, rule, steps),
+        "plain": partial(rig.step_seconds, plain, steps=steps),
     }
     times = alternate(samples, rounds)
     tokens = int(got.sum())
@@ -103,11 +103,12 @@ def measure_replay(
     return {
         "batch": batch,
         "nodes": nodes,
+        "graph": rig.graph,
         "steps": steps,
         "replay_tokens_per_step": round(per_step, 4),
         "clamped_steps": int((got < emitted_SB).sum()),
-        "replay_tokens_per_s": round(tokens / median(times["replay"]), 2),
-        "plain_tokens_per_s": round(steps * batch / median(times["plain"]), 2),
+        "replay_tokens_per_s": round(tokens / steps / median(times["replay"]), 2),
+        "plain_tokens_per_s": round(batch / median(times["plain"]), 2),
         "step_overhead": round(overhead, 4),
         "replay_speedup": round(per_step / overhead, 4),
     }

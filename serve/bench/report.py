@@ -50,6 +50,7 @@ Tables = list[tuple[str, Sequence[str], list[Sequence[object]]]]
 def title(report: dict[str, Any]) -> str:
     """One line: what was measured, and where."""
     ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", compiled" if report.get("compiled") else "")
+    ways += ", steps as graphs" if report.get("graph") else ""
     threads = f", {report['threads']} threads" if report["threads"] else ""
     return (
         f"{report['base']} ({report['weights']} weights), {report['dtype']}{ways}, {report['device_name']}{threads},"

@@ -13,7 +13,8 @@ from typing import Any
 
 from medusa import BaseModel, DraftHeads
 from medusa.clock import alternate
-from serve.bench.rig import Rig
+from medusa.graph import Record
+from serve.bench.rig import Rig, room_for
 from serve.bench.shapes import weight_bytes
 from serve.bench.timing import bandwidth_samples, ratio, timed
 
@@ -44,8 +45,9 @@ def measure_steps(
     context: int,
     rounds: int,
     seed: int = 0,
+    record: Record | None = None,
 ) -> dict[str, Any]:
-    """Time verify passes and whole steps of fixed trees, alternately.
+    """Time verify passes and whole steps of fixed trees, alternately, as ``generate`` runs them: on a GPU as graphs.
 
     Args:
         base: Prepared for decoding.
@@ -55,24 +57,27 @@ def measure_steps(
         context: Cached tokens L per sequence.
         rounds: Measured repetitions.
         seed: Of the contents.
+        record: As ``Rig`` takes it.
 
     Returns:
         The report's own part: bytes, bandwidth, and a row per (B, N).
     """
     nodes = sorted({1, *nodes})
-    rigs = {batch: Rig(base, heads, batch, context, 2 * max(nodes), seed) for batch in batches}
+    room = room_for(max(nodes), heads.config.num_heads)
+    rigs = {batch: Rig(base, heads, batch, context, room, seed, record) for batch in batches}
     samples: dict[tuple[Any, ...], Any] = {
         ("bandwidth", name): sample for name, sample in bandwidth_samples(base.device).items()
     }
     for batch, rig in rigs.items():
         for count in nodes:
-            samples["verify", batch, count] = partial(timed, partial(rig.verify, rig.draft(count)), base.device)
-            samples["step", batch, count] = partial(timed, partial(rig.run, rig.drafter(count)), base.device)
+            samples["verify", batch, count] = partial(timed, rig.verifier(rig.draft(count)), base.device)
+            samples["step", batch, count] = partial(rig.step_seconds, rig.drafter(count))
     times = alternate(samples, rounds)
     method, bandwidth = best_bandwidth(times)
     roofline = Roofline(weight_bytes(base), rigs[batches[0]].kv_bytes_per_token, bandwidth)
     return {
         "context": context,
+        "graph": rigs[batches[0]].graph,
         "weight_bytes": roofline.weight_bytes,
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
         "bandwidth_gb_per_s": round(bandwidth / 1e9, 2),

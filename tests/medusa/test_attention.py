@@ -21,11 +21,13 @@ from medusa.attention import (
     base,
     choose,
 )
-from medusa.attention.base import build, least_work, try_out
+from medusa.attention.base import build, least_work
 from medusa.attention.hook import tree_attention
 from medusa.attention.plan import pack_bits
+from medusa.attention.trial import LayerShape, layer_shapes, try_out
 from medusa.tree import Draft
 from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make
+from tests.medusa.test_conformance import tiny
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
@@ -195,11 +197,16 @@ class Fake:
 
     def __init__(self, name: str, error: Exception | float = 0.0) -> None:
         self.name, self.dtypes, self.error = name, frozenset({torch.bfloat16}), error
+        self.tried: list[tuple[int, ...]] = []
+
+    def objection(self, query, key, value, scoring) -> str | None:
+        return "its kernel knows no windows" if scoring.window is not None else None
 
     def attend(self, plan, query, key, value, scoring) -> torch.Tensor:
+        self.tried.append((query.shape[1] // key.shape[1], query.shape[2], query.shape[3], value.shape[3]))
         if isinstance(self.error, Exception):
             raise self.error
-        return value + self.error
+        return value[:, :, :1] + self.error
 
 
 @pytest.mark.parametrize(
@@ -217,11 +224,11 @@ def test_the_best_backend_is_chosen_with_its_reason(monkeypatch, runs, dtype, ch
             raise BackendUnavailableError(f"{name} is missing")
         return Fake(name)
 
-    def fake_try(backend: Fake, device: torch.device, dtype: torch.dtype) -> str | None:
+    def fake_try(backend: Fake, device: torch.device, dtype: torch.dtype, layers: object) -> str | None:
         return try_out(backend, CPU, dtype)
 
     monkeypatch.setattr(base, "build", fake_build)
-    monkeypatch.setattr(base, "try_out", fake_try)
+    monkeypatch.setattr("medusa.attention.trial.try_out", fake_try)
     backend, why = choose("auto", torch.device("cuda"), dtype)
     assert backend.name == chosen
     assert reason in why
@@ -239,8 +246,38 @@ def test_a_backend_is_tried_before_it_is_chosen(error, failure):
     assert try_out(Fake("fake", error), CPU, torch.bfloat16) == failure
 
 
-def test_backends_that_work_pass_the_trial(backend):
-    assert try_out(backend, CPU, dtype_of(backend)) is None
+def test_backends_that_work_pass_the_trial(backend, monkeypatch):
+    monkeypatch.setattr("medusa.attention.trial.TRIED_NODES", (1, 5))  # the interpreter is slow
+    layers = [LayerShape(2, 64, 64), LayerShape(1, 16, 32), LayerShape(2, 16, 16, Scoring(1.0, 300))]
+    assert try_out(backend, CPU, dtype_of(backend), layers) is None
+
+
+def test_the_trial_has_the_sizes_of_the_layers_and_of_a_prefill():
+    backend, prefill_rows = Fake("fake"), 512
+    layers = [LayerShape(4, 256, 128), LayerShape(4, 64, 64, Scoring(1.0, window=7)), LayerShape()]
+    assert try_out(backend, CPU, torch.bfloat16, layers) is None
+    assert {(4, 1, 256, 128), (4, prefill_rows, 256, 128), (1, prefill_rows, 64, 64)} <= set(backend.tried)
+    assert "objects to all layers: its kernel knows no windows" in try_out(backend, CPU, torch.bfloat16, layers[1:2])
+
+
+def test_a_base_is_tried_with_its_own_layers(base_directory, monkeypatch):
+    tried = []
+
+    def note(name, device, dtype, layers):
+        tried.extend(layers)
+        return build("reference", CPU), ""
+
+    monkeypatch.setattr("medusa.base_model.choose", note)
+    BaseModel.load(base_directory, device="cpu")
+    assert [(layer.groups, layer.dim, layer.dim_v) for layer in tried] == [(2, 8, 8)]
+
+
+def test_latent_attention_and_windows_have_shapes_of_their_own():
+    latent, windowed, neox = (tiny(name)[0] for name in ("deepseek_v3", "gemma2", "gpt_neox"))
+    assert [(s.dim, s.dim_v) for s in layer_shapes(latent.model, latent.config)] == [(16, 8)]
+    assert [s.scoring.window for s in layer_shapes(windowed.model, windowed.config)] == [None, 7]
+    assert {s.scoring.softcap for s in layer_shapes(windowed.model, windowed.config)} == {5.0}
+    assert [s.dim for s in layer_shapes(neox.model, neox.config)] == [8]
 
 
 def test_a_cpu_gets_the_reference():

@@ -1,5 +1,6 @@
-"""Triton's kernels without a GPU: their numbers by the interpreter, their machine code by compiling for Hopper."""
+"""Triton's kernels without a GPU: their numbers by the interpreter, their machine code by compiling for many cards."""
 
+import logging
 import os
 import re
 import subprocess
@@ -14,18 +15,31 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 
-from medusa.attention import BackendUnavailableError, choose  # noqa: E402
+from medusa.attention import BackendUnavailableError, TreePlan, attend, base, choose  # noqa: E402
+from medusa.attention import triton as backend_module  # noqa: E402
+from medusa.attention.base import KernelError  # noqa: E402
 from medusa.attention.kernels import merge_kernel, split_kernel  # noqa: E402
-from medusa.attention.triton import MAX_SPLITS, choose_splits, choose_tile  # noqa: E402
+from medusa.attention.trial import LayerShape, try_out  # noqa: E402
+from medusa.attention.triton import (  # noqa: E402
+    MAX_SPLITS,
+    Tile,
+    TritonAttention,
+    choose_splits,
+    choose_tile,
+    shared_bytes,
+)
+from tests.medusa.attention_cases import Case, make  # noqa: E402
 from tests.medusa.test_conformance import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024
-"""Bytes that one program can have on a Hopper multiprocessor."""
-FEW = 64
+SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+"""Bytes that one program can have: Turing, A100, other Amperes (A10), Ada (L4), Hopper, Blackwell for desks."""
+HOPPER = 90
+FEW = {HOPPER: 64}
 """Bytes of a thread's registers that may spill: a loop's worth would be thousands."""
+SOME = 128
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 AXES = {"q": ("batch", "head", "node"), "k": ("batch", "head", "row"), "v": ("batch", "head", "row")}
 STRIDES = [f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes]
@@ -51,15 +65,16 @@ def test_the_kernels_compute_attention_over_the_grid_and_verify_trees_of_every_f
         list(pool.map(lambda job: run_interpreted("not gpu", *job), jobs))
 
 
-def cross_compile(kernel, types: dict[str, str], constants: dict[str, object], **options: int):
-    """Compile for Hopper with pointers and strides as well aligned as they are; returns the kernel and its spills."""
+def cross_compile(kernel, types: dict[str, str], constants: dict[str, object], card: int = HOPPER, **options: int):
+    """Compile for a card with pointers and strides as well aligned as they are; returns the kernel and its spills."""
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name in STRIDES
     }
-    compiled = triton.compile(ASTSource(kernel, signature, constants, aligned), target=HOPPER, options=options)
+    target = GPUTarget("cuda", card, 32)
+    compiled = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
     return compiled, local_bytes(compiled.asm["cubin"])
 
 
@@ -77,8 +92,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compile_split(dtype: str, dim: int, rows: int, everything: bool = False):
-    tile = choose_tile(rows, dim, ITEMSIZE[dtype])
+def compile_split(dtype: str, dim: int, rows: int, everything: bool, card: int):
+    tile = choose_tile(rows, dim, ITEMSIZE[dtype], SHARED_MEMORY[card], window=everything)
     types = dict.fromkeys(["query", "key", "value"], f"*{dtype}") | dict.fromkeys(
         [*STRIDES, "nodes", "kv_heads"], "i32"
     )
@@ -90,14 +105,14 @@ def compile_split(dtype: str, dim: int, rows: int, everything: bool = False):
         "BLOCK_N": tile.keys, "UPCAST": False,
     }  # fmt: skip
     constants |= {} if everything else {"softcap": None, "window": None}
-    return cross_compile(split_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    return cross_compile(split_kernel, types, constants, card, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def check_split(dtype: str, dim: int, rows: int, everything: bool = False) -> None:
-    compiled, spilled = compile_split(dtype, dim, rows, everything)
-    assert 0 < compiled.metadata.shared <= SHARED_MEMORY
-    assert spilled <= FEW
-    if dtype != "fp32" and rows >= 64:
+def check_split(dtype: str, dim: int, rows: int, everything: bool = False, card: int = HOPPER) -> None:
+    compiled, spilled = compile_split(dtype, dim, rows, everything, card)
+    assert 0 < compiled.metadata.shared <= SHARED_MEMORY[card]
+    assert spilled <= FEW.get(card, SOME)
+    if card == HOPPER and dtype != "fp32" and rows >= 64:
         assert "wgmma" in compiled.asm["ptx"], "the tensor cores' fast path"
         assert "cp.async" in compiled.asm["ptx"], "keys and values arrive while others are computed"
 
@@ -133,14 +148,121 @@ def test_float32_compiles_for_hopper(dim, everything):
     check_split("fp32", dim, 256, everything)
 
 
+@pytest.mark.parametrize(
+    ("card", "dim"),
+    [
+        (89, 256),
+        *(
+            pytest.param(card, dim, marks=pytest.mark.slow)
+            for card in SHARED_MEMORY
+            for dim in DIMS
+            if card != HOPPER and (card, dim) != (89, 256)
+        ),
+    ],
+)
+def test_every_tile_fits_every_card(card, dim):
+    """All sizes of blocks with and without windows; of cards and dtypes that compile alike the dtypes take turns."""
+    for rows in ROWS:
+        for everything in (False, True):
+            dtype = "fp16" if card == 75 else ("fp16", "bf16")[(ROWS.index(rows) + card + everything) % 2]
+            check_split(dtype, dim, rows, everything, card)
+    check_split("fp32", dim, 256, True, card)
+
+
+@pytest.mark.parametrize("limit", sorted({*SHARED_MEMORY.values(), 96 << 10, 100 << 10, 200 << 10}))
+@pytest.mark.parametrize("dim", [8, *DIMS])
+def test_tiles_stay_within_any_limit(limit, dim):
+    before = 0
+    for rows in (1, 2, 16, 17, 64, 100, 256, 10_000):
+        for itemsize, window in ((2, False), (2, True), (4, False)):
+            tile = choose_tile(rows, dim, itemsize, limit, window)
+            width = max(16, triton.next_power_of_2(dim))
+            assert shared_bytes(tile, width, itemsize, limit, window) <= limit
+            assert all(size >= 16 and size.bit_count() == 1 for size in tile[:2])
+        before, block = max(before, tile.rows), tile.rows
+        assert block >= before, "more rows never get a smaller block"
+
+
+def test_what_hopper_gets_is_what_it_always_got():
+    assert choose_tile(256, 128, 2) == Tile(128, 64, 8, 3)
+    assert choose_tile(4, 256, 2) == Tile(16, 32, 4, 2)
+    assert choose_tile(256, 64, 4) == Tile(16, 32, 4, 1)
+
+
+class Launcher:
+    """In place of the kernel: refuses head sizes from some on, as a card with too little shared memory does."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.launches = limit, 0
+
+    def __getitem__(self, grid):
+        def launch(*args, DIM=0, **options):
+            self.launches += 1
+            if self.limit <= DIM:
+                raise OutOfResources(151_552, 101_376, "shared memory")
+
+        return launch
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A backend whose kernel cannot be launched for head sizes of 64 and more, and its launcher."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    launcher = Launcher(64)
+    monkeypatch.setattr(backend_module, "split_kernel", launcher)
+    monkeypatch.setattr(backend_module, "merge_kernel", Launcher(1 << 20))
+    return TritonAttention(torch.device("cpu")), launcher
+
+
+def test_a_kernel_that_cannot_be_launched_leaves_its_layers_to_the_reference(refusing, caplog):
+    backend, launcher = refusing
+    layer = make(Case(), torch.float32, 1e4)
+    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
+    base._reference.cache_clear()
+    with caplog.at_level(logging.INFO, "medusa.attention.base"):
+        for _ in range(3):
+            out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+            torch.testing.assert_close(out.double(), layer.expected(), atol=5e-6, rtol=5e-6)
+    assert launcher.launches == 1, "it is not tried again"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "head size 64" in warning and "out of resource: shared memory" in warning
+
+
+def test_layers_of_other_sizes_stay_with_the_kernel(refusing):
+    backend, launcher = refusing
+    large, small = (make(Case(dim=dim), torch.float32, 1e4) for dim in (64, 32))
+    for layer in (large, small, small):
+        plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
+        attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+    assert launcher.launches == 3
+
+
+def test_while_a_graph_is_captured_nothing_else_is_computed_instead(refusing, monkeypatch):
+    """A graph must hold what has run before; the recorder then goes on eagerly, since this is a RuntimeError."""
+    backend, _ = refusing
+    layer = make(Case(), torch.float32, 1e4)
+    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
+    monkeypatch.setattr(base, "_capturing", lambda query: True)
+    with pytest.raises(KernelError, match="cannot be launched") as error:
+        attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+    assert isinstance(error.value, RuntimeError)
+
+
+def test_the_trial_finds_what_cannot_be_launched(refusing):
+    backend, _ = refusing
+    failure = try_out(backend, torch.device("cpu"), torch.float32, [LayerShape(4, 256, 256)])
+    assert failure is not None
+    assert "out of resource: shared memory" in failure
+
+
 @pytest.mark.parametrize(("splits", "warps", "dim"), [(16, 1, 256), (MAX_SPLITS, 4, 256)])
 def test_the_merge_compiles_for_hopper(splits, warps, dim):
     types = {"partial": "*fp32", "partial_lse": "*fp32", "sinks": "*bf16", "out": "*bf16"}
     types |= dict.fromkeys(["rows", "kv_heads", "splits"], "i32")
     constants = {"GROUPS": 4, "DIM_V": dim, "BLOCK_DV": dim, "BLOCK_S": splits}
     compiled, spilled = cross_compile(merge_kernel, types, constants, num_warps=warps)
-    assert compiled.metadata.shared <= SHARED_MEMORY
-    assert spilled <= FEW
+    assert compiled.metadata.shared <= min(SHARED_MEMORY.values())
+    assert spilled <= FEW[HOPPER]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,11 @@
 """The compiled pass is the base's own pass, and two bases do not share one."""
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from medusa import BaseModel, MedusaModel
 from medusa.compiled import compile_function, stack_siblings
+from medusa.header_cache import keep_headers_in_cache
 from medusa.packed import PackedLinear, available
 from medusa.self_test import choose_decoding, compile_base
 from tests.medusa.test_conformance import tiny
@@ -123,3 +129,41 @@ def test_too_many_compilations_end_in_the_plain_pass(base_directory, monkeypatch
         assert MedusaModel(base).generate([5, 6, 7], max_new_tokens=5).tokens == expected
     assert "runs without compilation from now on" in caplog.text
     assert not base.compiled
+
+
+def test_precompiled_headers_stand_with_the_compilers_cache(tmp_path, monkeypatch):
+    from torch._inductor import codecache
+
+    before = codecache._HEADER_DIR
+    monkeypatch.setattr(codecache, "_HEADER_DIR", before)
+    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", codecache._HEADER_LOCK_DIR)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    keep_headers_in_cache()
+    assert before == codecache._HEADER_DIR, "nobody has asked for another place"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    keep_headers_in_cache()
+    assert Path(codecache._HEADER_DIR).is_relative_to(tmp_path)
+    assert Path(codecache._HEADER_LOCK_DIR).is_relative_to(tmp_path)
+
+
+SMALL = """
+import torch
+from medusa.compiled import compile_function
+with torch.no_grad():
+    print(compile_function(lambda x: torch.nn.functional.gelu(x).sum(-1))(torch.randn(4, 64)).shape)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiling_leaves_nothing_in_the_systems_temporary_folder(tmp_path):
+    folders = {name: tmp_path / name for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HOME")}
+    for folder in folders.values():
+        folder.mkdir()
+    environment = os.environ | {name: str(folder) for name, folder in folders.items()}
+    subprocess.run(
+        [sys.executable, "-c", SMALL], env=environment, cwd=Path(__file__).parents[2], check=True, timeout=600
+    )
+    assert any(folders["TORCHINDUCTOR_CACHE_DIR"].rglob("*.gch")), "headers are precompiled"
+    for name in ("TMPDIR", "HOME"):
+        assert [path for path in folders[name].rglob("*") if path.is_file()] == []

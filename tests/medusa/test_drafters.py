@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa import Draft, MedusaModel, Tree
-from medusa.acceptance import greedy
+from medusa.acceptance import build_rule, greedy
 from medusa.drafters import (
     DecodeState,
     HeadsDrafter,
@@ -305,6 +305,27 @@ def test_wrong_drafters_are_refused(model, base):
         model.generate("a", drafter="heads-sampled", temperature=1.0, tree=Tree.chain(4))
     with pytest.raises(ValueError, match="at least 2 for prompt lookup"):
         PromptLookupDrafter(1)
+
+
+def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads, monkeypatch):
+    """Each temperature of drawn drafts is another drafter; an interface with a slider tries hundreds."""
+    monkeypatch.setattr("medusa.model.KEPT_DRAFTERS", 3)
+    monkeypatch.setattr("medusa.auto.WATCHED", 2)
+    model = MedusaModel(base, make_heads())
+
+    def drafter(temperature, nodes=None):
+        return model._drafter("heads-sampled", nodes, None, temperature, 1, build_rule(None, temperature=temperature))
+
+    kept = drafter(0.5, nodes=4)
+    for percent in range(60, 100):
+        drafter(percent / 100)
+        assert drafter(0.5, nodes=4) is kept, "what is used stays"
+    assert len(model._drafters) == 3
+    assert len(model._auto._watched) == 2
+    output = model.generate([5, 6, 7], max_new_tokens=12, drafter="heads-sampled", temperature=0.7)
+    assert len(output.tokens) == 12
+    (size,) = model._auto._fixed.values()
+    assert size._share.value != 1.0, "its answer was learned from"
 
 
 def test_lookup_on_the_host_finds_what_fixed_shapes_find():

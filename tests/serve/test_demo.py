@@ -3,13 +3,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from medusa.formats import save_heads
 from serve import demo
-from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.conversation import GREEDY_DRAFTERS
 from serve.picture import draw
 
@@ -17,29 +18,68 @@ ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
 
 
+def engine(name, tokens, order):
+    def run(prompt):
+        order.append(name)
+        return [1] * tokens, 2
+
+    return run
+
+
 def test_engines_take_turns_and_rates_are_medians(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr("serve.compare.time.perf_counter", lambda: next(clock))
     order = []
-
-    def engine(name, tokens):
-        def run(prompt):
-            order.append(name)
-            return [1] * tokens, 2
-
-        return run
-
-    timings = compare({"a": engine("a", 2), "b": engine("b", 6)}, PROMPTS, rounds=3)
+    timings = compare({"a": engine("a", 2, order), "b": engine("b", 6, order)}, PROMPTS, rounds=3)
     assert "".join(order) == "ab" + "aaabbb" + "bbbaaa" + "aaabbb", "one warm-up each, then alternated"
-    assert timings["a"].rates == [6.0] * 3
-    assert timings["b"].tokens_per_second == 18.0
+    assert timings["a"].rates == [2.0] * 3
+    assert timings["b"].tokens_per_second == 6.0
     assert timings["b"].outputs == [[1] * 6] * 3
-    assert timings["b"].tokens_per_step() == timings["b"].tokens_per_step(1, 2) == 3
+    assert timings["b"].tokens_per_step == 3
 
 
 def test_a_speedup_compares_within_rounds():
-    fast, slow = Timing(rates=[40.0, 90.0, 20.0]), Timing(rates=[20.0, 30.0, 20.0])
+    fast, slow = (Timing([[Call([1] * rate, 1, 1.0)] for rate in rates]) for rates in ((40, 90, 20), (20, 30, 20)))
     assert fast.speedup_over(slow) == 2.0
+
+
+def test_figures_of_a_group_of_prompts():
+    rounds = [[Call([1] * 6, 2, 1.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]]
+    plain = Timing([[Call([1] * 6, 6, 3.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]])
+    timing = Timing(rounds)
+    assert timing.of([0]).tokens_per_step == 3
+    assert timing.of(range(1, 3)).tokens_per_step == 1
+    assert timing.of([0]).speedup_over(plain.of([0])) == 3
+    assert timing.of([1, 2]).speedup_over(plain.of([1, 2])) == 1
+    assert timing.of([1, 0]).outputs == [[1] * 4, [1] * 6]
+
+
+def test_every_stage_says_what_it_does(capsys):
+    """In a log: a line as each stage begins, the warm-ups, which may compile for minutes, among them."""
+    compare({"a": engine("a", 2, []), "b": engine("b", 6, [])}, PROMPTS, rounds=2, shown=True)
+    lines = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
+    assert [(done, stage) for _, done, stage in lines] == [
+        ("0/14", "warm-up: a"), ("1/14", "warm-up: b"), ("2/14", "round 1 of 2: a"), ("5/14", "round 1 of 2: b"),
+        ("8/14", "round 2 of 2: b"), ("11/14", "round 2 of 2: a"),
+    ]  # fmt: skip
+    compare({"a": engine("a", 2, [])}, PROMPTS, rounds=1)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_long_call_shows_signs_of_life(terminal, monkeypatch, capsys):
+    monkeypatch.setattr("serve.progress.BAR_SECONDS", 0.01)
+    monkeypatch.setattr("serve.progress.LINE_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+
+    def slow(prompt):
+        time.sleep(0.3)
+        return [1], 1
+
+    compare({"slow": slow}, PROMPTS[:1], rounds=1, shown=True)
+    shown = capsys.readouterr().err
+    assert shown.count("warm-up: slow") > 3
+    assert ("\r" in shown) == terminal
 
 
 def test_all_engines_say_the_same(model):

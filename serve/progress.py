@@ -1,0 +1,73 @@
+"""What a long comparison tells its user while it runs: a bar on a terminal, else lines."""
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+BAR_SECONDS = 1.0
+"""The bar's clock moves so often, also within a call, which may compile for minutes."""
+LINE_SECONDS = 15.0
+"""At most this long without a line where there is no terminal for a bar."""
+
+
+class Progress:
+    """Shows on stderr what runs, how much is done, and for how long.
+
+    Args:
+        total: Calls of all stages.
+        shown: False = say nothing.
+    """
+
+    def __init__(self, total: int, shown: bool = True) -> None:
+        self._total, self._shown = total, shown
+        self._done, self._stage, self._began = 0, "", time.monotonic()
+        self._bar = None
+        if shown and sys.stderr.isatty():
+            layout = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
+            self._bar = tqdm(total=total, bar_format=layout, dynamic_ncols=True)
+        self._ended = threading.Event()
+        self._clock = threading.Thread(target=self._tick, daemon=True)
+
+    def stage(self, name: str) -> None:
+        """Something else begins."""
+        self._stage = name
+        if self._bar is not None:
+            self._bar.set_description_str(name)
+        elif self._shown:
+            self._line()
+
+    def update(self) -> None:
+        """A call is done."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(LINE_SECONDS if self._bar is None else BAR_SECONDS):
+            if self._bar is None:
+                self._line()
+            else:
+                self._bar.refresh()
+
+    def _line(self) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        sys.stderr.write(f"{minutes:02d}:{seconds:02d}  {self._done}/{self._total}  {self._stage}\n")
+        sys.stderr.flush()
+
+    def __enter__(self) -> Self:
+        if self._shown:
+            self._clock.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._clock.is_alive():
+            self._clock.join()
+        if self._bar is not None:
+            self._bar.close()
