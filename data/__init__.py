@@ -28,6 +28,18 @@ def resolve_base_name(name: str) -> str:
     return str(directory)
 
 
+def shipped_heads(base: str) -> str:
+    """The directory of the heads that ship with this package for a base.
+
+    Raises:
+        FileNotFoundError: There are none for that base.
+    """
+    directory = Path(__file__).parent / "pretrained" / base
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"heads for the base ({base}) are not shipped; train some, or name others with --heads")
+    return str(directory)
+
+
 def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
     """The tokenizer of a base by its name.
 

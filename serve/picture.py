@@ -11,34 +11,62 @@ from matplotlib.axes import Axes
 
 BLUE, GREY, ORANGE, MARK = "#2864a8", "#b8bec6", "#e08a1e", "#cfe3f8"
 COLUMNS, LINES = 118, 16
+KIND = "tokens_per_step_"
+TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", "hybrid": "heads +\nlookup"}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the report of ``serve.demo`` into a PNG file."""
-    figure = pyplot.figure(figsize=(12, 7.6), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=[1.0, 0.95])
-    _speeds(figure.add_subplot(grid[0, 0]), report)
-    _accuracies(figure.add_subplot(grid[0, 1]), report)
-    _answer(figure.add_subplot(grid[1, :]), report)
+    """Draw the report of ``serve.demo`` into a PNG file: the embedded base on the left, the real model on the right."""
+    real = report.get("smollm2")
+    figure = pyplot.figure(figsize=(12, 10), layout="constrained")
+    grid = figure.add_gridspec(3, 2, height_ratios=[1.0, 1.0, 0.9])
+    wide = slice(None) if real is None else 0
+    _speeds(figure.add_subplot(grid[0, wide]), "embedded base, 9M", report)
+    _accuracies(figure.add_subplot(grid[1, wide]), report)
+    if real is not None:
+        _speeds(figure.add_subplot(grid[0, 1]), "SmolLM2-135M-Instruct", real)
+        _kinds(figure.add_subplot(grid[1, 1]), real)
+    _answer(figure.add_subplot(grid[2, :]), real or report)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _speeds(axes: Axes, report: dict[str, Any]) -> None:
+def _speeds(axes: Axes, base: str, report: dict[str, Any]) -> None:
     names = {"transformers\ngenerate": "hf_tokens_per_s", "plain\n(this engine)": "plain_tokens_per_s"}
     speeds = [report[key] for key in names.values()]
     drafters = dict(reversed(report["drafters"].items()))
     speeds += [drafter["tokens_per_s"] for drafter in drafters.values()]
     ratios = [1 / report["plain_speedup_over_transformers"], 1.0, *(d["speedup"] for d in drafters.values())]
-    labels = [f"{speed:.0f}\n{ratio:.2f}x" for speed, ratio in zip(speeds, ratios, strict=True)]
-    ticks = {"prompt-lookup": "prompt\nlookup", "heads": "heads", "hybrid": "heads +\nlookup"}
-    bars = axes.bar([*names, *(ticks[name] for name in drafters)], speeds, color=[GREY, GREY, *[BLUE] * 3], width=0.6)
-    axes.bar_label(bars, labels, padding=3)
+    steps = [1.0, 1.0, *(d["tokens_per_step"] for d in drafters.values())]
+    bars = axes.bar(
+        [*names, *(TICKS[name] for name in drafters)], speeds, color=[GREY, GREY, *[BLUE] * len(drafters)], width=0.6
+    )
+    axes.bar_label(bars, [f"{speed:.0f}\n{ratio:.2f}x" for speed, ratio in zip(speeds, ratios, strict=True)], padding=3)
+    axes.bar_label(bars, [f"{count:.2f}" for count in steps], label_type="center", color="white", fontsize=9)
     axes.set_ylim(0, max(speeds) * 1.25)
     axes.set_ylabel("tokens per second")
     same = report["identical_outputs"]
-    taus = ", ".join(f"{drafter['tokens_per_step']:.2f}" for drafter in drafters.values())
-    axes.set_title(f"tokens per step: 1, 1, {taus}; {same['count']} of {same['total']} outputs identical", fontsize=11)
+    axes.set_title(
+        f"{base}: speed over plain decoding; in the bars tokens per step\n"
+        f"{same['count']} of {same['total']} outputs identical to plain decoding ({same['dtype']})",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _kinds(axes: Axes, report: dict[str, Any]) -> None:
+    """Tokens per step by kind of prompt: heads alone, and what the lookup adds."""
+    rows = report["drafters"]
+    kinds = [key.removeprefix(KIND) for key in rows["heads"] if key.startswith(KIND)]
+    kinds.sort(key=lambda kind: float(rows["hybrid"][KIND + kind]))
+    for offset, (name, colour) in zip((0.2, -0.2), (("hybrid", BLUE), ("heads", ORANGE)), strict=True):
+        values = [rows[name][KIND + kind] for kind in kinds]
+        bars = axes.barh([y + offset for y in range(len(kinds))], values, height=0.38, color=colour, label=name)
+        axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=8)
+    axes.set_yticks(range(len(kinds)), kinds, fontsize=9)
+    axes.set_xlabel("tokens per step")
+    axes.set_title("what was asked: some kinds are easier to guess", fontsize=10)
+    axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -52,7 +80,7 @@ def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_xticks(list(heads), [f"head {k}\nt+{k + 1}" for k in heads])
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("held-out accuracy")
-    axes.set_title("how often a head's best guesses hold the base's token\n(given the tokens before it)", fontsize=11)
+    axes.set_title("embedded base: how often a head's best guesses hold the base's token", fontsize=10)
     axes.legend(loc="lower left", frameon=False, ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -12,6 +12,7 @@ from medusa.formats import save_heads
 from serve import demo
 from serve.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.conversation import GREEDY_DRAFTERS
+from serve.demo_report import LABELS, publish
 from serve.picture import draw
 
 ROOT = Path(__file__).parents[2]
@@ -103,25 +104,31 @@ def test_repetition_counts_what_was_said_before():
 def report():
     return {
         "hf_tokens_per_s": 100.0, "plain_tokens_per_s": 150.0, "medusa_tokens_per_s": 300.0, "tokens_per_step": 2.5,
-        "identical_outputs": {"count": 3, "total": 3}, "nodes": 16, "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
+        "identical_outputs": {"count": 3, "total": 3, "dtype": "bfloat16"}, "nodes": 16,
+        "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
         "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "compiled": True, "threads": 2,
         "repeated_4grams": 0.25,
         "plain_speedup_over_transformers": 1.5,
         "drafters": {
-            name: {"tokens_per_s": speed, "speedup": speed / 150, "tokens_per_step": 2.5, "identical_outputs": 3}
+            name: {
+                "tokens_per_s": speed, "speedup": speed / 150, "tokens_per_step": 2.5, "identical_outputs": 3,
+                "speedup_over_transformers": speed / 100, "tokens_per_step_maths": 2.0, "tokens_per_step_list": 3.0,
+            }
             for name, speed in (("hybrid", 300.0), ("heads", 200.0), ("prompt-lookup", 180.0))
         },
         "sample": {"prompt": "f $1 $2", "pieces": [["def f():\n", False], ["    return $1", True], ["x" * 300, False]]},
     }  # fmt: skip
 
 
-def test_the_picture_and_the_table_are_made(tmp_path, capsys):
-    demo._publish(tmp_path, report())
+@pytest.mark.parametrize("real", [True, False])
+def test_the_picture_and_the_tables_are_made(tmp_path, capsys, real):
+    publish(tmp_path, report() | {"smollm2": report() if real else None})
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "report.json").read_text())["tokens_per_step"] == 2.5
     printed = capsys.readouterr().out
     assert "2.00x" in printed
-    assert "identical outputs in float32, of 3: heads + lookup (default) 3, heads 3, prompt lookup 3" in printed
+    assert "identical to plain decoding, of 3 outputs: heads + lookup (default) 3, heads 3, prompt lookup 3" in printed
+    assert ("SmolLM2-135M-Instruct: 3 held-out prompts" in printed) == real
     assert str(tmp_path / "report.json") in printed
 
 
@@ -169,6 +176,8 @@ def test_the_whole_demo_in_small(tmp_path):
         "4",
         "--rounds",
         "1",
+        "--real-prompts",
+        "2",
     ]
     done = subprocess.run(
         [sys.executable, *words],
@@ -181,7 +190,7 @@ def test_the_whole_demo_in_small(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     values = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "float32", "against": "plain greedy"}
+    assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "bfloat16", "against": "plain greedy"}
     assert values["tokens_per_step"] > 1
     assert len(values["head_top1"]) == 8
     assert set(values["drafters"]) == {"hybrid", "heads", "prompt-lookup"}
@@ -191,6 +200,12 @@ def test_the_whole_demo_in_small(tmp_path):
     assert set(values["versions"]) == {"python", "torch", "transformers", "deepspeed"}
     assert values["compiled"] == (shutil.which("g++") is not None)
     assert (tmp_path / "run" / "report.png").is_file()
+    real = values["smollm2"]
+    if real is None:
+        assert "left out: base (smollm2) is not on this machine" in done.stdout
+    else:
+        assert real["identical_outputs"]["count"] == 2
+        assert real["drafters"]["hybrid"]["tokens_per_step"] > 1
 
 
 def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_heads, monkeypatch):
@@ -201,6 +216,6 @@ def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_
     monkeypatch.setattr("data.prompts.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 12)
     values = demo._compare(tmp_path, 3, 1, compiled=False)
-    assert list(values["drafters"]) == list(demo.LABELS) == list(GREEDY_DRAFTERS)
+    assert list(values["drafters"]) == list(LABELS) == list(GREEDY_DRAFTERS)
     assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
     json.dumps(values)

@@ -1,0 +1,103 @@
+"""What a base with heads does on held-out prompts: transformers, plain decoding and every drafter, side by side."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from medusa import MedusaModel, smollm2
+from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.demo_report import LABELS
+
+SAMPLE_CHARACTERS = 60
+"""Fewest characters of the answer that is shown."""
+
+
+def measure(
+    model: MedusaModel, prompts: Sequence[list[int]], kinds: Mapping[str, Sequence[int]], rounds: int, new_tokens: int
+) -> dict[str, Any]:
+    """Decode held-out prompts greedily in all ways, alternated; all sides hold the same weights in the same dtype.
+
+    Args:
+        model: The base with its heads.
+        prompts: Token ids.
+        kinds: Groups of prompts, by index.
+        rounds: Measured repetitions; medians count.
+        new_tokens: Limit per answer.
+
+    Returns:
+        Values for JSON: speeds in tokens per second over whole calls, tokens per step, and how many outputs of each
+        drafter are those of plain decoding, in the dtype that runs.
+    """
+    base = model.base
+    reference = AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype).to(base.device)
+    engines = {
+        "transformers": transformers_engine(reference, new_tokens),
+        "plain": medusa_engine(model, new_tokens, nodes=1),
+        **{name: medusa_engine(model, new_tokens, drafter=name) for name in LABELS},
+    }
+    timings = compare(engines, prompts, rounds, shown=True)
+    plain, transformers = timings["plain"], timings["transformers"]
+    drafters = {name: _row(timings[name], plain, transformers, kinds) for name in LABELS}
+    default = next(iter(LABELS))
+    return {
+        "base": base.name,
+        "source": base.source,
+        "drafter": default,
+        **{key: drafters[default][key] for key in ("tokens_per_step", "speedup", "speedup_over_transformers")},
+        "plain_tokens_per_s": round(plain.tokens_per_second, 1),
+        "plain_speedup_over_transformers": round(plain.speedup_over(transformers), 3),
+        "medusa_tokens_per_s": drafters[default]["tokens_per_s"],
+        "hf_tokens_per_s": round(transformers.tokens_per_second, 1),
+        "identical_outputs": {
+            "count": drafters[default]["identical_outputs"],
+            "total": len(prompts),
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "against": "plain greedy",
+        },
+        "drafters": drafters,
+        "rates": {name: [round(rate, 1) for rate in timing.rates] for name, timing in timings.items()},
+        "repeated_4grams": round(repeated_share(plain.outputs), 3),
+        "prompts": len(prompts),
+        "max_new_tokens": new_tokens,
+        "rounds": rounds,
+        "nodes": "auto",
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "compiled": base.compiled,
+        "device": str(base.device),
+        "threads": torch.get_num_threads(),
+        "sample": _sample(model, prompts, timings[default], new_tokens),
+    }
+
+
+def _row(
+    timing: Timing, plain: Timing, transformers: Timing, kinds: Mapping[str, Sequence[int]]
+) -> dict[str, float | int]:
+    """The figures of one drafter."""
+    row: dict[str, float | int] = {
+        "tokens_per_step": round(timing.tokens_per_step, 3),
+        "tokens_per_s": round(timing.tokens_per_second, 1),
+        "speedup": round(timing.speedup_over(plain), 3),
+        "speedup_over_transformers": round(timing.speedup_over(transformers), 3),
+        "identical_outputs": identical(timing.outputs, plain.outputs),
+    }
+    for kind, prompts in kinds.items():
+        row[f"tokens_per_step_{kind}"] = round(timing.of(prompts).tokens_per_step, 3)
+        row[f"speedup_{kind}"] = round(timing.of(prompts).speedup_over(plain.of(prompts)), 3)
+    return row
+
+
+def _sample(model: MedusaModel, prompts: Sequence[list[int]], timing: Timing, new_tokens: int) -> dict[str, Any]:
+    """Of the longer answers that ended by themselves the one with the most tokens per step, as (text, drafted) runs."""
+    tokenizer, eos = model.base.tokenizer, model.base.eos_ids
+    calls = timing.rounds[-1]
+    long = [index for index, call in enumerate(calls) if len(tokenizer.decode(call.tokens)) >= SAMPLE_CHARACTERS]
+    ended = [index for index in long if calls[index].tokens[-1] in eos]
+    best = max(ended or long or range(len(calls)), key=lambda index: len(calls[index].tokens) / calls[index].steps)
+    output = model.generate(prompts[best], max_new_tokens=new_tokens)
+    pieces = [
+        (tokenizer.decode([token], skip_special_tokens=True), drafted)
+        for token, drafted in zip(output.tokens, output.drafted, strict=True)
+    ]
+    return {"prompt": tokenizer.decode(prompts[best], skip_special_tokens=True).strip(), "pieces": pieces}
