@@ -29,15 +29,11 @@ def resolve_base_name(name: str) -> str:
 
 
 def shipped_heads(base: str) -> str:
-    """The directory of the heads that ship with this package for a base.
+    """The directory of the heads that ship with this package for a base, by its short name or Hub id; "" = none."""
+    from medusa import smollm2
 
-    Raises:
-        FileNotFoundError: There are none for that base.
-    """
-    directory = Path(__file__).parent / "pretrained" / base
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"heads for the base ({base}) are not shipped; train some, or name others with --heads")
-    return str(directory)
+    directory = Path(__file__).parent / "pretrained" / "smollm2"
+    return str(directory) if smollm2.full_name(base) == smollm2.HUB_ID else ""
 
 
 def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":

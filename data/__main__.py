@@ -156,7 +156,7 @@ def _add_regenerate(commands: Any) -> None:
     )
     regenerate.set_defaults(run=_regenerate)
     add = regenerate.add_argument
-    add("--base", help=f'directory, Hub id, or "{EMBEDDED}", which is the default in this process')
+    add("--base", help=f'directory, Hub id, "smollm2", or "{EMBEDDED}", which is the default in this process')
     add(
         "--prompts",
         default="train",

@@ -39,10 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--heads", default=DEFAULT_HEADS, metavar="DIR", help="directory of the heads (default: %(default)s)"
+        "--heads",
+        metavar="DIR",
+        help=f"directory of the heads, or their Hub id (default: those of the repository for --base smollm2, else"
+        f" {DEFAULT_HEADS})",
     )
     model.add_argument(
-        "--base", metavar="NAME", help="base: embedded, a directory or a Hub id (default: the one that the heads name)"
+        "--base",
+        metavar="NAME",
+        help="base: embedded, smollm2, a directory or a Hub id (default: the one that the heads name)",
     )
     model.add_argument(
         "--dtype",
@@ -159,6 +164,9 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         OSError: If the heads or the base are not there or cannot be read.
         ValueError: If they do not fit together.
     """
+    from data import resolve_base_name, shipped_heads
+
+    args.heads = args.heads or shipped_heads(args.base or "") or DEFAULT_HEADS
     if not Path(args.heads).is_dir() and args.heads.count("/") != 1:  # "user/heads" may be on the Hub
         raise FileNotFoundError(
             f"heads ({args.heads}) not found: run ./launch.sh first, which trains them, or name others with --heads"
@@ -166,7 +174,6 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
     import torch
     import transformers
 
-    from data import resolve_base_name
     from medusa import MedusaModel
 
     if args.device.startswith("cuda") and not torch.cuda.is_available():

@@ -23,7 +23,7 @@ class BaseRecipe:
     """The frozen language model."""
 
     name: str = "embedded"
-    """Directory, Hub id, or "embedded" (the small model shipped in data/embedded)."""
+    """Directory, Hub id, "embedded" (the small model of this repository) or "smollm2" (SmolLM2-135M-Instruct)."""
     dtype: str = _choice("auto", "auto", "float32", "bfloat16")
     """Number format of the frozen weights and of the loss's vocabulary products; auto = what suits the machine."""
     shard: bool = False

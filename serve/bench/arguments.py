@@ -180,7 +180,10 @@ def _add_subject(command: argparse.ArgumentParser) -> None:
     """Which base is measured."""
     base = command.add_mutually_exclusive_group()
     base.add_argument(
-        "--base", default=EMBEDDED, metavar="NAME", help="embedded, a directory or a Hub id (default: %(default)s)"
+        "--base",
+        default=EMBEDDED,
+        metavar="NAME",
+        help="embedded, smollm2, a directory or a Hub id (default: %(default)s)",
     )
     base.add_argument(
         "--shape", metavar="NAME", help="random weights of a known shape instead, as qwen3-0.6b, llama-1b, llama-8b"
