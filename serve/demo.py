@@ -115,19 +115,17 @@ def _compare_real(count: int, rounds: int, compiled: bool) -> dict[str, Any] | N
     """The fourth stage: a real chat model with heads of the repository; None where the model cannot be had."""
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with the heads of data/pretrained/smollm2")
     from data import shipped_heads
-    from data.chat_prompts import chat_prompts, kinds
     from medusa import MedusaModel
     from serve.figures import measure
+    from serve.questions import chat_questions
 
     try:
         model = MedusaModel.from_pretrained(shipped_heads("smollm2"), compiled=compiled)
     except OSError as error:
         print(f"left out: {error}", flush=True)
         return None
-    asked = chat_prompts("heldout", count)
-    prompts = [model.chat_prompt(prompt.asked[0]) for prompt in asked]
-    groups = {kind: [index for index, prompt in enumerate(asked) if prompt.kind == kind] for kind in kinds()}
-    return measure(model, prompts, {kind: group for kind, group in groups.items() if group}, rounds, MAX_NEW_TOKENS)
+    prompts, kinds = chat_questions(model, count)
+    return measure(model, prompts, kinds, rounds, MAX_NEW_TOKENS)
 
 
 def _quiet_transformers() -> None:

@@ -9,6 +9,10 @@ LABELS = {"hybrid": "heads + lookup (default)", "heads": "heads", "prompt-lookup
 """Drafters, the default first; ``heads-sampled`` is for temperatures above 0."""
 
 
+KIND = "tokens_per_step_"
+"""Keys of a drafter's figures by kind of prompt."""
+
+
 def publish(run: Path, report: dict[str, Any]) -> None:
     """Write the report and the picture, print the tables, and say what to try next."""
     path, picture = run / "report.json", run / "report.png"
@@ -19,9 +23,9 @@ def publish(run: Path, report: dict[str, Any]) -> None:
         print(f"no picture: {error}", file=sys.stderr)
     else:
         draw(report, picture)
-    _show("the embedded base", report)
+    show("the embedded base", report)
     if report.get("smollm2"):
-        _show("SmolLM2-135M-Instruct", report["smollm2"])
+        show("SmolLM2-135M-Instruct", report["smollm2"])
     print(f"report: {path}    picture: {picture}" if picture.is_file() else f"report: {path}")
     print("next:   ./launch.sh chat --base smollm2 --colour    talk to the real model and see what was guessed")
     print("        ./launch.sh chat --colour                   talk to the small one")
@@ -29,7 +33,8 @@ def publish(run: Path, report: dict[str, Any]) -> None:
     print("            --recipe.heads.architecture medusa      train another design on the same answers")
 
 
-def _show(base: str, figures: dict[str, Any]) -> None:
+def show(base: str, figures: dict[str, Any]) -> None:
+    """Print the table of ``serve.figures.measure``."""
     from rich.console import Console
     from rich.table import Table
 
@@ -54,3 +59,20 @@ def _show(base: str, figures: dict[str, Any]) -> None:
     print(f"identical to plain decoding, of {figures['prompts']} outputs: {same}")
     share = figures["repeated_4grams"]
     print(f"{share:.0%} of the 4-grams repeat the same answer: the more, the better lookup works")
+
+
+def show_kinds(figures: dict[str, Any]) -> None:
+    """Print tokens per step and speed over plain decoding by kind of prompt."""
+    from rich.console import Console
+    from rich.table import Table
+
+    drafters = figures["drafters"]
+    kinds = [key.removeprefix(KIND) for key in drafters["heads"] if key.startswith(KIND)]
+    table = Table(title="tokens per step and speed over plain decoding, by kind of prompt")
+    table.add_column("prompts")
+    for name in drafters:
+        table.add_column(LABELS[name], justify="right")
+    for kind in kinds:
+        cells = (f"{row[KIND + kind]:.2f}  {row[f'speedup_{kind}']:.2f}x" for row in drafters.values())
+        table.add_row(kind, *cells)
+    Console().print(table)

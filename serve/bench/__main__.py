@@ -38,6 +38,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _compare(options: argparse.Namespace) -> None:
+    import json
+
+    from data import shipped_heads
+    from serve.demo_report import show, show_kinds
+    from serve.figures import measure
+    from serve.questions import chat_questions, file_questions
+
+    options.heads = options.heads or shipped_heads("smollm2")
+    model = _trained(options, compiled=options.compile)
+    if options.questions:
+        prompts, kinds = file_questions(model, options.questions, options.count)
+    else:
+        prompts, kinds = chat_questions(model, options.count)
+    figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens)
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    show(model.base.name, figures)
+    show_kinds(figures)
+
+
 def _step(options: argparse.Namespace) -> None:
     from serve.bench.inside import profile_steps, watch_memory
     from serve.bench.rig import Rig, room_for
@@ -270,6 +291,7 @@ def _publish(
 
 
 COMMANDS = {
+    "compare": _compare,
     "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "nodes": _nodes, "attention": _attention,
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
+  medusa-bench compare --compile
   medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
   medusa-bench replay --shape llama-1b --nodes 16
   medusa-bench tree --heads runs/demo/heads --keep 16 --out tree.json --picture tree.png
@@ -28,7 +29,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{step,replay,trace,tree,nodes,attention}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{compare,step,replay,trace,tree,nodes,attention}"
+    )
+    _add_compare(_command(commands, "compare", "every drafter of trained heads beside plain decoding and transformers"))
     _add_step(_command(commands, "step", "cost of a step against tree size and batch, beside the memory's bound"))
     _add_replay(_command(commands, "replay", "a recorded acceptance trace, forced through the real step of any shape"))
     _add_trace(_command(commands, "trace", "record the acceptance of trained heads, for replay"))
@@ -36,6 +40,32 @@ def build_parser() -> argparse.ArgumentParser:
     _add_attention(_command(commands, "attention", "attention of one layer per backend, beside the memory's bound"))
     _add_nodes(_command(commands, "nodes", "trees sized by measured costs, beside fixed sizes and plain decoding"))
     return parser
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("--heads", metavar="DIR", help="directory of trained heads (default: those of smollm2)")
+    compare.add_argument("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    compare.add_argument(
+        "--questions",
+        metavar="FILE",
+        help="a question file of Spec-Bench or MT-bench (default: held-out prompts of the repository)",
+    )
+    compare.add_argument(
+        "--count",
+        type=at_least(1),
+        default=24,
+        metavar="N",
+        help="prompts; questions per category of a file (default: %(default)s)",
+    )
+    compare.add_argument(
+        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="per answer (default: %(default)s)"
+    )
+    compare.add_argument(
+        "--rounds", type=at_least(1), default=3, metavar="N", help="medians count (default: %(default)s)"
+    )
+    compare.add_argument("--compile", action="store_true", help="compile the base's pass (default: off)")
+    _add_place(compare)
+    compare.add_argument("--json", metavar="FILE", help="also write the report there")
 
 
 def _add_step(step: argparse.ArgumentParser) -> None:

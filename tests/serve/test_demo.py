@@ -14,6 +14,7 @@ from serve.compare import Call, Timing, compare, identical, medusa_engine, repea
 from serve.conversation import GREEDY_DRAFTERS
 from serve.demo_report import LABELS, publish
 from serve.picture import draw
+from serve.questions import file_questions
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
@@ -219,3 +220,15 @@ def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_
     assert list(values["drafters"]) == list(LABELS) == list(GREEDY_DRAFTERS)
     assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
     json.dumps(values)
+
+
+def test_questions_of_a_file_have_kinds(model, tmp_path):
+    path = tmp_path / "question.jsonl"
+    lines = [("writing", "a"), ("coding", "b"), ("qa", "c"), ("stem", "d"), ("qa", "x" * 300)]
+    path.write_text("".join(json.dumps({"category": kind, "turns": [text, "more"]}) + "\n" for kind, text in lines))
+    prompts, kinds = file_questions(model, path, per_kind=2)
+    assert kinds == {"mt_bench": [0, 1], "qa": [2]}
+    assert prompts[2] == model.chat_prompt([{"role": "user", "content": "c"}])
+    path.write_text('{"category": "qa"}\n')
+    with pytest.raises(ValueError, match=r"question.jsonl:1 is no question"):
+        file_questions(model, path, per_kind=2)

@@ -1,0 +1,56 @@
+"""Prompts by kind: the repository's own held-out ones, or a question file in the form of Spec-Bench and MT-bench."""
+
+import json
+from pathlib import Path
+
+from medusa import MedusaModel
+
+MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
+"""Categories of MT-bench, which Spec-Bench counts as one."""
+
+Kinds = dict[str, list[int]]
+"""Name of a kind to the indices of its prompts."""
+
+
+def chat_questions(model: MedusaModel, count: int) -> tuple[list[list[int]], Kinds]:
+    """``count`` held-out prompts of ``data.chat_prompts`` as token ids, and their kinds."""
+    from data.chat_prompts import chat_prompts
+
+    asked = chat_prompts("heldout", count)
+    return [model.chat_prompt(prompt.asked[0]) for prompt in asked], _group([prompt.kind for prompt in asked])
+
+
+def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple[list[list[int]], Kinds]:
+    """The first turns of the first ``per_kind`` questions of each category, and the categories.
+
+    Args:
+        model: Whose chat template is used; prompts that leave no room in its context are passed over.
+        path: JSON lines of {"category", "turns": [...]}.
+        per_kind: Questions per category.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line is no question, or none is left.
+    """
+    prompts: list[list[int]] = []
+    kinds: list[str] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            question = json.loads(line)
+            kind, text = str(question["category"]), str(question["turns"][0])
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(
+                f'{path}:{number} is no question; give lines of {{"category": .., "turns": [..]}}'
+            ) from error
+        kind = "mt_bench" if kind in MT_BENCH else kind
+        ids = model.chat_prompt([{"role": "user", "content": text}])
+        if kinds.count(kind) < per_kind and len(ids) < model.base.context_length // 2:
+            prompts.append(ids)
+            kinds.append(kind)
+    if not prompts:
+        raise ValueError(f"questions ({path}) hold none that fits the context; give another file")
+    return prompts, _group(kinds)
+
+
+def _group(kinds: list[str]) -> Kinds:
+    return {kind: [at for at, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
