@@ -18,10 +18,15 @@ import torch
 from torch import Tensor, nn
 
 LIMITS = {torch.float64: 1e-4, torch.float32: 5e-3}
-"""Largest difference / size of what a layer's attention gives. Where rows are right, 1e-5 was met in float32 and 0.01 in
-half precision; a wrong mask, position or row makes 0.1 to 1."""
+"""Largest difference / size of what a layer gives, and of the logits; coarser dtypes get ``COARSE``."""
 COARSE = 0.05
-"""For half precision, and for rounded activations."""
+COARSE_WHOLE = 0.25
+"""For the logits of a pass whose layers are not looked into: rounding grows in it."""
+SPREADS = 4
+"""What a layer's attention gives may differ by so many times the spread between two equally right passes."""
+LEAST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-3}
+"""But by so much in any case; coarser dtypes get ``COARSE_LEAST``."""
+COARSE_LEAST = 0.015
 
 
 class LayerCheck:
@@ -31,17 +36,19 @@ class LayerCheck:
 
     Args:
         decoder: What is between token ids and the output layer; it is called with ``position_ids`` over cached rows.
-        num_layers: How many layers it has. Where they cannot be found, nothing is recorded or compared.
+        num_layers: How many layers it has. Where they cannot be found, the logits alone are compared.
+        dtype: What it computes in; None = with rounded activations.
     """
 
-    def __init__(self, decoder: nn.Module, num_layers: int) -> None:
+    def __init__(self, decoder: nn.Module, num_layers: int, dtype: torch.dtype | None) -> None:
         lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers)
-        self._decoder, self._layers = decoder, list(next(lists, ()))
+        self._decoder, self._layers, self._dtype = decoder, list(next(lists, ())), dtype
         self._mixers = [(index, part) for index, layer in enumerate(self._layers) for part in _mixers(layer)]
         self._inputs: dict[nn.Module, Tensor] = {}
         self._outputs: dict[nn.Module, Tensor] = {}
+        self._rounded: dict[nn.Module, Tensor] = {}
         self._index: tuple[Tensor, Tensor] | None = None
-        self._errors: list[tuple[str, Tensor]] = []
+        self._errors: list[tuple[str, Tensor, Tensor | float]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -54,6 +61,23 @@ class LayerCheck:
             self._outputs[part] = _first(output)
 
         hooks = [layer.register_forward_pre_hook(note_input, with_kwargs=True) for layer in self._layers]
+        hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
+        yield from _until_end(hooks)
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """The same pass again, each layer from its recorded rows rounded otherwise: how far right passes lie apart."""
+
+        def round_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            rows = self._inputs[layer]
+            generator = torch.Generator(rows.device).manual_seed(0)
+            noise = torch.randn(rows.shape, device=rows.device, generator=generator) * torch.finfo(rows.dtype).eps / 4
+            return _with_rows((rows * (1 + noise)).to(rows.dtype), args, options)
+
+        def note_output(part: nn.Module, _: Any, output: Any) -> None:
+            self._rounded[part] = _first(output)
+
+        hooks = [layer.register_forward_pre_hook(round_input, with_kwargs=True) for layer in self._layers]
         hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
         yield from _until_end(hooks)
 
@@ -80,16 +104,17 @@ class LayerCheck:
             if paths_N is not None:
                 number = self._layers.index(layer)
                 name = f"what layer {number} gives differs" if number else "its embeddings differ"
-                errors_BN = _difference(rows, expected)
+                errors_BN, limit = _difference(rows, expected), self._limit(LIMITS, COARSE)
                 # An expert more or less is rounding; what is wrong between rows shows in their attention.
-                self._errors.append((name, errors_BN.median() if number else errors_BN.max() * 5))
-            return ((expected, *args[1:]), options) if args else (args, options | {"hidden_states": expected})
+                self._errors.append((name, errors_BN.median() if number else errors_BN.max(), limit))
+            return _with_rows(expected, args, options)
 
         def compare(part: nn.Module, _: Any, output: Any) -> None:
             rows = _first(output)
             number = next(index for index, mixer in self._mixers if mixer is part) + 1
-            error = _difference(rows, self._expected(self._outputs[part])).max()
-            self._errors.append((f"attention of layer {number} differs", error))
+            expected, rounded = self._expected(self._outputs[part]), self._expected(self._rounded[part])
+            limit = (SPREADS * _difference(rounded, expected).max()).clamp(min=self._limit(LEAST, COARSE_LEAST))
+            self._errors.append((f"attention of layer {number} differs", _difference(rows, expected).max(), limit))
 
         hooks = [layer.register_forward_pre_hook(replace_input, with_kwargs=True) for layer in self._layers]
         if self._layers:
@@ -98,21 +123,21 @@ class LayerCheck:
             hooks += [part.register_forward_hook(compare) for _, part in self._mixers]
         yield from _until_end(hooks)
 
-    def worst(self) -> tuple[str, float]:
-        """What differed most in compared passes, in words, and by how much of its size; NaN counts as most."""
-        named = [(name, error.nan_to_num(nan=torch.inf).item()) for name, error in self._errors]
-        return max(named, key=lambda error: error[1], default=("nothing differs", 0.0))
+    def objection(self, ours_BNV: Tensor, theirs_BNV: Tensor) -> str | None:
+        """What differed most for its limit in compared passes, or in the logits at their end; None if all is right."""
+        errors_BN = (ours_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
+        found = [*self._errors, ("its logits differ", errors_BN.median(), self._limit(LIMITS, COARSE if self._layers else COARSE_WHOLE))]
+        named = [(name, error.nan_to_num(nan=torch.inf).item(), float(limit)) for name, error, limit in found]
+        name, error, limit = max(named, key=lambda one: one[1] / one[2])
+        return None if error <= limit else f"{name} from plain text by {error:.2g} (limit {limit:.2g})"
+
+    def _limit(self, limits: dict[torch.dtype, float], coarse: float) -> float:
+        return coarse if self._dtype is None else limits.get(self._dtype, coarse)
 
     def _expected(self, recorded: Tensor) -> Tensor:
         assert self._index is not None, "the decoder is called before its layers"
         texts_BN, positions_BN = (index.to(recorded.device) for index in self._index)
         return recorded[texts_BN, positions_BN]
-
-
-def logits_error(ours_BNV: Tensor, theirs_BNV: Tensor) -> float:
-    """Root mean square difference of a row's logits / their standard deviation, of the median row."""
-    errors_BN = (ours_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
-    return errors_BN.nan_to_num(nan=torch.inf).median().item()
 
 
 def _mixers(layer: nn.Module) -> list[nn.Module]:
@@ -138,6 +163,10 @@ def _difference(rows_BND: Tensor, expected_BND: Tensor) -> Tensor:
 def _rows(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     rows: Tensor = args[0] if args else options["hidden_states"]
     return rows
+
+
+def _with_rows(rows: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return ((rows, *args[1:]), options) if args else (args, options | {"hidden_states": rows})
 
 
 def _first(output: Any) -> Tensor:

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from medusa.attention import Span, UnknownSpanError
 from medusa.base_model import BaseModel
-from medusa.layer_check import COARSE, LIMITS, LayerCheck, logits_error
+from medusa.layer_check import LayerCheck
 from medusa.step import prefill, verify
 from medusa.tree import Draft, Tree
 
 logger = logging.getLogger(__name__)
 
-WHOLE = {torch.float64: 1e-4, torch.float32: 5e-3}
-"""Limits of ``logits_error`` over a whole compiled pass, in which rounding grows; half precision gets ``COARSE_WHOLE``."""
-COARSE_WHOLE = 0.25
 LENGTHS = (40, 24)
 """Tokens of the prompts: of different lengths, as in a batch, and longer than small windows."""
 OWN_ROWS = 4096
@@ -121,26 +118,26 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
     draft, paths_N = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth), [PATHS[node] for node in nodes]
-    layers = LayerCheck(base.decoder, 0 if base.compiled else base.num_layers)  # a compiled pass has no layers
+    whole = base.compiled is True  # a compiled pass has no layers to look into
+    num_layers = 0 if base.compiled else base.num_layers  # a compiled pass shows its logits only
+    layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
     own_code = len(base.spans) < base.num_layers
     rows = min(base.context_length, OWN_ROWS) if own_code else max(lengths) + TREE.nodes
     try:
         with layers.recording():
             theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
+        with layers.rounding():
+            _sequential(base, prompts, drafted)
         cache = base.new_cache(len(prompts), rows)
         with cache.fixed_shapes() if own_code else nullcontext():
             with layers.replaying():
                 prefill(base, cache, prompts, chunk=16)
             with layers.replaying(paths_N):
                 hidden_BNF = verify(base, cache, draft)
-        found, error = layers.worst()
-        whole = logits_error(base.logits(hidden_BNF).float(), theirs_BNV)
+        ours_BNV = base.logits(hidden_BNF).float()
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError, KeyError) as failure:
         return f"its forward pass fails over cached rows: {(str(failure).splitlines() or [type(failure).__name__])[0]}"
-    limits, coarse = (WHOLE, COARSE_WHOLE) if base.compiled else (LIMITS, COARSE)
-    limit = coarse if base.int8 else limits.get(base.dtype, coarse)
-    found, error = (found, error) if error > limit else ("its logits differ", whole)
-    return None if error <= limit else f"{found} from plain text by {error:.2g} (limit {limit})"
+    return layers.objection(ours_BNV, theirs_BNV)
 
 
 def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -> Tensor:
