@@ -22,7 +22,7 @@ LIMITS = {torch.float64: 1e-4, torch.float32: 5e-3}
 COARSE = 0.05
 COARSE_WHOLE = 0.25
 """For the logits of a pass whose layers are not looked into: rounding grows in it."""
-SPREADS = 4
+SPREADS = 3
 """What a layer's attention gives may differ by so many times the spread between two equally right passes."""
 LEAST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-3}
 """But by so much in any case; coarser dtypes get ``COARSE_LEAST``."""
@@ -126,7 +126,10 @@ class LayerCheck:
     def objection(self, ours_BNV: Tensor, theirs_BNV: Tensor) -> str | None:
         """What differed most for its limit in compared passes, or in the logits at their end; None if all is right."""
         errors_BN = (ours_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
-        found = [*self._errors, ("its logits differ", errors_BN.median(), self._limit(LIMITS, COARSE if self._layers else COARSE_WHOLE))]
+        found = [
+            *self._errors,
+            ("its logits differ", errors_BN.median(), self._limit(LIMITS, COARSE if self._layers else COARSE_WHOLE)),
+        ]
         named = [(name, error.nan_to_num(nan=torch.inf).item(), float(limit)) for name, error, limit in found]
         name, error, limit = max(named, key=lambda one: one[1] / one[2])
         return None if error <= limit else f"{name} from plain text by {error:.2g} (limit {limit:.2g})"

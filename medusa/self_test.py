@@ -15,8 +15,8 @@ from medusa.tree import Draft, Tree
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (40, 24)
-"""Tokens of the prompts: of different lengths, as in a batch, and longer than small windows."""
+LENGTHS = (40, 3)
+"""Tokens of the prompts: one longer than small windows, one so short that every node weighs much in attention."""
 OWN_ROWS = 4096
 """Rows of the cache, at most, where layers with attention code of their own are tried out."""
 TREE = Tree.full([2, 1])
@@ -118,7 +118,6 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
     draft, paths_N = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth), [PATHS[node] for node in nodes]
-    whole = base.compiled is True  # a compiled pass has no layers to look into
     num_layers = 0 if base.compiled else base.num_layers  # a compiled pass shows its logits only
     layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
     own_code = len(base.spans) < base.num_layers

@@ -61,7 +61,9 @@ def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None,
         span = Span() if mask is None else next((span for known, span in masks if mask is known), None)
         index = getattr(layer, "layer_idx", None)
         if span is None or seen.setdefault(index, span) != span:
-            raise UnknownSpanError(f"layer {'?' if index is None else index + 1} has a mask that is neither causal nor a window nor chunks")
+            raise UnknownSpanError(
+                f"layer {'?' if index is None else index + 1} has a mask that is neither causal nor a window nor chunks"
+            )
         return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(IMPLEMENTATION, note_layer)

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from tests.medusa.planted_faults import KINDS, plant
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel
 from medusa.self_test import UnsupportedBaseError, choose_decoding
+from tests.medusa.planted_faults import KINDS, plant
 
 LAYERS = 12
 

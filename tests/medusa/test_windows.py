@@ -27,7 +27,9 @@ def assert_text_is_transformers_own(base: BaseModel, tokenizer, tokens: int = 12
     base.tokenizer, expected = tokenizer, []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        text = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, use_cache=False)
+        text = base.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, use_cache=False
+        )
         expected.append(text[0, len(prompt) :].tolist())
     model = MedusaModel(base)
     for options in ({"nodes": 1}, {"drafter": "prompt-lookup", "nodes": 8}):
@@ -65,7 +67,11 @@ def test_a_window_that_only_the_config_mentions_is_none(family, tokenizer):
     ("family", "options", "spans"),
     [
         ("mistral", {"sliding_window": 64}, [Span(window=64)] * 2),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [Span(), Span(window=64)]),
+        (
+            "qwen2",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            [Span(), Span(window=64)],
+        ),
         ("gemma2", {"sliding_window": 256, "head_dim": 8}, [Span(window=256), Span()]),
     ],
 )
@@ -93,7 +99,7 @@ def test_an_unknown_rule_is_refused(monkeypatch):
 
     monkeypatch.setattr(masking_utils, "causal_mask_function", every_other)
     base = tiny("llama")
-    with pytest.raises(UnsupportedBaseError, match="layer 1 has a mask that is neither .*; use another base"):
+    with pytest.raises(UnsupportedBaseError, match=r"layer 1 has a mask that is neither .*; use another base"):
         choose_decoding(base)
     with pytest.raises(UnknownSpanError, match="layer 1"):
         MedusaModel(base).generate([1, 2, 3], max_new_tokens=2)
