@@ -160,7 +160,8 @@ def _difference(rows_BND: Tensor, expected_BND: Tensor) -> Tensor:
     """[B, N]: the size of the difference in each row / the size of the row, or of the mean row where that is larger."""
     difference_BN = (rows_BND.float() - expected_BND.float()).flatten(2).norm(dim=-1)
     size_BN = expected_BND.float().flatten(2).norm(dim=-1)
-    return difference_BN / size_BN.maximum(size_BN.mean()).clamp(min=1e-30)
+    errors_BN: Tensor = difference_BN / size_BN.maximum(size_BN.mean()).clamp(min=1e-30)
+    return errors_BN
 
 
 def _rows(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
