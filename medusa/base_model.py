@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from medusa import packed, smollm2
 from medusa.adapter import apply_adapter
-from medusa.attention import IMPLEMENTATION, TreePlan, choose, register
+from medusa.attention import IMPLEMENTATION, Span, TreePlan, choose, layer_spans, register
 from medusa.attention.trial import layer_shapes
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass, RecompileLimitError
@@ -267,13 +268,22 @@ class BaseModel:
         tapped.compile(self.compiled)
         return tapped
 
+    @cached_property
+    def spans(self) -> dict[int | None, Span]:
+        """Windows and chunks by layer; layers with attention code of their own are missing. Asked at the first step.
+
+        Raises:
+            UnknownSpanError: A layer sees neither all that stands before, nor a window, nor a chunk.
+        """
+        return layer_spans(self.model, self._decoder, self.context_length)
+
     def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
         """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
         return SlotCache(slots, capacity, self.num_layers, self.device, limit)
 
     def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
         """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
-        return TreePlan(draft, cache.lengths, cache.kv_length, self.attention)
+        return TreePlan(draft, cache.lengths, cache.kv_length, self.attention, self.spans)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, F] of a plain causal pass without cache.

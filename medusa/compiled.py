@@ -152,11 +152,10 @@ def _attend(
     sinks: Tensor | None,
     layer: int,
     scaling: float,
-    window: int | None,
-    chunk: int | None,
     softcap: float | None,
 ) -> Tensor:
     keys, values = _now.cache.layers[layer].update(key, value)
+    window, chunk = _now.plan.span(layer)
     scoring = Scoring(scaling, window, softcap, sinks, chunk)
     return attend_rows(_now.plan, query, keys, values, scoring).contiguous()
 
@@ -167,8 +166,8 @@ def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tens
 
 _library = torch.library.Library("medusa", "FRAGMENT")
 _library.define(
-    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scaling, int? window,"
-    " int? chunk, float? softcap) -> Tensor"
+    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scaling,"
+    " float? softcap) -> Tensor"
 )
 _library.impl("tree_attention", _attend, "CompositeExplicitAutograd")
 _library.impl("tree_attention", _attend_shape, "Meta")

@@ -2,23 +2,26 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from medusa.attention import Span, UnknownSpanError
 from medusa.base_model import BaseModel
+from medusa.layer_check import LayerCheck
 from medusa.step import prefill, verify
 from medusa.tree import Draft, Tree
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Largest allowed difference / standard deviation of the logits; coarser dtypes get ``COARSE``."""
-COARSE = 0.2
-"""For half precision, and for rounded activations: what is nearly equal may be rounded to different numbers."""
-LENGTHS = (9, 5)
-"""Tokens of the prompts: of different lengths, as in a batch."""
+LENGTHS = (40, 3)
+"""Tokens of the prompts: one longer than small windows, one so short that every node weighs much in attention."""
+OWN_ROWS = 4096
+"""Rows of the cache, at most, where layers with attention code of their own are tried out."""
 TREE = Tree.full([2, 1])
+PATHS = [0, 0, 1, 0, 1]
+"""The leaf, of two, below or above which a node of ``TREE`` stands."""
 DRAFTS = {"tree": [0, 1, 2, 3, 4], "chain": [0, 1, 3], "plain": [0]}
 """Nodes of ``TREE`` that are verified, the most demanding way to decode first."""
 
@@ -30,21 +33,23 @@ class UnsupportedBaseError(ValueError):
 def choose_decoding(base: BaseModel) -> None:
     """Set ``base.decoding`` and ``base.explicit_mask`` to the first way to decode that is exact.
 
-    A few small passes compare the logits of every node of a small tree, of a chain and of single rows, behind cached
-    prompts of different lengths, with the base's own logits over each path as plain text. A family that drops the
-    step's plan on its way to the attention gets the whole mask with each call instead, unless it has sliding windows,
-    which one mask for all layers cannot express. Trees fail where attention sees rows instead of positions (ALiBi); all
-    of it fails where a layer keeps a state of its own (recurrent layers).
+    A few small passes over a small tree, a chain and single rows, behind cached prompts of different lengths, are held
+    to the base's own pass over each path as plain text: every layer by itself (``LayerCheck``), then the logits. A
+    family that drops the step's plan on its way to the attention gets the whole mask with each call instead, unless it
+    has sliding windows, which one mask for all layers cannot express. Trees fail where attention sees rows instead of
+    positions (ALiBi); all of it fails where a layer keeps a state of its own (recurrent layers).
 
-    Texts here are shorter than a real base's windows: that those are right is tested per family
-    (tests/medusa/test_conformance.py), with small ones.
+    What layers may see of a text is asked of transformers (``BaseModel.spans``). Where layers have attention code of
+    their own, it is not known: their rows stand at the beginning of a cache that is as long as the context, so that a
+    window over its last rows shows none of them.
 
     Raises:
         UnsupportedBaseError: Not even single rows are exact.
     """
     reasons: dict[str, str] = {}
+    windows = _has_windows(base)
     for decoding, nodes in DRAFTS.items():
-        for explicit_mask in (False,) if _has_windows(base) else (False, True):
+        for explicit_mask in (False,) if windows else (False, True):
             base.decoding, base.explicit_mask = decoding, explicit_mask  # type: ignore[assignment]
             reason = _objection(base, nodes)
             if reason is None:
@@ -96,36 +101,52 @@ def _uncompilable(base: BaseModel) -> str | None:
 
 
 def _has_windows(base: BaseModel) -> bool:
-    kinds = getattr(base.config, "layer_types", None) or ()
-    return bool(getattr(base.config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
+    try:
+        return any(span != Span() for span in base.spans.values())
+    except UnknownSpanError as error:
+        raise UnsupportedBaseError(
+            f"base ({base.name}, {base.config.model_type}) cannot be decoded here: {error}; use another base"
+        ) from error
 
 
 @torch.inference_mode()
 def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGTHS) -> str | None:
     """Why the base cannot verify these nodes as it is set now, None if it can."""
+    lengths = [max(1, min(length, base.context_length - TREE.nodes)) for length in lengths]
     prompts = [[(7 * i + 3) % base.vocab_size for i in range(length)] for length in lengths]
     drafted = [(11 * i + 5) % base.vocab_size for i in range(1, TREE.nodes)]
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
+    draft, paths_N = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth), [PATHS[node] for node in nodes]
+    num_layers = 0 if base.compiled else base.num_layers  # a compiled pass shows its logits only
+    layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
+    own_code = len(base.spans) < base.num_layers
+    rows = min(base.context_length, OWN_ROWS) if own_code else max(lengths) + TREE.nodes
     try:
-        cache = base.new_cache(len(prompts), max(lengths) + TREE.nodes)
-        prefill(base, cache, prompts, chunk=6)
-        draft = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth)
-        ours_BNV = base.logits(verify(base, cache, draft)).float()
-        theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
-    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError) as error:
-        return f"its forward pass fails over cached rows: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    worst = ((ours_BNV - theirs_BNV).abs().amax(-1) / theirs_BNV.std(-1)).max().item()
-    limit = COARSE if base.int8 else TOLERANCE.get(base.dtype, COARSE)
-    return None if worst <= limit else f"its logits differ from those over plain text by {worst:.2g} (limit {limit})"
+        with layers.recording():
+            theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
+        with layers.rounding():
+            _sequential(base, prompts, drafted)
+        cache = base.new_cache(len(prompts), rows)
+        with cache.fixed_shapes() if own_code else nullcontext():
+            with layers.replaying():
+                prefill(base, cache, prompts, chunk=16)
+            with layers.replaying(paths_N):
+                hidden_BNF = verify(base, cache, draft)
+        ours_BNV = base.logits(hidden_BNF).float()
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError, KeyError) as failure:
+        return f"its forward pass fails over cached rows: {(str(failure).splitlines() or [type(failure).__name__])[0]}"
+    return layers.objection(ours_BNV, theirs_BNV)
 
 
 def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -> Tensor:
     """Logits [B, N, V] of every node of ``TREE``, its path as plain text, from the whole model as it was loaded."""
-    rows = []
-    for prompt in prompts:
-        left, right, below_left, below_right = drafted
-        texts = torch.tensor([[*prompt, left, below_left], [*prompt, right, below_right]], device=base.device)
-        logits_PTV = base.model(input_ids=texts, use_cache=False).logits[:, -3:].to(base.device).float()
-        rows.append(logits_PTV[[0, 0, 1, 0, 1], [0, 1, 1, 2, 2]])
-    return torch.stack(rows)
+    left, right, below_left, below_right = drafted
+    texts = [[*prompt, *path] for prompt in prompts for path in ([left, below_left], [right, below_right])]
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=base.device)
+    logits_PTV = base.model(input_ids=padded, use_cache=False).logits.to(base.device)
+    ends_B1 = torch.tensor([len(prompt) - 1 for prompt in prompts], device=base.device)[:, None]
+    texts_B1 = 2 * torch.arange(len(prompts), device=base.device)[:, None]
+    paths_N, depths_N = (torch.tensor(row, device=base.device) for row in (PATHS, [0, 1, 1, 2, 2]))
+    return logits_PTV[texts_B1 + paths_N, ends_B1 + depths_N].float()

@@ -3,6 +3,7 @@
 from medusa.attention.base import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, attend, choose
 from medusa.attention.hook import AMBIENT, IMPLEMENTATION, register
 from medusa.attention.plan import TreePlan
+from medusa.attention.spans import Span, UnknownSpanError, layer_spans
 
 __all__ = [
     "AMBIENT",
@@ -10,9 +11,12 @@ __all__ = [
     "IMPLEMENTATION",
     "BackendUnavailableError",
     "Scoring",
+    "Span",
     "TreeAttention",
     "TreePlan",
+    "UnknownSpanError",
     "attend",
     "choose",
+    "layer_spans",
     "register",
 ]

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from medusa.attention.base import Scoring, attend
-from medusa.attention.layers import rescale_queries, visible_span
+from medusa.attention.layers import rescale_queries
 from medusa.attention.plan import TreePlan
 from medusa.attention.reference import masked_attention
 
@@ -31,7 +31,6 @@ def tree_attention(
     *,
     tree_plan: TreePlan | Literal["ambient"] | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -48,7 +47,6 @@ def tree_attention(
         attention_mask: Used without a plan only.
         tree_plan: The step's plan, or ``AMBIENT``: the key and value rows are then not in the cache yet.
         scaling: Factor on the scores; None = 1 / sqrt(D).
-        sliding_window: In tokens, where the layer has one.
         softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
         s_aux: [H] attention sinks, where the layer has them.
 
@@ -59,14 +57,13 @@ def tree_attention(
         assert module is not None, "transformers hands its layer over"
         if getattr(module, "attn_temperature_tuning", False):
             raise RuntimeError("a layer scales its queries by their indices in a cache that a compiler does not see")
-        window, chunk = visible_span(module, sliding_window)
         layer, scale = module.layer_idx, query.shape[-1] ** -0.5 if scaling is None else scaling
-        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scale, window, chunk, softcap), None
+        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scale, softcap), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_plan is not None:
         assert module is not None, "transformers hands its layer over"
         query = rescale_queries(module, query, tree_plan.positions, first_row=tree_plan.kv_length - query.shape[2])
-        window, chunk = visible_span(module, sliding_window)
+        window, chunk = tree_plan.span(getattr(module, "layer_idx", None))
         return attend_rows(tree_plan, query, key, value, Scoring(scale, window, softcap, s_aux, chunk)), None
     if softcap is None and s_aux is None:
         plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]

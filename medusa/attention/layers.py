@@ -1,26 +1,7 @@
-"""What attention layers do not say in their calls, read from their configs.
-
-transformers tells some layers what they may see by the mask alone, which it builds per kind of layer; masks over tree
-rows are our own, so we need the rule itself.
-"""
+"""What attention layers take from the cache that is not so over tree rows."""
 
 import torch
 from torch import Tensor, nn
-
-
-def visible_span(layer: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Sliding window and chunk of a layer, in tokens, None where it has none.
-
-    Args:
-        layer: The attention layer.
-        window: What its call names; some families (Qwen2-MoE, Phi-MoE) name nothing, and nothing names chunks.
-    """
-    config, index = getattr(layer, "config", None), getattr(layer, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[index] if kinds and index is not None else "sliding_attention"
-    if window is None and kind == "sliding_attention":
-        window = getattr(config, "sliding_window", None)
-    return window, config.attention_chunk_size if kind == "chunked_attention" else None  # type: ignore[union-attr]
 
 
 def rescale_queries(layer: nn.Module, query_BHND: Tensor, positions_BN: Tensor, first_row: int) -> Tensor:

@@ -1,11 +1,13 @@
 """The plan of one step: what its tree rows may see, in the forms that backends read."""
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from medusa.attention.base import TreeAttention
+from medusa.attention.spans import Span
 from medusa.tree import Draft
 
 WORD = 32
@@ -24,14 +26,27 @@ class TreePlan:
         kv_length: S, rows of the cache that attention reads: at least every L + N. A host number; with a fixed bucket
             here all shapes are fixed.
         backend: Who computes.
+        spans: Windows and chunks by layer index; layers that are missing see all that stands before.
     """
 
-    def __init__(self, draft: Draft, lengths_B: Tensor, kv_length: int, backend: TreeAttention) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        lengths_B: Tensor,
+        kv_length: int,
+        backend: TreeAttention,
+        spans: Mapping[int | None, Span] | None = None,
+    ) -> None:
         self.draft = draft
         self.lengths = lengths_B
         self.kv_length = kv_length
         self.backend = backend
+        self.spans = spans or {}
         self._biases: dict[tuple[object, ...], Tensor] = {}
+
+    def span(self, layer: int | None) -> Span:
+        """Window and chunk of the layer of that index."""
+        return self.spans.get(layer, Span())
 
     def bias(
         self,

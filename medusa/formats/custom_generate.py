@@ -4,6 +4,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from medusa import layer_check
+from medusa.attention import spans
 from medusa.files import replace_file
 from medusa.formats.base import Export
 from medusa.formats.native import WEIGHTS, Native
@@ -13,6 +15,8 @@ CODE = "custom_generate"
 """Where transformers looks for code."""
 REPOSITORY = Path(__file__).with_name("repository")
 """The code, copied as it is."""
+SHARED = {"layer_check.py": Path(layer_check.__file__), "spans.py": Path(spans.__file__)}
+"""Files of this package that the code needs, in the place of those that import them."""
 ARCHITECTURES = ("medusa", "markov", "hydra", "recurrent")
 """Those whose drafting ``repository/heads.py`` knows."""
 
@@ -39,5 +43,6 @@ class CustomGenerate(Native):
         """The code, then the heads as the native format has them."""
         (directory / CODE).mkdir(exist_ok=True)
         for source in REPOSITORY.glob("*.*"):
+            source = SHARED.get(source.name, source)
             replace_file(directory / CODE / source.name, partial(shutil.copyfile, source))
         super().write(export, directory)

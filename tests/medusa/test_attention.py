@@ -24,6 +24,7 @@ from medusa.attention import (
 from medusa.attention.base import build, least_work
 from medusa.attention.hook import tree_attention
 from medusa.attention.plan import pack_bits
+from medusa.attention.spans import Span
 from medusa.attention.trial import LayerShape, layer_shapes, try_out
 from medusa.tree import Draft
 from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make
@@ -181,13 +182,12 @@ def test_a_layer_that_a_backend_objects_to_goes_to_the_reference(caplog):
 @pytest.mark.parametrize(("shorter", "handed_over"), [(0, False), (1, True)])
 def test_a_window_that_hides_nothing_is_no_window(caplog, shorter, handed_over):
     layer = make(Case(), torch.float64, 1e4)
-    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU))
+    spans = {None: Span(window=layer.key.shape[2] - shorter)}
+    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU), spans)
     base._reference.cache_clear()
     inputs = (layer.query, layer.key, layer.value)
     with caplog.at_level(logging.INFO, "medusa.attention.base"):
-        out, _ = tree_attention(
-            torch.nn.Identity(), *inputs, None, tree_plan=plan, sliding_window=plan.kv_length - shorter
-        )
+        out, _ = tree_attention(torch.nn.Identity(), *inputs, None, tree_plan=plan)
     torch.testing.assert_close(out.transpose(1, 2), layer.expected())
     assert ("instead of" in caplog.text) == handed_over
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa.attention import Span
 from medusa.self_test import UnsupportedBaseError, choose_decoding
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -55,7 +56,7 @@ def test_alibi_by_rows_verifies_chains_and_says_so(tokenizer, tmp_path, caplog):
     base = load("mpt", tokenizer, tmp_path).base
     assert (base.decoding, base.context_length) == ("chain", 64)
     (warning,) = [record.message for record in caplog.records if record.name == "medusa.self_test"]
-    assert "mpt) cannot verify trees: its logits differ" in warning
+    assert "mpt) cannot verify trees: attention of layer 1 differs from plain text by" in warning
     assert warning.endswith("; drafts are chains")
 
 
@@ -128,7 +129,7 @@ def positions_of_the_longest(forward, *args, past_key_values=None, position_ids=
 
 def test_a_base_that_is_wrong_only_beside_a_longer_sequence_is_refused(base, monkeypatch):
     changed(base, monkeypatch, positions_of_the_longest)
-    with pytest.raises(UnsupportedBaseError, match="its logits differ"):
+    with pytest.raises(UnsupportedBaseError, match="attention of layer 1 differs"):
         choose_decoding(base)
 
 
@@ -142,7 +143,7 @@ def test_a_base_that_drops_the_plan_gets_whole_masks(base, make_heads, monkeypat
 
 def test_a_base_with_windows_that_drops_the_plan_is_refused(base, monkeypatch):
     changed(base, monkeypatch, without_plan)
-    monkeypatch.setattr(base.config, "sliding_window", 100, raising=False)
+    monkeypatch.setattr(base, "spans", {0: Span(window=100), 1: Span()})
     with pytest.raises(UnsupportedBaseError, match="cannot be decoded here"):
         choose_decoding(base)
     assert not base.explicit_mask

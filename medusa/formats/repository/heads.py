@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from .spans import MOST, Span, layer_spans
+
 WIDTH = 16  # children that a node can have
 MIN_BEAM = 4  # nodes of a level that get children, at least
 LOWEST = -40.0  # bound on a log-probability: heads that overflow still give trees
@@ -53,8 +55,14 @@ class Base:
         self.decoder = model.model if decoder is model else decoder
         self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.device, self.dtype = self._lm_head.weight.device, model.dtype
+        self.spans: dict[int | None, Span] = {}  # windows by layer, see ``find_spans``
         scale, scaling = (getattr(self.config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
         self._scale, self._cap = scale / scaling, getattr(self.config, "final_logit_softcapping", None)
+
+    def find_spans(self) -> None:
+        """Ask transformers for the windows of the layers; ValueError where masks are of another kind."""
+        length = getattr(self.config, "max_position_embeddings", None) or MOST
+        self.spans = layer_spans(self.model, self.decoder, length)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] at unit scale, as heads read them."""

@@ -1,0 +1,100 @@
+"""What each layer of a model may see: full attention, a sliding window, or chunks; asked of transformers, by layer.
+
+Configs name windows that no layer applies, and layers apply windows under many names. What counts is the rule of the
+mask that a plain pass hands to a layer's attention, so a pass over two tokens notes these rules. A rule is a function
+of positions, which is evaluated for positions far behind those two tokens.
+
+This file needs torch and transformers only: a copy of it travels with exported heads.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+IMPLEMENTATION = "medusa_spans"
+MOST = 1 << 20
+"""Positions that are looked at, at most; a window of more tokens counts as full attention."""
+
+
+class Span(NamedTuple):
+    """What the rows of a layer may see of the text before them.
+
+    Attributes:
+        window: Sliding window in tokens; None = no window.
+        chunk: Tokens of a chunk; a row sees its own chunk only; None = no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None, Span]:
+    """The span of every layer that gets its mask and its attention from transformers' interface.
+
+    Args:
+        model: A causal language model of transformers; it comes back as it was.
+        decoder: What is between its token ids and its output layer.
+        length: Tokens of its context; what lies farther apart is not asked.
+
+    Returns:
+        Spans by layer index. Layers with attention code of their own are missing: what they see is not known.
+
+    Raises:
+        ValueError: A layer's mask follows another rule than a window or chunks.
+    """
+    before = model.config._attn_implementation
+    if not model._can_set_attn_implementation():
+        return {}
+    masks: list[tuple[Tensor, Span | None]] = []
+    seen: dict[int | None, Span] = {}
+
+    def note_mask(*args: Any, **options: Any) -> Tensor:
+        mask: Tensor = sdpa_mask(*args, **options | {"allow_is_causal_skip": False, "use_vmap": False})
+        masks.append((mask, _span(options["mask_function"], min(length, MOST))))
+        return mask
+
+    def note_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+        span = Span() if mask is None else next((span for known, span in masks if mask is known), None)
+        index = getattr(layer, "layer_idx", None)
+        if span is None or seen.setdefault(index, span) != span:
+            raise UnknownSpanError(
+                f"layer {'?' if index is None else index + 1} has a mask that is neither causal nor a window nor chunks"
+            )
+        return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(IMPLEMENTATION, note_layer)
+    AttentionMaskInterface.register(IMPLEMENTATION, note_mask)
+    device = model.get_input_embeddings().weight.device
+    tokens_1T = torch.ones(1, 2, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        with torch.inference_mode():
+            decoder(input_ids=tokens_1T, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    return seen
+
+
+class UnknownSpanError(ValueError):
+    """A layer's mask follows a rule that masks over tree rows cannot express."""
+
+
+def _span(rule: Callable[..., Tensor], length: int) -> Span | None:
+    """The window or chunk that a rule describes up to ``length`` positions, None if it is something else."""
+    zero, positions_T = torch.zeros((), dtype=torch.int64), torch.arange(length)
+
+    def sees(rows: Tensor, columns: Tensor) -> Tensor:
+        return rule(zero, zero, rows, columns).expand(length)
+
+    size = max(int(sees(positions_T, zero).long().cummin(0).values.sum()), 1)  # rows that see the first token
+    rows = {k * size + offset for k in (0, 1, 2) for offset in (-1, 0, 1)} | {length - 1}
+    spans = [Span(), Span(window=size), Span(chunk=size)]
+    for row in sorted(row for row in rows if 0 <= row < length):
+        seen_T, causal_T = sees(torch.tensor(row), positions_T), positions_T <= row
+        firsts = {Span(): 0, Span(window=size): row - size + 1, Span(chunk=size): row // size * size}
+        spans = [span for span in spans if torch.equal(seen_T, causal_T & (positions_T >= firsts[span]))]
+    return next(iter(spans), None)

@@ -1,0 +1,5 @@
+"""In an exported repository the file itself stands here."""
+
+from medusa.layer_check import LayerCheck
+
+__all__ = ["LayerCheck"]

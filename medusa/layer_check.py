@@ -1,0 +1,186 @@
+"""Each layer of a model by itself: what it does over cached rows, from the inputs that it had over plain text.
+
+Over a whole model, two equally right passes in half precision differ by more than a layer that is wrong: rounding
+grows from layer to layer. So each layer is handed the rows that it had over plain text, and what its attention gives is
+compared at once. Nothing grows, and a fault shows in the layer where it is.
+
+This file needs torch only: a copy of it travels with exported heads.
+
+Legend: P texts, T tokens, B sequences, N rows of a pass, D hidden size.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LIMITS = {torch.float64: 1e-4, torch.float32: 5e-3}
+"""Largest difference / size of what a layer gives, and of the logits; coarser dtypes get ``COARSE``."""
+COARSE = 0.05
+COARSE_WHOLE = 0.25
+"""For the logits of a pass whose layers are not looked into: rounding grows in it."""
+SPREADS = 3
+"""What a layer's attention gives may differ by so many times the spread between two equally right passes."""
+LEAST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-3}
+"""But by so much in any case; coarser dtypes get ``COARSE_LEAST``."""
+COARSE_LEAST = 0.015
+
+
+class LayerCheck:
+    """Records the rows of every layer over plain texts, and holds the layers to them over cached rows.
+
+    Every sequence of a cached pass has P / B texts in a row: the paths that it may go.
+
+    Args:
+        decoder: What is between token ids and the output layer; it is called with ``position_ids`` over cached rows.
+        num_layers: How many layers it has. Where they cannot be found, the logits alone are compared.
+        dtype: What it computes in; None = with rounded activations.
+    """
+
+    def __init__(self, decoder: nn.Module, num_layers: int, dtype: torch.dtype | None) -> None:
+        lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers)
+        self._decoder, self._layers, self._dtype = decoder, list(next(lists, ())), dtype
+        self._mixers = [(index, part) for index, layer in enumerate(self._layers) for part in _mixers(layer)]
+        self._inputs: dict[nn.Module, Tensor] = {}
+        self._outputs: dict[nn.Module, Tensor] = {}
+        self._rounded: dict[nn.Module, Tensor] = {}
+        self._index: tuple[Tensor, Tensor] | None = None
+        self._errors: list[tuple[str, Tensor, Tensor | float]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A pass over texts [P, T] is what later passes are compared with."""
+
+        def note_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            self._inputs[layer] = _rows(args, options)
+
+        def note_output(part: nn.Module, _: Any, output: Any) -> None:
+            self._outputs[part] = _first(output)
+
+        hooks = [layer.register_forward_pre_hook(note_input, with_kwargs=True) for layer in self._layers]
+        hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
+        yield from _until_end(hooks)
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """The same pass again, each layer from its recorded rows rounded otherwise: how far right passes lie apart."""
+
+        def round_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            rows = self._inputs[layer]
+            generator = torch.Generator(rows.device).manual_seed(0)
+            noise = torch.randn(rows.shape, device=rows.device, generator=generator) * torch.finfo(rows.dtype).eps / 4
+            return _with_rows((rows * (1 + noise)).to(rows.dtype), args, options)
+
+        def note_output(part: nn.Module, _: Any, output: Any) -> None:
+            self._rounded[part] = _first(output)
+
+        hooks = [layer.register_forward_pre_hook(round_input, with_kwargs=True) for layer in self._layers]
+        hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
+        yield from _until_end(hooks)
+
+    @contextmanager
+    def replaying(self, paths_N: Sequence[int] | None = None) -> Iterator[None]:
+        """Passes over cached rows whose layers get the recorded rows of their positions.
+
+        Args:
+            paths_N: Which text of its sequence a row belongs to, for a pass that is compared; None = all to the first,
+                and nothing is compared.
+        """
+
+        def find(_: nn.Module, __: Any, options: dict[str, Any]) -> None:
+            positions_BN = options["position_ids"]
+            texts, length = next(iter(self._inputs.values())).shape[:2]
+            paths = torch.zeros_like(positions_BN) + torch.tensor(paths_N or 0, device=positions_BN.device)
+            first_B = torch.arange(len(positions_BN), device=positions_BN.device) * (texts // len(positions_BN))
+            self._index = first_B[:, None] + paths, positions_BN.clamp(max=length - 1)
+
+        def replace_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            rows, expected = _rows(args, options), self._expected(self._inputs[layer])
+            if rows.shape != expected.shape:
+                raise ValueError("its layers do not take one hidden state per row")
+            if paths_N is not None:
+                number = self._layers.index(layer)
+                name = f"what layer {number} gives differs" if number else "its embeddings differ"
+                errors_BN, limit = _difference(rows, expected), self._limit(LIMITS, COARSE)
+                # An expert more or less is rounding; what is wrong between rows shows in their attention.
+                self._errors.append((name, errors_BN.median() if number else errors_BN.max(), limit))
+            return _with_rows(expected, args, options)
+
+        def compare(part: nn.Module, _: Any, output: Any) -> None:
+            rows = _first(output)
+            number = next(index for index, mixer in self._mixers if mixer is part) + 1
+            expected, rounded = self._expected(self._outputs[part]), self._expected(self._rounded[part])
+            limit = (SPREADS * _difference(rounded, expected).max()).clamp(min=self._limit(LEAST, COARSE_LEAST))
+            self._errors.append((f"attention of layer {number} differs", _difference(rows, expected).max(), limit))
+
+        hooks = [layer.register_forward_pre_hook(replace_input, with_kwargs=True) for layer in self._layers]
+        if self._layers:
+            hooks.append(self._decoder.register_forward_pre_hook(find, with_kwargs=True))
+        if paths_N is not None:
+            hooks += [part.register_forward_hook(compare) for _, part in self._mixers]
+        yield from _until_end(hooks)
+
+    def objection(self, ours_BNV: Tensor, theirs_BNV: Tensor) -> str | None:
+        """What differed most for its limit in compared passes, or in the logits at their end; None if all is right."""
+        errors_BN = (ours_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
+        found = [
+            *self._errors,
+            ("its logits differ", errors_BN.median(), self._limit(LIMITS, COARSE if self._layers else COARSE_WHOLE)),
+        ]
+        named = [(name, error.nan_to_num(nan=torch.inf).item(), float(limit)) for name, error, limit in found]
+        name, error, limit = max(named, key=lambda one: one[1] / one[2])
+        return None if error <= limit else f"{name} from plain text by {error:.2g} (limit {limit:.2g})"
+
+    def _limit(self, limits: dict[torch.dtype, float], coarse: float) -> float:
+        return coarse if self._dtype is None else limits.get(self._dtype, coarse)
+
+    def _expected(self, recorded: Tensor) -> Tensor:
+        assert self._index is not None, "the decoder is called before its layers"
+        texts_BN, positions_BN = (index.to(recorded.device) for index in self._index)
+        return recorded[texts_BN, positions_BN]
+
+
+def _mixers(layer: nn.Module) -> list[nn.Module]:
+    """The outermost parts of a layer that are handed masks, so that they can look at other rows; else the layer."""
+
+    def below(module: nn.Module) -> Iterator[nn.Module]:
+        for part in module.children():
+            if "attention_mask" in inspect.signature(part.forward).parameters:
+                yield part
+            else:
+                yield from below(part)
+
+    return list(below(layer)) or [layer]
+
+
+def _difference(rows_BND: Tensor, expected_BND: Tensor) -> Tensor:
+    """[B, N]: the size of the difference in each row / the size of the row, or of the mean row where that is larger."""
+    difference_BN = (rows_BND.float() - expected_BND.float()).flatten(2).norm(dim=-1)
+    size_BN = expected_BND.float().flatten(2).norm(dim=-1)
+    errors_BN: Tensor = difference_BN / size_BN.maximum(size_BN.mean()).clamp(min=1e-30)
+    return errors_BN
+
+
+def _rows(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    rows: Tensor = args[0] if args else options["hidden_states"]
+    return rows
+
+
+def _with_rows(rows: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return ((rows, *args[1:]), options) if args else (args, options | {"hidden_states": rows})
+
+
+def _first(output: Any) -> Tensor:
+    rows: Tensor = output[0] if isinstance(output, tuple) else output
+    return rows
+
+
+def _until_end(hooks: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,78 @@
+"""The load-time check finds planted faults, in one layer too and in half precision, and takes no rounding for one."""
+
+import os
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa import BaseModel
+from medusa.self_test import UnsupportedBaseError, choose_decoding
+from tests.medusa.planted_faults import KINDS, plant
+
+LAYERS = 12
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def deep(request) -> BaseModel:
+    """Deep enough that rounding grows on the way to the logits."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
+    )  # fmt: skip
+    return BaseModel(LlamaForCausalLM(config).to(request.param), None, "deep")
+
+
+@pytest.mark.parametrize("layer", [None, 0, LAYERS // 2, LAYERS - 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_faults_are_found(deep, kind, layer, monkeypatch):
+    """Trees are refused; a fault that chains have too lets the base decode plainly, at most."""
+    plant(monkeypatch, deep, kind, None if layer is None else [layer])
+    choose_decoding(deep)
+    assert deep.decoding != "tree"
+
+
+def test_equally_right_passes_are_not_refused(deep, monkeypatch):
+    plant(monkeypatch, deep, "rounding")
+    choose_decoding(deep)
+    assert deep.decoding == "tree"
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def real(request) -> BaseModel:
+    directory = os.environ.get("MEDUSA_SMOLLM2")
+    if not directory:
+        pytest.skip("MEDUSA_SMOLLM2 names no directory of SmolLM2-135M-Instruct")
+    return BaseModel.load(directory, dtype=request.param, device="cpu", pack=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [0, 15, 29])
+def test_faults_in_one_layer_of_real_weights_are_found(real, kind, layer, monkeypatch):
+    plant(monkeypatch, real, kind, [layer])
+    choose_decoding(real)
+    assert real.decoding != "tree"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nothing", "rounding"])
+def test_real_weights_verify_trees(real, kind, monkeypatch):
+    """Also where every operation around attention rounds otherwise than over plain text."""
+    if kind != "nothing":
+        plant(monkeypatch, real, kind)
+    choose_decoding(real)
+    assert real.decoding == "tree"
+
+
+def test_a_base_without_any_right_way_names_the_layer(deep, monkeypatch):
+    original = deep.decoder.layers[3].self_attn.forward
+
+    def forward(*args, tree_plan=None, **options):
+        out, weights = original(*args, tree_plan=tree_plan, **options)
+        return (out if tree_plan is None else out * 1.2), weights
+
+    monkeypatch.setattr(deep.decoder.layers[3].self_attn, "forward", forward)
+    with pytest.raises(UnsupportedBaseError, match="attention of layer 4 differs from plain text by"):
+        choose_decoding(deep)
