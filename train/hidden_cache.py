@@ -51,7 +51,11 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
         "hidden_size": base.hidden_size,
         "dtype": str(base.dtype).removeprefix("torch."),
     }
-    return known | {"layers": list(base.feature_layers)} if base.feature_layers else known
+    if base.feature_layers:
+        known["layers"] = list(base.feature_layers)
+    if base.separation != "positions":  # a cache that is older than the measurement holds states that leak
+        known["documents"] = "separate"
+    return known
 
 
 def base_checksum(base: BaseModel) -> str:

@@ -20,6 +20,7 @@ from data.rows import open_rows
 from data.sources import Sample, Source, read_samples
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
+from medusa.documents import choose_separation
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
@@ -80,13 +81,13 @@ class Trainer:
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
         base = _load_base(str(base_name), recipe.base, workers.device)
+        choose_decoding(base)  # heads of a base that verifies nothing are of no use
         self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
         check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
         self.packed = self._read_training_rows()
         _check_same(recipe, self.packed, workers)
+        choose_separation(self.base, self.packed.input_ids[0].long(), workers.any)
         self.heldout = self._read_heldout()
-        if self.heldout and recipe.evaluate.prompts and not recipe.base.shard:
-            choose_decoding(self.base)  # served tokens of trees that the base cannot verify would be fiction
         self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
         self.total = total_steps(recipe.optim, len(self.packed))
 
