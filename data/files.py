@@ -1,5 +1,6 @@
 """Records of .jsonl, .json and .parquet files, and of directories of them."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,26 @@ def sample_files(path: Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"directory ({path}) holds no sample file; put {', '.join(SUFFIXES)} files into it")
     return files
+
+
+def common_files(one: Path, other: Path) -> list[tuple[Path, Path]]:
+    """Files below two paths that are the same, or have the same content; none where one holds no sample files."""
+    try:
+        ours, theirs = sample_files(one), sample_files(other)
+    except FileNotFoundError:
+        return []
+    return [(our, their) for their in theirs for our in ours if _same_content(our, their)]
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    return one.samefile(other) or _content(one) == _content(other)
+
+
+def _content(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def file_records(path: str | Path) -> Iterator[Placed]:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from data.packing import PackedRows
 from medusa.base_model import BaseModel
+from medusa.files import sweep
 from train.features import HiddenStates, Positions
 from train.run_directory import disk_errors_named, sync
 
@@ -115,6 +116,8 @@ class HiddenCache:
         self._pending: dict[int, Tensor] = {}
         self._pending_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
+        for pattern in ("*-*.tmp", ".manifest.*"):
+            sweep(directory, pattern)
         known = identity(base, packed, num_heads)
         _check_manifest(directory, known)
         self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
