@@ -75,7 +75,7 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
     calibration = load_calibration(finished / "heads", heads.config)
     assert calibration is not None
     assert accuracy_figures(calibration) == {name: last[f"heldout_{name}"] for name in accuracy_figures(calibration)}
-    assert (calibration.provenance["step"], calibration.provenance["data"]["rows"]) == (last["step"], 46)
+    assert (calibration.provenance["step"], calibration.provenance["data"]["rows"]) == (last["step"], 54)
 
 
 def test_a_finished_run_says_so(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
