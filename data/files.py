@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,13 @@ def common_files(one: Path, other: Path) -> list[tuple[Path, Path]]:
         ours, theirs = sample_files(one), sample_files(other)
     except FileNotFoundError:
         return []
-    return [(our, their) for their in theirs for our in ours if _same_content(our, their)]
+    content = cache(_content)
 
+    def same(our: Path, their: Path) -> bool:
+        equal_size = our.stat().st_size == their.stat().st_size
+        return equal_size and (our.samefile(their) or content(our) == content(their))
 
-def _same_content(one: Path, other: Path) -> bool:
-    if one.stat().st_size != other.stat().st_size:
-        return False
-    return one.samefile(other) or _content(one) == _content(other)
+    return [(our, their) for their in theirs for our in ours if same(our, their)]
 
 
 def _content(file: Path) -> bytes:

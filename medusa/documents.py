@@ -3,7 +3,8 @@
 Most families hand position ids to transformers' masks, which then find the documents. Others do not, or let a layer see
 the place in the row. What a base does is measured (`choose_separation`), with the rows that it will read.
 
-Shapes: B rows, T tokens, N documents of a pass, L tokens of the longest of them, F width of the base's hidden states.
+Shapes: B rows, T tokens, N documents of a pass, L tokens of the longest of them, D hidden size, F width of
+the base's hidden states.
 """
 
 import logging
@@ -119,13 +120,15 @@ def _objection(base: "BaseModel", ids_T: Tensor) -> str | None:
     ids_T = ids_T.to(base.device)
     documents = ids_T.tensor_split([edge * len(ids_T) // EDGES[-1] for edge in EDGES[:-1]])
     positions_1T = torch.cat([torch.arange(len(document), device=base.device) for document in documents])[None]
-    alone_TF = torch.cat([base.hidden_states(document[None])[0] for document in documents]).float()
+    alone_TD = torch.cat([base.hidden_states(document[None])[0] for document in documents])[
+        :, : base.hidden_size
+    ].float()
     refusals = REFUSALS if base.separation == "masks" else ()  # what fails without them would fail in training too
     try:
-        packed_TF = base.hidden_states(ids_T[None], positions_1T)[0].float()
+        packed_TD = base.hidden_states(ids_T[None], positions_1T)[0, :, : base.hidden_size].float()
     except refusals as error:
         return f"its forward pass refuses masks: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    error_T = (packed_TF - alone_TF).norm(dim=-1) / alone_TF.norm(dim=-1)
+    error_T = (packed_TD - alone_TD).norm(dim=-1) / alone_TD.norm(dim=-1)
     worst = max(part.mean().item() for part in error_T.split([len(document) for document in documents]))
     limit = TOLERANCE.get(base.dtype, COARSE)
     return None if worst <= limit else f"hidden states of packed documents differ by {worst:.2g} (limit {limit})"

@@ -75,7 +75,7 @@ def export(
 
 def _clean(out: Path) -> None:
     """Take private words out of the files that no program needs them in."""
-    for path in (out / CALIBRATION, out / ADAPTER / "adapter_config.json"):
+    for path in (out / CALIBRATION, out / ADAPTER / "adapter_config.json", out / "tokenizer_config.json"):
         if path.is_file() and isinstance(text := published_file(path), bytes):
             replace_file(path, partial(Path.write_bytes, data=text))
 

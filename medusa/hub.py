@@ -70,7 +70,7 @@ def push(
 
     Pushing again commits what has changed. Files that an earlier push has left and that these heads do not have are
     deleted, other files stay, and so does a model card that somebody has written by hand. JSON files are sent without
-    places on this disk and command lines, see `published`.
+    places on this disk and command lines, see `published_file`.
 
     Args:
         directory: Heads in any format, with their card; hidden files are left out.

@@ -8,6 +8,10 @@ from typing import Any
 
 PRIVATE = ("command",)
 """Keys whose values stay: a command line may hold anything."""
+OWN = ("config.json", "provenance.json", "calibration.json", "adapter_config.json")
+"""Files of heads, all of whose values are looked at."""
+NAMES = ("base", "base_model_name_or_path", "name_or_path", "_name_or_path")
+"""Keys of a model's name."""
 RELATIVE = re.compile(r"(?:\.\.[/\\])+.*?([^/\\]+)[/\\]?")
 """A whole value that leads out of a directory: on the way may be anybody's home."""
 WHOLE = re.compile(r"(?:~[^/\\]*|[A-Za-z]:)?[/\\].*?([^/\\]+)[/\\]?")
@@ -37,23 +41,25 @@ def published(values: Any) -> Any:
     return INSIDE.sub(r"\1", values)
 
 
-def published_config(values: Any) -> Any:
-    """`published`, of a file in which programs look up a base: one on this disk becomes "./NAME"."""
-    found = published(values)
-    if isinstance(values, Mapping):
-        for key in ("base", "base_model_name_or_path"):
-            if isinstance(name := values.get(key), str) and name != found[key] and not found[key].startswith("./"):
-                found[key] = f"./{found[key]}"
-    return found
-
-
 def published_file(path: Path) -> bytes | Path:
-    """What is to be sent of a file: the file, or the text of a JSON file that holds something private."""
+    """What is to be sent of a file: the file, or the text of a JSON file that holds something private.
+
+    Of files that others wrote (a tokenizer's are full of text) only the keys of `NAMES` are looked at.
+    """
     if path.suffix != ".json":
         return path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return path
-    found = published_config(values)
+    if not isinstance(values, dict):
+        return path
+    found = published(values) if path.name in OWN else dict(values)
+    found |= {key: _base_name(values[key]) for key in NAMES if isinstance(values.get(key), str)}
     return path if found == values else (json.dumps(found, indent=2) + "\n").encode()
+
+
+def _base_name(name: str) -> str:
+    """A base as programs look it up: one on this disk becomes "./NAME", which is no address on the Hub."""
+    found: str = published(name)
+    return found if found == name or found.startswith("./") else f"./{found}"

@@ -10,7 +10,7 @@ from medusa import Calibration
 from medusa.card import model_card
 from medusa.export import export
 from medusa.formats import save_heads
-from medusa.published import published, published_config, published_file
+from medusa.published import published, published_file
 
 PROVENANCE = {
     "recipe": {"run": "/home/ann/runs/mine", "base": {"name": "meta/base"}, "data": {"train": "~/secret/chats.jsonl"}},
@@ -47,10 +47,22 @@ def test_of_a_place_its_last_name_stays(value, expected):
     assert published(value) == expected
 
 
-def test_a_local_base_is_no_address_of_the_hub():
-    assert published_config({"base": "/models/gpt2", "note": "/a/b"}) == {"base": "./gpt2", "note": "b"}
-    assert published_config({"base_model_name_or_path": "../gpt2"}) == {"base_model_name_or_path": "./gpt2"}
-    assert published_config({"base": "user/gpt2"}) == {"base": "user/gpt2"}
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("config.json", {"base": "/models/gpt2", "note": "/a/b"}, {"base": "./gpt2", "note": "b"}),
+        ("config.json", {"base_model_name_or_path": "../gpt2"}, {"base_model_name_or_path": "./gpt2"}),
+        ("config.json", {"base": "user/gpt2"}, {"base": "user/gpt2"}),
+        ("tokenizer_config.json", {"name_or_path": "/m/x", "bos": "/a/b"}, {"name_or_path": "./x", "bos": "/a/b"}),
+        ("tokenizer.json", {"merges": ["/usr /bin/sh"]}, {"merges": ["/usr /bin/sh"]}),
+    ],
+)
+def test_a_local_base_is_no_address_of_the_hub_and_tokens_are_no_places(tmp_path, name, values, expected):
+    path = tmp_path / name
+    path.write_text(json.dumps(values))
+    found = published_file(path)
+    assert json.loads(found if isinstance(found, bytes) else found.read_bytes()) == expected
+    assert isinstance(found, bytes) == (values != expected)
 
 
 def test_files_that_hold_nothing_private_go_as_they_are(tmp_path):
