@@ -1,6 +1,7 @@
 """A client of OpenAI-compatible chat completions that outlasts a busy or restarting server."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,11 +12,16 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from data.exchange import EndpointSettings, Message, Settings, UnansweredError
+from data.shapes import visible
+
+logger = logging.getLogger(__name__)
 
 FIRST_WAIT = 1.0
 """Seconds before a request is tried again; each further wait is twice as long."""
 LONGEST_WAIT = 60.0
 """Seconds; a server may ask for more."""
+LONGEST_PAUSE = 600.0
+"""Seconds that are waited where a server asks for more; the request is then tried again, which counts as a try."""
 CONNECT_TIMEOUT = 30.0
 """Seconds."""
 GIVE_UP_AFTER = 16
@@ -79,7 +85,7 @@ class ChatClient:
             "top_p": settings.top_p,
             EXACT: True,
         }
-        self._reached, self._failures = False, 0
+        self._reached, self._failures, self._warned = False, 0, False
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None),  # who asks decides how many requests run at a time
@@ -106,7 +112,7 @@ class ChatClient:
             except _BusyError as error:
                 reason = str(error)
                 if tried + 1 < self._tries:
-                    await asyncio.sleep(_wait(tried, error.pause))
+                    await asyncio.sleep(_wait(tried, self._bounded(error.pause)))
             else:
                 self._failures = 0
                 return completion
@@ -114,6 +120,15 @@ class ChatClient:
         if self._failures >= GIVE_UP_AFTER:
             raise EndpointError(f"{self._name} failed {self._failures} prompts in a row, at last: {reason}; look there")
         raise UnansweredError(f"{self._name} failed {self._tries} times, at last: {reason}")
+
+    def _bounded(self, pause: float | None) -> float | None:
+        """The pause that a server asks for, as far as it is waited; the first longer one is said."""
+        if pause is None or pause <= LONGEST_PAUSE:
+            return pause
+        if not self._warned:
+            logger.warning("%s asks to wait %.0f s; it is asked again after %.0f", self._name, pause, LONGEST_PAUSE)
+            self._warned = True
+        return LONGEST_PAUSE
 
     async def _try(self, request: Mapping[str, Any]) -> Completion:
         try:
@@ -199,5 +214,5 @@ def _reason(error: Exception) -> str:
 
 def _excerpt(text: str) -> str:
     """What a server says, on one line."""
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     return line if len(line) <= 200 else f"{line[:197]}..."

@@ -5,11 +5,12 @@ import random
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from itertools import islice
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import render
-from data.chat_completions import ChatClient, Completion, EndpointError
-from data.exchange import Answered, Exchange, Message, Prompt, UnansweredError
+from data.chat_completions import GIVE_UP_AFTER, ChatClient, Completion, EndpointError
+from data.exchange import Answered, Exchange, Message, Prompt, UnansweredError, named, warn_of_ends
 
 
 class EndpointAnswerer:
@@ -30,6 +31,8 @@ class EndpointAnswerer:
     ) -> None:
         self._connect, self._tokenizer, self._concurrency, self._seed = connect, tokenizer, concurrency, seed
         self._rendered = False
+        self._refused = 0  # conversations, before the first that the template takes
+        self._ends: list[str] = []
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
         """See ``Answerer``; prompts need no token ids.
@@ -41,6 +44,7 @@ class EndpointAnswerer:
             answers = self._answers(prompts)
             while (answered := runner.run(_next(answers))) is not None:
                 yield answered
+        warn_of_ends(self._ends)
 
     async def _answers(self, prompts: Sequence[tuple[int, Prompt]]) -> AsyncGenerator[tuple[int, Answered]]:
         waiting, running = iter(prompts), set[asyncio.Task[tuple[int, Answered | EndpointError]]]()
@@ -70,6 +74,8 @@ class EndpointAnswerer:
         except EndpointError as error:
             return number, error
         except UnansweredError as error:
+            if exchanges:
+                self._ends.append(named(prompt, error))
             return number, exchanges or error
         return number, exchanges
 
@@ -88,8 +94,11 @@ class EndpointAnswerer:
         try:
             ids, mask = render(self._tokenizer, [*messages, {"role": "assistant", "content": completion.text}])
         except ValueError as error:
-            # A template that cannot render the first answer cannot render any.
-            raise (UnansweredError if self._rendered else EndpointError)(str(error)) from error
+            # A template that cannot render the first answer cannot render any; one that refuses turns may take others.
+            refused = isinstance(error.__cause__, TemplateError)
+            self._refused += refused
+            hopeless = not self._rendered and (not refused or self._refused >= GIVE_UP_AFTER)
+            raise (EndpointError if hopeless else UnansweredError)(str(error)) from error
         self._rendered = True
         stop = len(mask) - mask[::-1].index(1)
         start = max((place for place in range(stop) if not mask[place]), default=-1) + 1

@@ -3,9 +3,12 @@
 This module needs the standard library only, so that ``--help`` answers at once.
 """
 
+import logging
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+logger = logging.getLogger(__name__)
 
 BATCH = 64
 """Conversations that are decoded together in this process."""
@@ -48,6 +51,8 @@ class Prompt:
     """The messages before each answer, since the answer before; empty for plain text."""
     ids: tuple[int, ...] = ()
     """Token ids before the first answer; empty where only a server needs to know them."""
+    place: str = field(default="", compare=False)
+    """Where it stands, as warnings name it."""
 
 
 class Exchange(NamedTuple):
@@ -83,6 +88,17 @@ class Answerer(Protocol):
             ValueError: No prompt will be answered.
         """
         ...
+
+
+def named(prompt: Prompt, reason: object) -> str:
+    """Why something is wrong with a prompt, and where it stands."""
+    return f"{prompt.place}: {reason}" if prompt.place else str(reason)
+
+
+def warn_of_ends(reasons: Sequence[str]) -> None:
+    """Say, once, how many conversations ended before a later turn, and why the first one did."""
+    if reasons:
+        logger.warning("%d conversations end before a turn that has no answer; the first: %s", len(reasons), reasons[0])
 
 
 def samples(exchanges: Sequence[Exchange]) -> list[dict[str, list[int]]]:

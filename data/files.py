@@ -1,7 +1,9 @@
 """Records of .jsonl, .json and .parquet files, and of directories of them."""
 
+import hashlib
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,26 @@ def sample_files(path: Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"directory ({path}) holds no sample file; put {', '.join(SUFFIXES)} files into it")
     return files
+
+
+def common_files(one: Path, other: Path) -> list[tuple[Path, Path]]:
+    """Files below two paths that are the same, or have the same content; none where one holds no sample files."""
+    try:
+        ours, theirs = sample_files(one), sample_files(other)
+    except FileNotFoundError:
+        return []
+    content = cache(_content)
+
+    def same(our: Path, their: Path) -> bool:
+        equal_size = our.stat().st_size == their.stat().st_size
+        return equal_size and (our.samefile(their) or content(our) == content(their))
+
+    return [(our, their) for their in theirs for our in ours if same(our, their)]
+
+
+def _content(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def file_records(path: str | Path) -> Iterator[Placed]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data import load_tokenizer
 from data.chat import special_tokens
+from data.shapes import visible
 from data.sources import Sample, Source, samples
 
 TRAINED, MASKED, SPECIAL, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -45,10 +46,13 @@ class Figures:
 def marked_text(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[int], *, coloured: bool = False
 ) -> str:
-    """A document's text, special tokens visible, with what is trained on between ⟦ and ⟧ or in colour."""
+    """A document's text, special tokens visible, with what is trained on between ⟦ and ⟧ or in colour.
+
+    Control characters of the text are written out: a data set may not colour, move or rename a terminal.
+    """
     parts = []
     for trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
-        text = str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False))
+        text = visible(str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
         if coloured:
             colour = TRAINED if trained else MASKED
             text = special_tokens(tokenizer).sub(rf"{SPECIAL}\g<0>{PLAIN}{colour}", text)

@@ -1,12 +1,12 @@
 """Packs samples into rows of one length; documents stay apart through their position ids.
 
-Shapes: R rows, B rows of a batch, T tokens per row, K heads.
+Shapes: R rows, B rows of a batch, T tokens per row, K heads, S samples.
 """
 
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class PackedRows:
     """bool [R, T]; tokens that may be predicted. False on padding."""
     lengths: Tensor
     """int64 [R]; tokens of a row that are not padding."""
+    samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [S]; `sample_digest` of every sample that was packed."""
     digest: str = ""
     """The fingerprint of rows on disk, which are too large to be read for it; empty = computed."""
 
@@ -40,6 +42,10 @@ class PackedRows:
     def fill(self) -> float:
         """Share of all tokens that is not padding."""
         return float(self.lengths.sum()) / max(1, self.input_ids.numel())
+
+    def take(self, rows: Tensor) -> "PackedRows":
+        """Some of the rows, by their indices, without what is known of all samples."""
+        return PackedRows(self.input_ids[rows], self.position_ids[rows], self.loss_mask[rows], self.lengths[rows])
 
     def targets(self, rows: Tensor, num_heads: int) -> Tensor:
         """What the base and heads 1..K should say: column k at position t holds token t+1+k of the same document.
@@ -122,7 +128,14 @@ def pack_window(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
             start = stop
         position_ids_RT[row, start:] = ramp_T[: row_tokens - start]
         lengths_R[row] = start
-    return PackedRows(input_ids_RT, position_ids_RT, loss_mask_RT, lengths_R)
+    digests_S = torch.tensor([sample_digest(sample) for sample in samples], dtype=torch.int64)
+    return PackedRows(input_ids_RT, position_ids_RT, loss_mask_RT, lengths_R, digests_S)
+
+
+def sample_digest(sample: Sample) -> int:
+    """64 bits by which samples of equal tokens are known, whatever is supervised."""
+    content = hashlib.blake2b(sample.input_ids.numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(content, signed=True)
 
 
 def _cut(sample: Sample, row_tokens: int) -> list[tuple[Tensor, Tensor]]:

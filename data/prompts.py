@@ -3,11 +3,12 @@
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data.exchange import Message, Prompt
+from data.exchange import Message, Prompt, named
 from data.shapes import conversation, present
 from data.sources import Source
 from data.stdlib import Split, chat_pairs, completion_prompts
@@ -72,7 +73,7 @@ def conversations(source: Source) -> Iterator[Prompt]:
         if turns is None:
             raise ValueError(f"{place}: no prompt; give messages that begin with a user turn, or prompt")
         if asked := _questions(turns):
-            yield Prompt(asked)
+            yield Prompt(asked, place=place)
         else:
             skipped, reason = skipped + 1, reason or f"{place}: nobody asks in it"
     if skipped == total:
@@ -84,10 +85,17 @@ def conversations(source: Source) -> Iterator[Prompt]:
 def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:
     """The prompts that leave room for an answer in the base's context, shortest first, with their token ids.
 
+    Those that the base's chat template refuses (two user turns in a row, say) are left out and counted in one warning.
+
     Raises:
-        ValueError: None of them does, or the base's chat template refuses one.
+        ValueError: None of them does, or the template refuses all.
     """
-    encoded = [prompt if prompt.ids else Prompt(prompt.asked, _encode(model, prompt)) for prompt in prompts]
+    encoded, refused = _encoded(model, prompts)
+    if refused and not encoded:
+        raise ValueError(f"prompts ({len(refused)}) are all refused; the first: {refused[0]}")
+    if refused:
+        total = len(refused) + len(encoded)
+        logger.warning("%d of %d prompts are refused and left out; the first: %s", len(refused), total, refused[0])
     room = model.base.context_length - max_new_tokens
     found = sorted((prompt for prompt in encoded if len(prompt.ids) <= room), key=lambda prompt: len(prompt.ids))
     if not found:
@@ -100,8 +108,16 @@ def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) 
     return found
 
 
-def _encode(model: MedusaModel, prompt: Prompt) -> tuple[int, ...]:
-    return tuple(model.chat_prompt(prompt.asked[0]))
+def _encoded(model: MedusaModel, prompts: Iterable[Prompt]) -> tuple[list[Prompt], list[str]]:
+    """Prompts with their token ids, and why the others have none."""
+    found: list[Prompt] = []
+    refused: list[str] = []
+    for prompt in prompts:
+        try:
+            found.append(prompt if prompt.ids else replace(prompt, ids=tuple(model.chat_prompt(prompt.asked[0]))))
+        except ValueError as error:
+            refused.append(named(prompt, error))
+    return found, refused
 
 
 def _questions(turns: Iterable[Mapping[str, Any]]) -> tuple[tuple[Message, ...], ...]:

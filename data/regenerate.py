@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.exchange import Answerer, Prompt, UnansweredError, samples
+from data.exchange import Answerer, Prompt, UnansweredError, named, samples
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def regenerate(prompts: Sequence[Prompt], answerer: Answerer, out: str | Path, m
         raise ValueError("prompts (0) hold nothing to answer; give at least one")
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    failures: list[UnansweredError] = []
+    failures: list[str] = []
     with closing(Part(out.with_name(f"{out.name}.part"), {"prompts": _digest(prompts), **made_by})) as part:
         missing = [(number, prompt) for number, prompt in enumerate(prompts) if number not in part.lines]
         bar = tqdm(desc="the base answers", total=len(prompts), initial=len(part.lines), unit="prompt")
@@ -60,7 +60,7 @@ def regenerate(prompts: Sequence[Prompt], answerer: Answerer, out: str | Path, m
             for number, answer in answers:
                 bar.update()
                 if isinstance(answer, UnansweredError):
-                    failures.append(answer)
+                    failures.append(named(prompts[number], answer))
                 else:
                     part.add(number, samples(answer))
         if not part.lines:

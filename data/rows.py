@@ -25,14 +25,17 @@ from transformers import PreTrainedTokenizerBase
 
 from data.packing import PackedRows, pack_window
 from data.sources import Sample, Source, samples
+from medusa.files import sweep
 
 LOGGER = logging.getLogger("data")
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files and of all that decides what is in them: shapes, masks, packing."""
 WINDOW = 8192
 """Samples that are in memory at a time; each window is packed by itself."""
-TENSORS = {"input_ids": np.int32, "position_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64}
+TENSORS = {
+    "input_ids": np.int32, "position_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64, "samples": np.int64,
+}  # fmt: skip
 """Fields of `PackedRows` and what their files hold."""
 MANIFEST = "manifest.json"
 PASSING = ("is_local", "local_files_only", "name_or_path", "truncation", "padding")
@@ -62,6 +65,7 @@ def open_rows(
     directory = Path(cache) / key
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock")):
+        sweep(directory.parent, f"{key}.*.tmp", age=0)  # what a process was making when it was killed
         if (packed := _opened(directory)) is not None:
             return packed
         if directory.exists():
@@ -104,8 +108,9 @@ def _opened(directory: Path) -> PackedRows | None:
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         rows, row_tokens = int(manifest["rows"]), int(manifest["row_tokens"])
+        shapes = {"lengths": (rows,), "samples": (int(manifest["samples"]),)}
         tensors = {
-            name: np.memmap(directory / name, kind, "c", shape=(rows,) if name == "lengths" else (rows, row_tokens))
+            name: np.memmap(directory / name, kind, "c", shape=shapes.get(name, (rows, row_tokens)))
             for name, kind in TENSORS.items()
             if (directory / name).stat().st_size == manifest["bytes"][name]
         }
@@ -117,7 +122,7 @@ def _opened(directory: Path) -> PackedRows | None:
 
 def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
     """Write the rows beside their place and move them there."""
-    temporary = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+    temporary = Path(tempfile.mkdtemp(".tmp", f"{directory.name}.", directory.parent))
     try:
         manifest = _write(temporary, found, name, row_tokens, window)
         _describe(temporary, manifest)

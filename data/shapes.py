@@ -20,6 +20,8 @@ ROLES = {
     "function": "tool", "observation": "tool",
 }  # fmt: skip
 """ShareGPT's names; other names are left as they are, for the chat template to judge."""
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing them: all control characters but line ends and tabs."""
 KNOWN = "{input_ids, loss_mask}, {messages}, {conversations}, {prompt, response}, {instruction, output} or {text}"
 
 
@@ -72,6 +74,11 @@ def _turn(turn: Any) -> dict[str, Any]:
     content = rest.pop("content", None)
     content = rest.pop("value", "" if "tool_calls" in rest else None) if content is None else content
     return {"role": ROLES.get(role, role), "content": plain_text(content)} | rest
+
+
+def visible(text: str) -> str:
+    """A text that is safe to print: what a terminal would obey is written as Python writes it in a literal."""
+    return UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def plain_text(content: Any) -> str:

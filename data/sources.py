@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat import NoAnswerError, Tokens, documents
 from data.files import SUFFIXES, Placed, file_records, sample_files
 from data.hub import HubData, is_saved
-from data.shapes import KNOWN, conversation, plain_text, present
+from data.shapes import KNOWN, conversation, plain_text, present, visible
 
 LOGGER = logging.getLogger("data")
 
@@ -161,4 +161,4 @@ def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> li
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
         return [(ids, [1] * len(ids))]
-    raise ValueError(f"keys ({', '.join(map(str, record))}) are no known sample; write {KNOWN}")
+    raise ValueError(f"keys ({visible(', '.join(map(str, record)))}) are no known sample; write {KNOWN}")

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.stdlib import chat_pairs, documents
+from medusa.files import sweep
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path, figures: dict[str, Any]) -> None:
     """Write the model in bfloat16 shards of at most 12 MB beside ``training.json``; the whole folder is replaced."""
+    sweep(out.parent, f"{out.name}.tmp*")
     temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
     state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     export = LlamaForCausalLM(model.config).to(torch.bfloat16)

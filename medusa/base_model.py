@@ -18,6 +18,7 @@ from medusa.attention import IMPLEMENTATION, Span, TreePlan, choose, layer_spans
 from medusa.attention.trial import layer_shapes
 from medusa.cache import SlotCache
 from medusa.compiled import CompiledPass, RecompileLimitError
+from medusa.documents import Separation, document_masks, document_rows, separate_pass
 from medusa.int8 import round_linears
 from medusa.taps import DecoderPass
 from medusa.tree import Draft
@@ -84,6 +85,7 @@ class BaseModel:
         decoding: What it verifies exactly: any tree, chains only, or single rows only ("plain").
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
             instead. ``choose_decoding`` finds out both.
+        separation: How documents of packed rows are kept apart, see ``choose_separation``, which finds it out.
         feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
     """
 
@@ -106,6 +108,7 @@ class BaseModel:
         self._logit_scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.decoding: Decoding = "tree"
+        self.separation: Separation = "positions"
         self.int8 = self.explicit_mask = False
         self.adapter = self.source = ""
         self._no_mask: Tensor | None = None
@@ -294,8 +297,17 @@ class BaseModel:
             input_ids_BT: [B, T] int64.
             position_ids_BT: [B, T]; positions that start again at 0 mark packed documents, which do not see each other.
         """
-        hidden = self._pass(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False)
+        if position_ids_BT is not None and self.separation == "rows":
+            return separate_pass(self._pass, input_ids_BT, position_ids_BT).to(self.device)
+        masks = {}
+        if position_ids_BT is not None and self.separation == "masks":
+            masks = document_masks(self.config, position_ids_BT, self.dtype)
+        hidden = self._pass(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False, **masks)
         return hidden.to(self.device)
+
+    def passes(self, position_ids_BT: Tensor) -> int:
+        """How many passes ``hidden_states`` makes for packed rows."""
+        return len(document_rows(position_ids_BT)) if self.separation == "rows" else 1
 
     def tree_hidden_states(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
         """Hidden states [B, N, F] of tree rows that see their cached prefix and their own ancestors.

@@ -12,6 +12,7 @@ from medusa.files import replace_file
 from medusa.formats import holders
 from medusa.heads import HeadsConfig
 from medusa.hub import CARD, CARD_MARK, is_hub_id
+from medusa.published import published
 
 Row = tuple[object, ...]
 FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
@@ -222,7 +223,7 @@ def _training(provenance: Mapping[str, Any]) -> list[Row]:
     versions = _mapping(_at(provenance, "versions"))
     rows: list[Row] = [
         ("base in training", f"changed by an adapter of rank {lora}" if lora else "frozen" if provenance else None),
-        ("data", Path(source).name if Path(source).is_absolute() else source or None),
+        ("data", published(source) or None),
         ("rows", _times(_at(provenance, "data", "rows"), _at(provenance, "data", "row_tokens"), "tokens")),
         ("steps", _at(provenance, "totals", "steps")),
         ("epochs", _at(provenance, "totals", "epochs")),

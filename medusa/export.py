@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import AutoConfig, PretrainedConfig
 from medusa import smollm2
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
-from medusa.files import peek_object
+from medusa.files import peek_object, replace_file
 from medusa.formats import Export, export_heads, load_calibration, load_heads, load_provenance, named_format
+from medusa.formats.native import ADAPTER, CALIBRATION
 from medusa.heads import HeadsConfig
 from medusa.hub import fetch_heads
+from medusa.published import published, published_file
 
 REPORT = "report.json"
 """What the demo writes into the run directory, beside the heads' own."""
@@ -30,6 +33,9 @@ def export(
     repo: str = "",
 ) -> Export:
     """Write heads in another format.
+
+    What they say of their training comes without places on this disk and command lines (`published`); the base that a
+    config names stays a path where it is one, since whoever serves the export here needs it.
 
     Args:
         heads: A directory in any format, or a Hub id.
@@ -59,12 +65,20 @@ def export(
     made = Export(
         loaded,
         _load_base(loaded.config.base, dtype) if target.ships_base and loaded.config.base else None,
-        load_provenance(source),
+        published(load_provenance(source)),
         load_calibration(source, loaded.config),
     )
     export_heads(made, format_name, out)
+    _clean(out)
     write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
     return made
+
+
+def _clean(out: Path) -> None:
+    """Take private words out of the files that no program needs them in."""
+    for path in (out / CALIBRATION, out / ADAPTER / "adapter_config.json", out / "tokenizer_config.json"):
+        if path.is_file() and isinstance(text := published_file(path), bytes):
+            replace_file(path, partial(Path.write_bytes, data=text))
 
 
 def _check_size(config: HeadsConfig) -> None:

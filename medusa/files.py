@@ -1,18 +1,28 @@
 """Files that appear whole under their name or not at all, and JSON files that say what they are."""
 
+import contextlib
+import glob
 import json
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1
 """Of every JSON file with a ``format`` that this package writes."""
+ABANDONED = 3600.0
+"""Seconds without a change after which a temporary file is nobody's: who writes one does nothing else."""
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside ``path``, flush to the disk, and rename over it."""
+    """Write beside ``path``, flush to the disk, and rename over it.
+
+    What a killed process has left of an earlier try is removed.
+    """
+    sweep(path.parent, f".{glob.escape(path.name)}.tmp*")
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
         write(temporary)
@@ -30,6 +40,24 @@ def cache_directory() -> Path:
     except RuntimeError:  # a user without a home, as in some containers
         home = Path(tempfile.gettempdir())
     return home / "medusa"
+
+
+def sweep(directory: Path, pattern: str, age: float = ABANDONED) -> None:
+    """Remove what killed processes have left in a directory.
+
+    Args:
+        directory: It need not exist.
+        pattern: Of the names of temporary files and directories there.
+        age: Seconds since the last change of what is removed; 0 only for who holds the directory alone.
+    """
+    for path in directory.glob(pattern):
+        with contextlib.suppress(OSError):  # another process was quicker
+            if time.time() - path.stat().st_mtime < age:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 
 from medusa.formats.base import CONFIG
 from medusa.formats.native import FORMAT
+from medusa.published import published_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CARD = "README.md"
@@ -68,7 +69,8 @@ def push(
     """Make a repository of the Hub hold the heads of a directory, in one commit; it is created where it is missing.
 
     Pushing again commits what has changed. Files that an earlier push has left and that these heads do not have are
-    deleted, other files stay, and so does a model card that somebody has written by hand.
+    deleted, other files stay, and so does a model card that somebody has written by hand. JSON files are sent without
+    places on this disk and command lines, see `published_file`.
 
     Args:
         directory: Heads in any format, with their card; hidden files are left out.
@@ -108,7 +110,7 @@ def push(
             stale = []  # no push was here: such files are somebody else's
         api.create_commit(  # upload_folder may cut a push into several commits
             repo,
-            [CommitOperationAdd(name, path) for name, path in files.items()]
+            [CommitOperationAdd(name, published_file(path)) for name, path in files.items()]
             + [CommitOperationDelete(name) for name in stale],
             commit_message=message or "Draft heads",
             revision=revision,

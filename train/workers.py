@@ -72,6 +72,10 @@ class Workers:
         self.stop.agreed |= bool(summed[-1])
         return summed[:-1].view(values.shape)
 
+    def any(self, here: bool) -> bool:
+        """Whether something is so in any process; all processes call it."""
+        return bool(self.total(torch.tensor(float(here))))
+
     def from_first(self, make: Callable[[], Value]) -> Value:
         """What process 0 makes, on all processes: only its disk has to hold the run directory."""
         made: list[Value | None] = [make() if self.rank == 0 else None]

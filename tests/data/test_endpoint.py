@@ -298,6 +298,52 @@ def test_a_template_that_renders_no_answer_ends_at_once_and_later_fails_alone(se
     assert "no b" in str(answers[1])
 
 
+def _refusing(tokenizer, words):
+    """A tokenizer whose template refuses conversations that begin with one of these."""
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = (
+        f"{{% if messages[0].content in {words} %}}{{{{ raise_exception('roles') }}}}{{% endif %}}" + TEMPLATE
+    )
+    return strict
+
+
+def test_the_first_conversation_may_be_refused_by_the_template(server, answerer, tokenizer, tmp_path, caplog):
+    prompts = [Prompt(conversation(text).asked, place=f"line {n}") for n, text in enumerate("bac", start=1)]
+    one_by_one = EndpointSettings(concurrency=1, retries=0)
+    report = regenerate(prompts, answerer(one_by_one, _refusing(tokenizer, ["b"])), tmp_path / "out.jsonl", {})
+    assert (report.answered, report.failed) == (2, 1)
+    assert "1 of 3 prompts got no answer; the first one: line 1: conversation" in caplog.text
+    assert "is refused by the chat template: roles" in caplog.text
+
+
+def test_a_template_that_takes_nothing_ends_the_run(server, answerer, tokenizer):
+    strict = _refusing(tokenizer, ["b"])
+    with pytest.raises(EndpointError, match="is refused by the chat template: roles"):
+        list(answerer(tokenizer=strict).answer(numbered(*[conversation("b")] * 40)))
+    assert len(server.requests) < 40
+
+
+def test_a_later_turn_without_an_answer_is_named(server, answerer, caplog):
+    replies = iter([(200, {}, completion("yes")), (400, {}, "roles must alternate")])
+    server.reply = lambda request: next(replies)
+    prompt = Prompt(conversation("a", "b").asked, place="line 7")
+    ((_, exchanges),) = answerer().answer(numbered(prompt))
+    assert len(exchanges) == 1
+    assert "1 conversations end before a turn that has no answer; the first: line 7: endpoint" in caplog.text
+
+
+def test_a_pause_of_a_year_is_bounded_and_said_once(server, answerer, monkeypatch, caplog):
+    monkeypatch.setattr(chat_completions, "LONGEST_PAUSE", 0.05)
+    replies = iter([(429, {"retry-after": str(365 * 24 * 3600)}, ""), (503, {"retry-after": "9" * 400}, "")])
+    server.reply = lambda request: next(replies, (200, {}, completion("yes")))
+    begin = time.monotonic()
+    ((_, exchanges),) = answerer().answer(numbered(conversation("a")))
+    assert len(exchanges) == 1
+    assert time.monotonic() - begin < 5.0
+    assert [message for message in caplog.messages if "asks to wait 31536000 s; it is asked again after" in message]
+    assert sum("asks to wait" in message for message in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_answers_end_under_real_templates_as_the_base_ended_them(server, answerer, tmp_path, name, reason):

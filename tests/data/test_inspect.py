@@ -63,3 +63,26 @@ def test_failures_are_one_message(words: list[str], tmp_path: Path, caplog: pyte
     assert wrong.value.code == 2
     assert main([*words, "--streaming", "--limit", "0"]) == 2
     assert caplog.messages[-1] == "--streaming needs --limit, the number of records to read; give it"
+
+
+def test_a_terminal_obeys_no_data_set(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e ok\n\tß"
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"prompt": evil, "response": evil}) + "\n")
+    for coloured in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda coloured=coloured: coloured)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert main([*words, "--count", "1"]) == 0
+        shown = capsys.readouterr().out
+        for own in ("\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"):
+            shown = shown.replace(own, "")
+        assert not set(shown) & set("\x1b\x07\x9b\r\u202e")
+        assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e ok" + "\n\tß" in shown
+
+
+def test_errors_show_keys_harmlessly(words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"\x1b[2J": 1}) + "\n")
+    assert main(words) == 1
+    assert "\x1b" not in caplog.text
+    assert r"keys (\x1b[2J) are no known sample" in caplog.text

@@ -77,6 +77,35 @@ def test_a_conversation_ends_where_the_context_does(model, run, tmp_path):
     assert sum(samples[0]["loss_mask"]) <= 8
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role != ('user', 'assistant')[loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<end>{% endfor %}"
+)
+
+
+def test_conversations_that_the_template_refuses_are_left_out_and_named(model, run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(model.base.tokenizer, "chat_template", ALTERNATING)
+    twice = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
+    later = {"messages": [
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "X"}, *twice["messages"],
+    ]}  # fmt: skip
+    good = {"prompt": "good"}
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (good, twice, later, twice)))
+    found = run(list(conversations(Source(str(path)))))
+    texts = [model.base.tokenizer.decode(sample["input_ids"]) for sample in found]
+    assert [text.partition("<end>")[0] for text in texts] == ["c", "good"]
+    assert f"2 of 4 prompts are refused and left out; the first: {path}, line 2: chat template" in caplog.text
+    assert f"1 conversations end before a turn that has no answer; the first: {path}, line 3: chat" in caplog.text
+    assert "roles must alternate" in caplog.text
+
+
+def test_a_template_that_refuses_everything_ends_at_once(model, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(model.base.tokenizer, "chat_template", "{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match=r"prompts \(1\) are all refused; the first: .*line 1: chat template"):
+        run(chats(tmp_path, ("user", "ab")))
+
+
 def test_exchanges_join_while_each_prompt_begins_with_all_that_was_said():
     told = [Exchange([1, 2], [3]), Exchange([1, 2, 3, 4], [5, 6])]
     assert samples(told) == [{"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 0, 1, 1]}]

@@ -120,6 +120,19 @@ def test_a_failure_leaves_nothing_behind(source: Source, tokenizer: PreTrainedTo
     assert not _entries(tmp_path / "cache")
 
 
+def test_what_a_killed_process_left_is_removed(
+    source: Source, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    open_rows(source, tokenizer, 32, tmp_path / "cache")
+    (made,) = _entries(tmp_path / "cache")
+    left, of_another = (tmp_path / "cache" / f"{key}.x1y2.tmp" for key in (made.name, "0123456789abcdef"))
+    for directory in (left, of_another):
+        directory.mkdir()
+        (directory / "input_ids").write_bytes(b"half")
+    open_rows(source, tokenizer, 32, tmp_path / "cache")
+    assert set(_entries(tmp_path / "cache")) == {made, of_another}  # another process may be making those
+
+
 def test_a_full_disk_is_named(
     source: Source, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,17 @@ def base(base_directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 conversations whose answers repeat, so that heads have something to learn."""
-    path = tmp_path_factory.mktemp("samples") / "train.jsonl"
-    records = [{"prompt": f"say {n}", "response": f"{n} " * (3 + n % 7) + "abcdefgh " * 3} for n in range(64)]
+    return _conversations(tmp_path_factory.mktemp("samples") / "train.jsonl", range(64))
+
+
+@pytest.fixture(scope="session")
+def heldout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 others of their kind."""
+    return _conversations(tmp_path_factory.mktemp("heldout") / "heldout.jsonl", range(64, 128))
+
+
+def _conversations(path: Path, numbers: range) -> Path:
+    records = [{"prompt": f"say {n}", "response": f"{n} " * (3 + n % 7) + "abcdefgh " * 3} for n in numbers]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 

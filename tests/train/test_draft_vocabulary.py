@@ -117,13 +117,13 @@ def test_the_loss_leaves_other_tokens_out(base: Path, kind: str, own: bool) -> N
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     values = {
         "run": str(path.parent / "run"),
         "base": {"name": str(base), "dtype": "float32"},
         "heads": {"num_heads": 2, "draft_vocab": 12, "own_lm_heads": True},
-        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
         "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 6, "loss": "kl"},
         "engine": {"device": "cpu"},
         "evaluate": {"prompts": 1, "max_new_tokens": 8, "nodes": 4},

@@ -44,13 +44,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, deep: Path, samples: Path) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, deep: Path, samples: Path, heldout: Path) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     values = {
         "run": str(path.parent / "run"),
         "base": {"name": str(deep), "dtype": "float32"},
         "heads": {"num_heads": 2, "feature_layers": 2, "architecture": "recurrent"},
-        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
         "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 6, "mix_steps": 3},
         "engine": {"device": "cpu"},
         "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "rows": 4},

@@ -1,6 +1,8 @@
 """Hidden states on disk: the same as the base's, written whole, refused where they belong to something else."""
 
+import os
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +87,17 @@ def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: Ba
     cache = _cache(tmp_path, frozen, packed)
     cache.read(torch.tensor([0]))
     assert _asked(cache) == [0]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
+    _cache(tmp_path, frozen, packed)
+    before = time.time() - 7200
+    for name, changed in (("0a-1.tmp", before), (".manifest.ab", before), ("0a-2.tmp", None)):
+        (tmp_path / name).write_bytes(b"half")
+        if changed is not None:
+            os.utime(tmp_path / name, (changed, changed))
+    _cache(tmp_path, frozen, packed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0a-2.tmp", "manifest.json"]
 
 
 def test_a_damaged_shard_is_computed_again(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:

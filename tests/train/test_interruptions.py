@@ -29,9 +29,9 @@ from train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
     sections = {
-        "data": {"heldout": str(samples)},
+        "data": {"heldout": str(heldout)},
         "optim": {"steps": 9},
         "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6},
         "log": {"checkpoint_steps": 4},

@@ -31,13 +31,13 @@ STEPS, RESTING = 12, 4
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
     path = tmp_path_factory.mktemp("joint") / "recipe.yaml"
     values = {
         "run": str(path.parent / "run"),
         "base": {"name": str(base), "dtype": "float32"},
         "heads": {"num_heads": 2},
-        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
         "optim": {"lr": 0.02, "rows_per_step": 6, "micro_rows": 2, "steps": STEPS, "weight_decay": 0.1},
         "engine": {"device": "cpu"},
         "lora": {"rank": 4, "dropout": 0.1, "heads_only": RESTING / STEPS, "base_loss": "ce"},

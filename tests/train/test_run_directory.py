@@ -136,3 +136,38 @@ def test_finished_needs_the_last_step_and_the_heads(tmp_path: Path) -> None:
     assert not directory.finished(RECIPE)
     _checkpoint(directory, 10)
     assert directory.finished(RECIPE)
+
+
+def test_latest_may_be_written_by_hand(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start(RECIPE, 0)
+    _checkpoint(directory, 5)
+    _checkpoint(directory, 9)
+    (directory.checkpoints / "latest").write_text("step-5\n")  # echo step-5 > latest, as the error about step-9 says
+    assert directory.position() == _position(5)
+    assert directory.finished(RECIPE) is False
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start(RECIPE, 0)
+    _checkpoint(directory, 5)
+    kept = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    (tmp_path / "heads").mkdir()
+    left = [tmp_path / name for name in (".metrics.jsonl.tmp99", "checkpoints/.latest.tmp1", "heads/.config.json.tmp7")]
+    for path in left:
+        path.write_text("half")
+    (directory.checkpoints / ".step-9").mkdir()
+    (directory.checkpoints / ".step-9" / "checkpoint.safetensors").write_text("half")
+    with directory.locked(), pytest.raises(BlockingIOError), RunDirectory(tmp_path).locked():
+        pass
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock") == kept
+    assert not (directory.checkpoints / ".step-9").exists()
+
+
+def test_who_does_not_hold_the_directory_removes_nothing(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path).locked():
+        (tmp_path / ".metrics.jsonl.tmp99").write_text("half")  # of the live run
+        with pytest.raises(BlockingIOError), RunDirectory(tmp_path).locked():
+            pass
+        assert (tmp_path / ".metrics.jsonl.tmp99").exists()

@@ -38,17 +38,21 @@ def test_a_base_that_is_not_there_is_named() -> None:
         load_sharded("/no/such/base", torch.float32, workers.device)
 
 
-def test_a_process_with_fewer_rows_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
+def test_a_process_with_fewer_passes_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
 
     class Passes:
         def read(self, rows_B: Tensor) -> Tensor:
-            read.append(rows_B.tolist())
+            done.append(rows_B.tolist())
             return rows_B[:, None].float()
 
-        def flush(self) -> None: ...
+        def passes(self, rows_B: Tensor) -> int:
+            return len(rows_B)
 
-    monkeypatch.setattr(dist, "all_reduce", lambda most, op: most.fill_(4))  # another process needs four passes
-    hidden_MD = EvenPasses(Passes(), micro_rows=2, device=torch.device("cpu")).read(torch.tensor([7, 8, 9]))
+        def idle(self) -> None:
+            done.append([])
+
+    monkeypatch.setattr(dist, "all_reduce", lambda most, op: most.fill_(5))  # another process needs five passes
+    hidden_MD = EvenPasses(Passes(), device=torch.device("cpu")).read(torch.tensor([7, 8, 9]))
     assert hidden_MD.tolist() == [[7.0], [8.0], [9.0]]
-    assert read == [[7, 8, 9], [7], [7]]
+    assert done == [[7, 8, 9], [], []]

@@ -54,8 +54,8 @@ def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: P
             assert_same_run(tmp_path / f"{architecture}-2-{stage}-{offload}", reference, tolerance=1e-5)
 
 
-def test_a_sharded_base_gives_the_same_run(recipe: Path, samples: Path, tmp_path: Path) -> None:
-    flags = ["--recipe.data.heldout", str(samples), "--recipe.evaluate.rows", "9", "--recipe.evaluate.prompts", "2"]
+def test_a_sharded_base_gives_the_same_run(recipe: Path, heldout: Path, tmp_path: Path) -> None:
+    flags = ["--recipe.data.heldout", str(heldout), "--recipe.evaluate.rows", "9", "--recipe.evaluate.prompts", "2"]
     flags += ["--recipe.evaluate.max_new_tokens", "8", "--recipe.heads.architecture", "recurrent"]
     flags += ["--recipe.heads.draft_vocab", "40"]
     flags += ["--recipe.optim.rows_per_step", "5", "--recipe.optim.micro_rows", "1", "--recipe.optim.loss", "kl"]

@@ -31,13 +31,13 @@ Interrupting = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path) -> Path:
+def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     values = {
         "run": str(path.parent / "run"),
         "base": {"name": str(base), "dtype": "float32"},
         "heads": {"num_heads": 3},
-        "data": {"train": str(samples), "heldout": str(samples), "row_tokens": 96},
+        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
         "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 9},
         "engine": {"device": "cpu"},
         "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6},
@@ -75,7 +75,7 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
     calibration = load_calibration(finished / "heads", heads.config)
     assert calibration is not None
     assert accuracy_figures(calibration) == {name: last[f"heldout_{name}"] for name in accuracy_figures(calibration)}
-    assert (calibration.provenance["step"], calibration.provenance["data"]["rows"]) == (last["step"], 46)
+    assert (calibration.provenance["step"], calibration.provenance["data"]["rows"]) == (last["step"], 54)
 
 
 def test_a_finished_run_says_so(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:

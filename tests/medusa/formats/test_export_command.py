@@ -271,5 +271,7 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
         assert hub.repositories["tester/heads"].private
         assert hub.repositories["tester/heads"].messages == ["initial commit", "A test"]
         seen = medusa("inspect", "tester/heads")
-        assert seen.returncode == 0, seen.stderr
+        assert seen.returncode == 1, "where the base lies on the disk that pushed them is not told"
         assert "format           universal (" in seen.stdout
+        assert f"base directory (./{Path(base.name).name}) does not exist; give another path" in seen.stdout
+        assert base.name not in seen.stdout

@@ -1,0 +1,92 @@
+"""Packed documents are what they are alone, in every family of models; docs/families.md says which need what."""
+
+import logging
+
+import pytest
+import torch
+
+from medusa.documents import choose_separation, document_rows
+from tests.medusa.test_conformance import DOCUMENT, FAMILIES, SINGLE, tiny
+
+NEEDS = {"falcon": "masks", "gpt_oss": "masks", "llama4_text": "rows", "mpt": "masks", "opt": "masks"}
+"""Families whose own masks do not know packed documents."""
+LENGTHS = ((5, 20, 1, 22), (17, 31))
+"""Documents of two rows, longer than the windows of the families."""
+
+
+def packed_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions [2, 48]."""
+    ids = torch.randint(3, 50, (2, 48), generator=torch.Generator().manual_seed(1))
+    return ids, torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_what_they_are_alone(family, caplog):
+    base, oracle = tiny(family)
+    with caplog.at_level(logging.WARNING, logger="medusa.documents"):
+        choose_separation(base, torch.arange(3, 45))
+    assert base.separation == NEEDS.get(family, "positions")
+    assert ("hidden states of packed documents differ by" in caplog.text) == (family in NEEDS)
+    ids, positions = packed_rows()
+    decoder = oracle.model if family == "llama4_text" else oracle.get_decoder()
+    with torch.no_grad():
+        found = base.tapped((1,)).hidden_states(ids, positions)[..., : base.hidden_size]
+        for row, lengths in enumerate(LENGTHS):
+            expected = torch.cat([decoder(part[None])[0][0] for part in ids[row].split(lengths)])
+            close = 1e-4 if family in SINGLE or family == "llama4_text" else 1e-5
+            torch.testing.assert_close(found[row], expected, atol=close, rtol=close)
+
+
+def test_the_families_page_names_those_that_need_more():
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    named = next(line for line in lines if line.startswith("| masks with each pass"))
+    assert all(f"`{family}`" in named for family, how in NEEDS.items() if how == "masks")
+    named = next(line for line in lines if line.startswith("| a row for each document"))
+    assert all(f"`{family}`" in named for family, how in NEEDS.items() if how == "rows")
+
+
+def test_a_row_for_each_document_reads_every_token_once_and_no_more_at_a_time():
+    _, positions = packed_rows()
+    passes = document_rows(positions)
+    places = torch.cat([places[real] for places, real in passes])
+    assert sorted(places.tolist()) == list(range(96))
+    assert all(places.numel() <= 96 for places, _ in passes)
+    assert len(passes) == 2
+    for places, real in passes:
+        assert torch.equal(positions.flatten()[places[real]], torch.arange(places.shape[1]).expand_as(places)[real])
+
+
+def test_gradients_pass_through_separate_rows():
+    base, _ = tiny("llama")
+    ids, positions = packed_rows()
+    weight = base.model.get_input_embeddings().weight.requires_grad_()
+    gradients = []
+    for separation in ("positions", "rows"):
+        base.separation = separation
+        base.hidden_states(ids, positions).square().sum().backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    torch.testing.assert_close(*gradients)
+
+
+def test_one_process_in_which_it_leaks_decides_for_all():
+    base, _ = tiny("llama")
+    asked = []
+    choose_separation(base, torch.arange(3, 45), lambda leaks: asked.append(leaks) or len(asked) < 3)
+    assert (base.separation, asked) == ("rows", [False, False, False])
+
+
+def test_a_base_that_sees_what_is_behind_is_refused():
+    base, _ = tiny("llama")
+    run = base._pass
+    base._pass = lambda input_ids, **rest: run(input_ids=input_ids, **rest) + input_ids.sum()
+    with pytest.raises(ValueError, match="cannot be trained on: hidden states of packed documents differ by"):
+        choose_separation(base, torch.arange(3, 45))
+    assert base.separation == "positions"
+
+
+def test_half_precision_is_no_leak():
+    base, _ = tiny("llama")
+    base.model.bfloat16()
+    choose_separation(base, torch.arange(3, 45))
+    assert base.separation == "positions"

@@ -1,0 +1,54 @@
+"""Files that appear whole, and what is left where that went wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from medusa.files import ABANDONED, replace_file, sweep, write_json
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from medusa.files import replace_file
+replace_file(Path(sys.argv[1]), lambda beside: (beside.write_text("half"), os.kill(os.getpid(), signal.SIGKILL)))
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_writer(tmp_path):
+    path = tmp_path / "a[1].json"
+    killed = subprocess.run([sys.executable, "-c", KILLED, path], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    write_json(path, {})
+    assert left.exists(), "its writer may still be alive"
+    before = time.time() - ABANDONED - 1
+    os.utime(left, (before, before))
+    write_json(path, {"a": 1})
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_what_is_named_and_old_is_removed(tmp_path):
+    before = time.time() - ABANDONED - 1
+    for name in ("old.tmp", "new.tmp", "old.part"):
+        (tmp_path / name).write_text("")
+        if name != "new.tmp":
+            os.utime(tmp_path / name, (before, before))
+    sweep(tmp_path, "*.tmp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.tmp", "old.part"]
+    sweep(tmp_path / "none", "*")
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path):
+    (tmp_path / "a").write_text("before")
+
+    def fail(beside):
+        beside.write_text("half")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        replace_file(tmp_path / "a", fail)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]

@@ -1,0 +1,72 @@
+"""Held-out samples: read by one process for all, and held against what is trained on."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.packing import PackedRows, pack, sample_digest
+from data.sources import Sample, Source, read_samples
+from train.config import DataRecipe, EvaluateRecipe
+from train.evaluate import held_out_prompts, held_out_rows
+from train.recipe_file import RecipeError
+
+LOGGER = logging.getLogger("train")
+LARGEST_OVERLAP = 0.1
+"""Share of the held-out samples that may be trained on too, by accident; they are left out of the evaluation."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What evaluations read, small enough to be sent to all processes."""
+
+    rows: PackedRows
+    """For the accuracy of each head."""
+    prompts: list[list[int]]
+    """For the tokens per step."""
+
+
+def read_held_out(
+    data: DataRecipe, options: EvaluateRecipe, tokenizer: PreTrainedTokenizerBase, training: PackedRows, longest: int
+) -> HeldOut:
+    """What the evaluations of a run read.
+
+    Args:
+        data: where the samples are.
+        options: how many rows and prompts are read.
+        tokenizer: the base's tokenizer.
+        training: the training rows.
+        longest: most tokens of a prompt.
+
+    Raises:
+        RecipeError: too many of the samples are trained on.
+        ValueError, OSError: the samples cannot be read.
+    """
+    limit = data.limit if data.streaming else 0
+    source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
+    samples = _unseen(read_samples(source, tokenizer), training, data)
+    packed = pack(samples, data.row_tokens)
+    return HeldOut(
+        packed.take(held_out_rows(len(packed), options.rows)),
+        held_out_prompts(samples, options.prompts, longest) if options.prompts else [],
+    )
+
+
+def _unseen(samples: list[Sample], training: PackedRows, data: DataRecipe) -> list[Sample]:
+    """The samples that are not trained on.
+
+    They are left out here and not there: `data.heldout` may change in the middle of a run, its training rows may not.
+    """
+    digests = torch.tensor([sample_digest(sample) for sample in samples])
+    seen = torch.isin(digests, training.samples)
+    count = int(seen.sum())
+    if not count:
+        return samples
+    what = f"data.train ({data.train}) holds {count} of the {len(samples)} samples of data.heldout ({data.heldout})"
+    if count > LARGEST_OVERLAP * len(samples):
+        raise RecipeError(
+            f"{what}, and heads would be measured by what they were trained on; take them out of one of the two"
+        )
+    LOGGER.warning("%s; the evaluation leaves them out", what)
+    return [sample for sample, trained_on in zip(samples, seen.tolist(), strict=True) if not trained_on]
