@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "reference": "medusa.attention.reference:ReferenceAttention",
+    "exact": "medusa.attention.exact:ExactAttention",
     "flash": "medusa.attention.flash:FlashAttention",
     "triton": "medusa.attention.triton:TritonAttention",
 }
