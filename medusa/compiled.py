@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn.functional import pad
 
 from medusa import packed
 from medusa.attention import AMBIENT, Scoring, TreePlan
@@ -37,7 +38,11 @@ class RecompileLimitError(RuntimeError):
 
 
 class CompiledPass:
-    """A decoder's pass over tree rows as a compiled function; the first call of each kind of shape takes seconds."""
+    """A decoder's pass over tree rows as a compiled function; the first call takes seconds.
+
+    All that a graph computes is computed row by row; attention alone knows sequences. So the rows of all sequences pass
+    as those of one, and at least two of them: one graph serves every batch and tree, and a row is the same in each.
+    """
 
     def __init__(self, decoder: DecoderPass) -> None:
         def run(tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor) -> Tensor:
@@ -57,9 +62,11 @@ class CompiledPass:
         Raises:
             RecompileLimitError: Nothing was computed; no later call will be.
         """
+        rows = tokens_BN.numel()
+        tokens_1R, positions_1R = (_one_row_of_several(x) for x in (tokens_BN, positions_BN))
         try:
             with _ambient(cache, plan):
-                return self._run(tokens_BN.contiguous(), positions_BN.contiguous(), mask)
+                return self._run(tokens_1R, positions_1R, mask)[:, :rows].view(*tokens_BN.shape, -1)
         except self._limit_hit as error:
             raise RecompileLimitError("it was compiled too often, as when the number of threads changes") from error
 
@@ -154,9 +161,23 @@ def _attend(
     chunk: int | None,
     softcap: float | None,
 ) -> Tensor:
-    keys, values = _now.cache.layers[layer].update(key, value)
+    cache, plan = _now.cache, _now.plan
+    query_BHND, key_BKND, value_BKND = (_apart(x, *plan.draft.tokens.shape) for x in (query, key, value))
+    keys, values = cache.layers[layer].update(key_BKND, value_BKND)
     scoring = Scoring(scaling, window, softcap, sinks, chunk)
-    return attend_rows(_now.plan, query, keys, values, scoring).contiguous()
+    out_RHD = attend_rows(plan, query_BHND, keys, values, scoring).flatten(0, 1)
+    return pad(out_RHD, (0, 0, 0, 0, 0, query.shape[2] - len(out_RHD))).contiguous()[None]
+
+
+def _apart(x: Tensor, batch: int, nodes: int) -> Tensor:
+    """Rows [1, H, R, D] of all sequences, and one more where they would be one, as [B, H, N, D]."""
+    return x[0, :, : batch * nodes].unflatten(1, (batch, nodes)).transpose(0, 1)
+
+
+def _one_row_of_several(x_BN: Tensor) -> Tensor:
+    """[1, B * N], and a single number twice."""
+    flat = x_BN.reshape(1, -1)
+    return flat.repeat(1, 2) if flat.shape[1] == 1 else flat.contiguous()
 
 
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

@@ -82,31 +82,29 @@ static inline void transpose(vu* rows) {
     swap_blocks<1>(rows), swap_blocks<2>(rows), swap_blocks<4>(rows);
     if constexpr (LANES == 16) swap_blocks<8>(rows);
 }
-static inline void spread(vu words, float, float* to, int, int) { store(to, words); }
-static inline void spread(vu words, bf16, float* to, int stride, int room) {  // two numbers to a word, the first low
-    store(to, words << 16);
-    if (room > 1) store(to + stride, words & 0xffff0000u);
+static inline void spread(vu words, float, float* to, int) { store(to, words); }
+static inline void spread(vu words, bf16, float* to, int stride) {  // two numbers to a word, the first low
+    store(to, words << 16), store(to + stride, words & 0xffff0000u);
 }
 
-// Keys [count, dim] to columns of floats [dim][stride]; columns up to a multiple of LANES are written.
+// Keys [count, dim] to columns of floats [dim][stride]; columns up to a multiple of LANES, and rows behind dim up to a
+// multiple of 2 LANES, are written.
 template <class T> static void turn(const T* keys, int64_t step, int count, int dim, float* to, int stride) {
-    constexpr int PER_WORD = 4 / sizeof(T);
-    int words = (dim + PER_WORD - 1) / PER_WORD;
+    constexpr int PER_WORD = 4 / sizeof(T), WIDE = LANES * PER_WORD;
     for (int first = 0; first < count; first += LANES)
-        for (int word = 0; word < words; word += LANES) {
+        for (int d = 0; d < dim; d += WIDE) {
             vu rows[LANES];
-            int numbers = std::min(LANES * PER_WORD, dim - word * PER_WORD);
-            for (int i = 0; i < LANES; i++) {
-                const T* key = keys + std::min(first + i, count - 1) * step + word * PER_WORD;
-                rows[i] = vu{};
-                if (numbers == LANES * PER_WORD) rows[i] = load<vu>(key);
-                else std::memcpy(&rows[i], key, numbers * sizeof(T));
-            }
+            const T* key = keys + first * step + d;
+            if (first + LANES <= count && d + WIDE <= dim)
+                for (int i = 0; i < LANES; i++) rows[i] = load<vu>(key + i * step);
+            else
+                for (int i = 0; i < LANES; i++) {
+                    T part[WIDE] = {};
+                    if (first + i < count) std::memcpy(part, key + i * step, std::min(WIDE, dim - d) * sizeof(T));
+                    rows[i] = load<vu>(part);
+                }
             transpose(rows);
-            for (int i = 0; i < LANES && (word + i) * PER_WORD < dim; i++) {
-                int d = (word + i) * PER_WORD;
-                spread(rows[i], T(), to + int64_t(d) * stride + first, stride, dim - d);
-            }
+            for (int i = 0; i < LANES; i++) spread(rows[i], T(), to + int64_t(d + i * PER_WORD) * stride + first, stride);
         }
 }
 
@@ -234,7 +232,7 @@ template <class T> struct Kernel {
         const int count = int(std::max<int64_t>(0, std::min(stop, shared) - start - skipped));
         const T* keys = key + b * at.k_b + kv * at.k_h;
         const T* values = value + b * at.v_b + kv * at.v_h;
-        s.keys.resize(at.dim * SEGMENT), s.weights.resize(BLOCK * SEGMENT);
+        s.keys.resize((at.dim + 2 * LANES) * SEGMENT), s.weights.resize(BLOCK * SEGMENT);
         if (count > 0) {
             turn(keys + (start + skipped) * at.k_s, at.k_s, count, dim, s.keys.data(), SEGMENT);
 #define CALL(R) products<R>(&s.query[r * dim], s.keys.data(), dim, SEGMENT, count, &s.weights[r * SEGMENT + skipped])
@@ -243,7 +241,7 @@ template <class T> struct Kernel {
         }
         const int nodes = int(at.nodes), stride = (nodes + LANES - 1) / LANES * LANES;
         if (tails) {
-            s.tree_keys.resize(int64_t(dim) * stride), s.tree_scores.resize(int64_t(BLOCK) * stride);
+            s.tree_keys.resize(int64_t(dim + 2 * LANES) * stride), s.tree_scores.resize(int64_t(BLOCK) * stride);
             turn(keys + rows.length * at.k_s, at.k_s, nodes, dim, s.tree_keys.data(), stride);
 #define CALL(R) products<R>(&s.query[r * dim], s.tree_keys.data(), dim, stride, nodes, &s.tree_scores[int64_t(r) * stride])
             FOR_TILES(rows.count, CALL)
