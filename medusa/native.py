@@ -1,4 +1,4 @@
-"""Small C++ kernels: built once with the system's compiler, kept in the user's cache directory, called through ctypes."""
+"""Small C++ kernels: built once with the system's compiler, kept in the user's cache, called through ctypes."""
 
 import ctypes
 import hashlib

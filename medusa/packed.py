@@ -1,8 +1,8 @@
 """Linear layers reordered once for the CPU's matrix kernels (oneDNN).
 
 Decoding reads every weight for a handful of rows; a plain ``F.linear`` reorders (or strides badly over) the weight on
-every call. The packed layer computes the same sums on the same weights, and a row's do not depend on the rows beside it. The operators are private to torch, so they are
-probed once and the plain layer stays where they are missing.
+every call. The packed layer computes the same sums on the same weights, and a row's do not depend on the rows beside
+it. The operators are private to torch, so they are probed once and the plain layer stays where they are missing.
 
 A compiler cannot look into a packed weight: there the layer is the operator ``medusa::packed_linear``, which finds it
 by number.

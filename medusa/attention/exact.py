@@ -45,7 +45,8 @@ class ExactAttention:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         (batch, heads, nodes, dim), dim_v, parents = query.shape, value.shape[-1], plan.draft.parents
         parents = parents if parents.stride(-1) == 1 else parents.contiguous()
-        lengths, sinks = plan.lengths.contiguous(), None if scoring.sinks is None else scoring.sinks.float().contiguous()
+        lengths = plan.lengths.contiguous()
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
         out = query.new_empty(batch, nodes, heads, dim_v)
         numbers = NUMBERS(
             batch, heads, key.shape[1], nodes, dim, dim_v, scoring.window or 0, scoring.chunk or 0,
@@ -53,7 +54,7 @@ class ExactAttention:
         )  # fmt: skip
         self._kernel(
             query.dtype == torch.bfloat16, torch.get_num_threads(), numbers, lengths.data_ptr(), parents.data_ptr(),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), None if sinks is None else sinks.data_ptr(),
-            scoring.scaling, scoring.softcap or 0.0,
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
         )  # fmt: skip
         return out.transpose(1, 2)

@@ -11,7 +11,7 @@ import torch
 
 from data import resolve_base_name
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads, exactness, native
-from medusa.attention.base import build, choose
+from medusa.attention.base import choose
 from medusa.packed import least_rows, with_enough_rows
 from medusa.self_test import compile_base
 from medusa.step import prefill
@@ -86,7 +86,9 @@ def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
         if cached:
             prefill(base, cache, [prompt[: cached + 1]], chunk=33)
         states.append(prefill(base, cache, [prompt], chunk=chunk).hidden)
-        caches.append(torch.cat([rows[:, :299].flatten() for layer in cache.layers for rows in (layer.keys, layer.values)]))
+        caches.append(
+            torch.cat([rows[:, :299].flatten() for layer in cache.layers for rows in (layer.keys, layer.values)])
+        )
     assert all(torch.equal(state, states[0]) for state in states)
     assert all(torch.equal(rows, caches[0]) for rows in caches)
 
@@ -176,20 +178,23 @@ def test_a_kernel_is_built_once(monkeypatch, tmp_path):
 @pytest.mark.parametrize("same_from", [1, 2, 4])
 def test_few_rows_travel_with_rows_of_zeros_where_they_would_differ(same_from):
     def product(x):
-        return x @ weight.T + (1.0 if len(x) < same_from else 0.0)
+        return x[..., :3] + (1.0 if len(x) < same_from else 0.0)
 
-    weight = torch.randn(3, 8)
-    least = least_rows(product, weight, f"test {same_from}")
+    least = least_rows(product, torch.zeros(3, 8), f"test {same_from}")
     assert least == same_from
-    x = torch.randn(1, 1, 8)
-    assert torch.equal(with_enough_rows(product, x, least), torch.nn.functional.pad(x[0], (0, 0, 0, 3)).matmul(weight.T)[:1][None])
+    x = torch.zeros(1, 1, 8)
+    assert with_enough_rows(product, x, least).abs().max() == 0, "not the sum of too few rows"
 
 
 QUESTIONS = [
-    f"{verb} {topic}{end}"
-    for verb, end in (("Explain", "."), ("Write a short story about", "."), ("What do you know about", "?"), ("List five facts about", "."))
-    for topic in ("the sea", "trains", "a lost key", "the number seven", "bread", "Rome", "recursion", "owls",
-                  "the moon", "chess", "glass", "a river", "coffee", "maps", "violins", "winter")
+    question.format(topic)
+    for question in (
+        "Explain {}.", "Write a short story about {}.", "What do you know about {}?", "List five facts about {}.",
+    )
+    for topic in (
+        "the sea", "trains", "a lost key", "the number seven", "bread", "Rome", "recursion", "owls", "the moon",
+        "chess", "glass", "a river", "coffee", "maps", "violins", "winter",
+    )
 ]  # fmt: skip
 
 
