@@ -41,7 +41,7 @@ class CompiledPass:
     """A decoder's pass over tree rows as a compiled function; the first call takes seconds.
 
     All that a graph computes is computed row by row; attention alone knows sequences. So the rows of all sequences pass
-    as those of one, and at least two of them: one graph serves every batch and tree, and a row is the same in each.
+    as those of one, and a few at least: one graph serves every batch and tree, and a row is the same in each.
     """
 
     def __init__(self, decoder: DecoderPass) -> None:
@@ -63,10 +63,11 @@ class CompiledPass:
             RecompileLimitError: Nothing was computed; no later call will be.
         """
         rows = tokens_BN.numel()
-        tokens_1R, positions_1R = (_one_row_of_several(x) for x in (tokens_BN, positions_BN))
+        tokens_1R, positions_1R = (_enough_rows(x) for x in (tokens_BN, positions_BN))
         try:
             with _ambient(cache, plan):
-                return self._run(tokens_1R, positions_1R, mask)[:, :rows].view(*tokens_BN.shape, -1)
+                hidden_1RF: Tensor = self._run(tokens_1R, positions_1R, mask)
+            return hidden_1RF[:, :rows].view(*tokens_BN.shape, -1)
         except self._limit_hit as error:
             raise RecompileLimitError("it was compiled too often, as when the number of threads changes") from error
 
@@ -166,18 +167,20 @@ def _attend(
     keys, values = cache.layers[layer].update(key_BKND, value_BKND)
     scoring = Scoring(scaling, window, softcap, sinks, chunk)
     out_RHD = attend_rows(plan, query_BHND, keys, values, scoring).flatten(0, 1)
-    return pad(out_RHD, (0, 0, 0, 0, 0, query.shape[2] - len(out_RHD))).contiguous()[None]
+    padded: Tensor = pad(out_RHD, (0, 0, 0, 0, 0, query.shape[2] - len(out_RHD))).contiguous()
+    return padded[None]
 
 
 def _apart(x: Tensor, batch: int, nodes: int) -> Tensor:
-    """Rows [1, H, R, D] of all sequences, and one more where they would be one, as [B, H, N, D]."""
+    """Rows [1, H, R, D] of all sequences, and perhaps a few more behind them, as [B, H, N, D]."""
     return x[0, :, : batch * nodes].unflatten(1, (batch, nodes)).transpose(0, 1)
 
 
-def _one_row_of_several(x_BN: Tensor) -> Tensor:
-    """[1, B * N], and a single number twice."""
+def _enough_rows(x_BN: Tensor) -> Tensor:
+    """[1, R]: all numbers, and behind a few of them the last one again; linear layers would pad rows one by one."""
     flat = x_BN.reshape(1, -1)
-    return flat.repeat(1, 2) if flat.shape[1] == 1 else flat.contiguous()
+    missing = packed.FAST_ROWS - flat.shape[1]
+    return torch.cat([flat, flat[:, -1:].expand(1, missing)], 1) if missing > 0 else flat.contiguous()
 
 
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

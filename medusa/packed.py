@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class PackedLinear(nn.Module):
             self.weight = linear.weight
         self.out_features, self.weights = linear.weight.shape[0], linear.weight.numel()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
-        self.least_rows = least_rows(self._product, linear.weight, type(self).__name__)
+        self.least_rows = least_rows(*linear.weight.shape, linear.weight.dtype, torch.get_num_threads())
         self.handle = register(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,27 +78,29 @@ def with_enough_rows(product: LinearFunction, x: Tensor, least: int) -> Tensor:
     return product(padded)[:rows].view(*x.shape[:-1], -1)
 
 
-_least_rows: dict[tuple[object, ...], int] = {}
-
-
+@cache
 @torch.no_grad()
-def least_rows(product: LinearFunction, weight: Tensor, kind: str) -> int:
-    """With how many rows at least a layer is computed.
+def least_rows(columns: int, width: int, dtype: torch.dtype, threads: int) -> int:
+    """With how many rows at least a layer [columns, width] is computed: 1, or ``FAST_ROWS``.
 
-    A few rows may take another kernel with another order of sums: then a row alone would differ from the same row among
-    others. The least number from which on rows are bit-equal is tried out once per shape, dtype and number of threads.
-    A large weight gets ``FAST_ROWS``.
+    A few rows may take another kernel with another order of sums, and a row alone then differs from the same row among
+    others. That is tried out once per shape on sums whose terms cancel: what is left is the rounding, order and all.
+    A large weight is always read by ``FAST_ROWS``.
     """
-    if weight.numel() >= LARGE_WEIGHT:
+    if columns * width >= LARGE_WEIGHT:
         return FAST_ROWS
-    key = (kind, weight.shape, weight.dtype, torch.get_num_threads())
-    if key not in _least_rows:
-        numbers = torch.arange(PROBED_ROWS * weight.shape[1], dtype=torch.float32)
-        x = torch.sin(numbers).view(PROBED_ROWS, -1).to(weight.dtype)
-        expected = product(x)
-        differ = [rows for rows in range(1, FAST_ROWS) if not torch.equal(product(x[:rows]), expected[:rows])]
-        _least_rows[key] = max(differ, default=0) + 1
-    return _least_rows[key]
+    part, half = torch.sin(torch.arange(columns * (width // 2)).float()).view(columns, -1), width // 2
+    x = torch.cos(torch.arange(PROBED_ROWS * half).float()).view(PROBED_ROWS, -1)
+    weight, rows = (
+        pad(both, (0, width - 2 * half)).to(dtype)
+        for both in (torch.cat([part, part.flip(1)], 1), torch.cat([x, -x.flip(1)], 1))
+    )
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    expected, *few = (
+        torch.ops.mkldnn._linear_pointwise(rows[:count], packed, None, "none", [], "")
+        for count in (PROBED_ROWS, *range(1, FAST_ROWS))
+    )
+    return 1 if all(torch.equal(out, expected[: len(out)]) for out in few) else FAST_ROWS
 
 
 class Opaque(Protocol):

@@ -12,7 +12,7 @@ import torch
 from data import resolve_base_name
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads, exactness, native
 from medusa.attention.base import choose
-from medusa.packed import least_rows, with_enough_rows
+from medusa.packed import PackedLinear, available
 from medusa.self_test import compile_base
 from medusa.step import prefill
 from tests.medusa.attention_cases import FEATURES, Case, make
@@ -175,15 +175,22 @@ def test_a_kernel_is_built_once(monkeypatch, tmp_path):
     assert built.name.startswith("small-")
 
 
-@pytest.mark.parametrize("same_from", [1, 2, 4])
-def test_few_rows_travel_with_rows_of_zeros_where_they_would_differ(same_from):
-    def product(x):
-        return x[..., :3] + (1.0 if len(x) < same_from else 0.0)
-
-    least = least_rows(product, torch.zeros(3, 8), f"test {same_from}")
-    assert least == same_from
-    x = torch.zeros(1, 1, 8)
-    assert with_enough_rows(product, x, least).abs().max() == 0, "not the sum of too few rows"
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(576, 1536), (320, 1280), (192, 576), (48, 32), (2048, 1024)], ids=str)
+def test_a_row_of_a_linear_layer_does_not_depend_on_how_many_there_are(shape, dtype):
+    """Terms cancel: what is left shows the order of the sums even in bfloat16."""
+    if not available(dtype):
+        pytest.skip("this torch has no oneDNN packing")
+    columns, width = shape
+    layer = torch.nn.Linear(width, columns, bias=False, dtype=dtype)
+    half, x = layer.weight.data[:, : width // 2], torch.randn(200, width // 2).to(dtype)
+    layer.weight.data, x = torch.cat([half, half.flip(1)], 1), torch.cat([x, -x.flip(1)], 1)
+    packed = PackedLinear(layer)
+    expected = packed(x)
+    assert expected.abs().max() > 0
+    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 129):
+        assert torch.equal(packed(x[:rows]), expected[:rows])
+        assert torch.equal(packed(x[-rows:]), expected[-rows:])
 
 
 QUESTIONS = [
