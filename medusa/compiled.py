@@ -173,7 +173,8 @@ def _attend(
 
 def _apart(x: Tensor, batch: int, nodes: int) -> Tensor:
     """Rows [1, H, R, D] of all sequences, and perhaps a few more behind them, as [B, H, N, D]."""
-    return x[0, :, : batch * nodes].unflatten(1, (batch, nodes)).transpose(0, 1)
+    rows_HRD = x[0, :, : batch * nodes]
+    return rows_HRD.view(len(rows_HRD), batch, nodes, -1).transpose(0, 1)
 
 
 def _enough_rows(x_BN: Tensor) -> Tensor:
