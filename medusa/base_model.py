@@ -86,6 +86,8 @@ class BaseModel:
         explicit_mask: The family drops the step's plan on its way to the attention: each call carries the whole mask
             instead. ``choose_decoding`` finds out both.
         separation: How documents of packed rows are kept apart, see ``choose_separation``, which finds it out.
+        exact: Whether a row is equal bit by bit in passes of any rows, so that texts are plain decoding's in any dtype;
+            None = not tried, see ``medusa.exactness``.
         feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
     """
 
@@ -111,6 +113,7 @@ class BaseModel:
         self.separation: Separation = "positions"
         self.int8 = self.explicit_mask = False
         self.adapter = self.source = ""
+        self.exact: bool | None = None
         self._no_mask: Tensor | None = None
         if self.context_length < (longest := getattr(self.config, "max_position_embeddings", 0) or 0):
             logger.warning(
@@ -143,7 +146,7 @@ class BaseModel:
                 layers, or on a base that is spread).
             int8: LOSSY, for CPUs: round the weights of large linear layers to 8 bits, but not the output layer's.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
-                the reference on a CPU.
+                exact on a CPU with a C++ compiler, otherwise the reference.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
                 devices and takes the place of ``device``, ``quantization_config`` quantises it.
             adapter: Directory of an adapter that joint training made; it becomes part of the weights.

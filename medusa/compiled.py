@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn.functional import pad
 
 from medusa import packed
 from medusa.attention import AMBIENT, Scoring, TreePlan
@@ -38,7 +39,11 @@ class RecompileLimitError(RuntimeError):
 
 
 class CompiledPass:
-    """A decoder's pass over tree rows as a compiled function; the first call of each kind of shape takes seconds."""
+    """A decoder's pass over tree rows as a compiled function; the first call takes seconds.
+
+    All that a graph computes is computed row by row; attention alone knows sequences. So the rows of all sequences pass
+    as those of one, and a few at least: one graph serves every batch and tree, and a row is the same in each.
+    """
 
     def __init__(self, decoder: DecoderPass) -> None:
         def run(tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor) -> Tensor:
@@ -58,9 +63,12 @@ class CompiledPass:
         Raises:
             RecompileLimitError: Nothing was computed; no later call will be.
         """
+        rows = tokens_BN.numel()
+        tokens_1R, positions_1R = (_enough_rows(x) for x in (tokens_BN, positions_BN))
         try:
             with _ambient(cache, plan):
-                return self._run(tokens_BN.contiguous(), positions_BN.contiguous(), mask)
+                hidden_1RF: Tensor = self._run(tokens_1R, positions_1R, mask)
+            return hidden_1RF[:, :rows].view(*tokens_BN.shape, -1)
         except self._limit_hit as error:
             raise RecompileLimitError("it was compiled too often, as when the number of threads changes") from error
 
@@ -154,10 +162,27 @@ def _attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    keys, values = _now.cache.layers[layer].update(key, value)
-    window, chunk = _now.plan.span(layer)
+    cache, plan = _now.cache, _now.plan
+    query_BHND, key_BKND, value_BKND = (_apart(x, *plan.draft.tokens.shape) for x in (query, key, value))
+    keys, values = cache.layers[layer].update(key_BKND, value_BKND)
+    window, chunk = plan.span(layer)
     scoring = Scoring(scaling, window, softcap, sinks, chunk)
-    return attend_rows(_now.plan, query, keys, values, scoring).contiguous()
+    out_RHD = attend_rows(plan, query_BHND, keys, values, scoring).flatten(0, 1)
+    padded: Tensor = pad(out_RHD, (0, 0, 0, 0, 0, query.shape[2] - len(out_RHD))).contiguous()
+    return padded[None]
+
+
+def _apart(x: Tensor, batch: int, nodes: int) -> Tensor:
+    """Rows [1, H, R, D] of all sequences, and perhaps a few more behind them, as [B, H, N, D]."""
+    rows_HRD = x[0, :, : batch * nodes]
+    return rows_HRD.view(len(rows_HRD), batch, nodes, -1).transpose(0, 1)
+
+
+def _enough_rows(x_BN: Tensor) -> Tensor:
+    """[1, R]: all numbers, and behind a few of them the last one again; linear layers would pad rows one by one."""
+    flat = x_BN.reshape(1, -1)
+    missing = packed.FAST_ROWS - flat.shape[1]
+    return torch.cat([flat, flat[:, -1:].expand(1, missing)], 1) if missing > 0 else flat.contiguous()
 
 
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

@@ -41,6 +41,7 @@ class Int8Linear(nn.Module):
         self.out_features, self.weights = len(weight), weight.numel()
         self._scales, self._zeros = scales, torch.zeros(len(weight), dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self._least_rows = packed.FAST_ROWS if self.weights >= packed.LARGE_WEIGHT else 1
         self.handle = packed.register(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class Int8Linear(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         """The same, outside of any compiler."""
-        return packed.with_enough_rows(self._product, x, self._packed.numel())
+        return packed.with_enough_rows(self._product, x, self._least_rows)
 
     def _product(self, x: Tensor) -> Tensor:
         rows = x.float()

@@ -14,6 +14,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from medusa import exactness
 from medusa.acceptance import DELTA, EPSILON, BuiltRule, build_rule
 from medusa.auto import AutoNodes
 from medusa.base_model import BaseModel, resolve_base
@@ -149,11 +150,11 @@ class MedusaModel:
             base: Directory or Hub id of the base; None = what the heads' config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
-            attention: "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on a GPU,
-                the reference on a CPU.
+            attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
+                a GPU, exact on a CPU with a C++ compiler, otherwise the reference.
             compiled: Compile the base's pass (``torch.compile``; needs a C++ compiler): up to half a minute at the
                 first load, seconds later, and a small model decodes about 1.6 times faster on a CPU. Same weights, but
-                sums are rounded in other places: in bfloat16 a near tie may go the other way.
+                sums are rounded in other places than in a pass that is not compiled.
             int8: LOSSY, for CPUs: round the base's large layers to 8 bits. A base of a billion weights decodes about
                 1.2 times faster, but what it says is no longer what the base says.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
@@ -188,6 +189,7 @@ class MedusaModel:
             base_model = base_model.tapped(config.feature_layers)
         if compiled:
             compile_base(base_model)
+        exactness.find_out(base_model)
         if heads is None or loaded is None:
             return cls(base_model, graph=graph)
         loaded.config = dataclasses.replace(loaded.config, base=base_model.name)

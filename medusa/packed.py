@@ -1,8 +1,8 @@
 """Linear layers reordered once for the CPU's matrix kernels (oneDNN).
 
 Decoding reads every weight for a handful of rows; a plain ``F.linear`` reorders (or strides badly over) the weight on
-every call. The packed layer computes the same sums on the same weights. The operators are private to torch, so they are
-probed once and the plain layer stays where they are missing.
+every call. The packed layer computes the same sums on the same weights, and a row's do not depend on the rows beside
+it. The operators are private to torch, so they are probed once and the plain layer stays where they are missing.
 
 A compiler cannot look into a packed weight: there the layer is the operator ``medusa::packed_linear``, which finds it
 by number.
@@ -17,15 +17,16 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 logger = logging.getLogger(__name__)
 
 ROWS_HINT = 16
-MIN_WEIGHTS = 1 << 14
 FAST_ROWS = 4
 """oneDNN's kernels read a large weight fastest for 3 to 6 rows."""
 LARGE_WEIGHT = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16)
+PROBED_ROWS = 16
 
 LinearFunction = Callable[[Tensor], Tensor]
 
@@ -36,6 +37,7 @@ class PackedLinear(nn.Module):
     Attributes:
         out_features: Columns of the output.
         weights: Numbers in the weight.
+        least_rows: Fewer rows than this are computed among rows of zeros, see ``with_enough_rows``.
         handle: The layer's number for ``medusa::packed_linear``.
     """
 
@@ -46,6 +48,7 @@ class PackedLinear(nn.Module):
             self.weight = linear.weight
         self.out_features, self.weights = linear.weight.shape[0], linear.weight.numel()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
+        self.least_rows = least_rows(*linear.weight.shape, linear.weight.dtype, torch.get_num_threads())
         self.handle = register(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +57,7 @@ class PackedLinear(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         """The same, outside of any compiler."""
-        return with_enough_rows(self._product, x, self.weights)
+        return with_enough_rows(self._product, x, self.least_rows)
 
     def _product(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -66,13 +69,38 @@ class PackedLinear(nn.Module):
         return weight
 
 
-def with_enough_rows(product: LinearFunction, x: Tensor, weights: int) -> Tensor:
-    """``product(x)``, for few rows of x [..., in] and a large weight among rows of zeros: that is a quarter faster."""
+def with_enough_rows(product: LinearFunction, x: Tensor, least: int) -> Tensor:
+    """``product(x)``, for fewer than ``least`` rows of x [..., in] among rows of zeros."""
     rows = x.shape[:-1].numel()
-    if rows >= FAST_ROWS or weights < LARGE_WEIGHT:
+    if rows >= least:
         return product(x)
-    padded = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, FAST_ROWS - rows))
+    padded = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, least - rows))
     return product(padded)[:rows].view(*x.shape[:-1], -1)
+
+
+@cache
+@torch.no_grad()
+def least_rows(columns: int, width: int, dtype: torch.dtype, threads: int) -> int:
+    """With how many rows at least a layer [columns, width] is computed: 1, or ``FAST_ROWS``.
+
+    A few rows may take another kernel with another order of sums, and a row alone then differs from the same row among
+    others. That is tried out once per shape on sums whose terms cancel: what is left is the rounding, order and all.
+    A large weight is always read by ``FAST_ROWS``.
+    """
+    if columns * width >= LARGE_WEIGHT:
+        return FAST_ROWS
+    part, half = torch.sin(torch.arange(columns * (width // 2)).float()).view(columns, -1), width // 2
+    x = torch.cos(torch.arange(PROBED_ROWS * half).float()).view(PROBED_ROWS, -1)
+    weight, rows = (
+        pad(both, (0, width - 2 * half)).to(dtype)
+        for both in (torch.cat([part, part.flip(1)], 1), torch.cat([x, -x.flip(1)], 1))
+    )
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    expected, *few = (
+        torch.ops.mkldnn._linear_pointwise(rows[:count], packed, None, "none", [], "")
+        for count in (PROBED_ROWS, *range(1, FAST_ROWS))
+    )
+    return 1 if all(torch.equal(out, expected[: len(out)]) for out in few) else FAST_ROWS
 
 
 class Opaque(Protocol):
@@ -121,9 +149,9 @@ def stack(layers: Sequence[PackedLinear]) -> PackedLinear:
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
-    """``x -> x @ weight.T + bias`` for frozen weights [out, in], packed where that is worth it."""
+    """``x -> x @ weight.T + bias`` for frozen weights [out, in], packed where that is possible."""
     linear = _linear(weight, bias)
-    module = PackedLinear(linear) if weight.device.type == "cpu" and _worth_packing(linear) else linear
+    module = PackedLinear(linear) if weight.device.type == "cpu" and _packable(linear) else linear
     return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
 
 
@@ -150,7 +178,9 @@ def available(dtype: torch.dtype) -> bool:
 
 
 def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
-    """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced.
+    """Replace every plain ``nn.Linear`` below ``module`` in place; returns how many were replaced.
+
+    Small ones too: sums of the usual kernels depend on how many rows there are.
 
     Args:
         module: Any model.
@@ -160,18 +190,18 @@ def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
 
 
 def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> int:
-    """Replace every large enough ``nn.Linear`` below ``module`` in place; returns how many were replaced."""
+    """Replace every plain ``nn.Linear`` below ``module`` in place; returns how many were replaced."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and _worth_packing(child):
+            if isinstance(child, nn.Linear) and _packable(child):
                 setattr(parent, name, replacement(child))
                 count += getattr(parent, name) is not child
     return count
 
 
-def _worth_packing(linear: nn.Linear) -> bool:
+def _packable(linear: nn.Linear) -> bool:
     """Plain layers with plain weights only: a subclass of either (quantised, say) computes something else."""
     weight = linear.weight
     plain = type(linear) is nn.Linear and type(weight) is nn.Parameter
-    return plain and weight.numel() >= MIN_WEIGHTS and weight.dtype in DTYPES and available(weight.dtype)
+    return plain and weight.dtype in DTYPES and available(weight.dtype)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from medusa import MedusaModel
 
 DEFAULT_HEADS = "runs/demo/heads"
-ATTENTION = ("auto", "reference", "flash", "triton")
+ATTENTION = ("auto", "exact", "reference", "flash", "triton")
 
 EPILOG = """\
 With a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         choices=ATTENTION,
         help="what computes attention over trees (default: %(default)s, the first of triton and flash that"
-        " works on a GPU, reference on a CPU)",
+        " works on a GPU, exact on a CPU with a compiler)",
     )
     model.add_argument(
         "--int8",

@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "reference": "medusa.attention.reference:ReferenceAttention",
+    "exact": "medusa.attention.exact:ExactAttention",
     "flash": "medusa.attention.flash:FlashAttention",
     "triton": "medusa.attention.triton:TritonAttention",
 }
-GPU_PREFERENCE = ("triton", "flash")
-"""By the memory they must move: one pass over keys and values; prefix and tree apart. The reference may copy it all."""
+PREFERENCE = {"cuda": ("triton", "flash"), "cpu": ("exact",)}
+"""On a GPU by the memory they must move: one pass over keys and values; prefix and tree apart. The reference may copy
+it all. On a CPU by what holds: sums of the reference depend on where keys stand."""
 
 
 class Scoring(NamedTuple):
@@ -128,7 +130,7 @@ def choose(
         BackendUnavailableError: The one that is asked for does not run on that device.
     """
     backend, reason = (build(name, device), "asked for") if name != "auto" else _best(device, dtype, layers)
-    chosen = name != "auto" or device.type == "cuda"  # elsewhere there is nothing to choose
+    chosen = name != "auto" or device.type in PREFERENCE  # elsewhere there is nothing to choose
     logger.log(logging.INFO if chosen else logging.DEBUG, "attention %s: %s", backend.name, reason)
     return backend, reason
 
@@ -180,12 +182,10 @@ def least_work(
 
 
 def _best(device: torch.device, dtype: torch.dtype, layers: Sequence["LayerShape"]) -> tuple[TreeAttention, str]:
-    if device.type != "cuda":
-        return build("reference", device), f"the one for {device.type}"
     from medusa.attention.trial import try_out
 
     reasons = []
-    for name in GPU_PREFERENCE:
+    for name in PREFERENCE.get(device.type, ()):
         try:
             backend = build(name, device)
         except BackendUnavailableError as error:
@@ -195,14 +195,14 @@ def _best(device: torch.device, dtype: torch.dtype, layers: Sequence["LayerShape
         if failure is None:
             return backend, "; ".join([*reasons, f"the first that works on {device} in {dtype}"])
         reasons.append(f"{name} {failure}")
-    return build("reference", device), "; ".join(reasons)
+    return build("reference", device), "; ".join(reasons) or f"the one for {device.type}"
 
 
 def _foreign(plan: "TreePlan", key: Tensor, scoring: Scoring) -> str | None:
     """What the reference alone computes."""
     if plan.backend.name == "reference":
         return None
-    if scoring.chunk is not None:
+    if scoring.chunk is not None and plan.backend.name != "exact":
         return "its kernel knows no chunks"
     return None if key.device == plan.lengths.device else f"the layer is on {key.device}, the step's plan is not"
 

@@ -34,7 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 HERE = [name for name in BACKENDS if name != "triton" or INTERPRETED]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-WIDEST = {"triton": torch.float32}
+WIDEST = {"triton": torch.float32, "exact": torch.float32}
 """The best dtype of a backend, where it is not float64."""
 
 
@@ -81,6 +81,10 @@ def test_agrees_with_the_oracle_over_the_grid(backend, case):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(backend, dtype):
+    if backend.name == "exact" and dtype == torch.float16:
+        layer = make(THIN[0], dtype)
+        assert backend.objection(layer.query, layer.key, layer.value, layer.scoring) is not None
+        return
     check(backend, THIN[0], dtype)
 
 
@@ -280,14 +284,17 @@ def test_latent_attention_and_windows_have_shapes_of_their_own():
     assert [s.dim for s in layer_shapes(neox.model, neox.config)] == [8]
 
 
-def test_a_cpu_gets_the_reference():
+def test_a_cpu_gets_exact_sums_where_they_can_be_had():
     backend, reason = choose("auto", CPU, torch.float32)
-    assert (backend.name, reason) == ("reference", "the one for cpu")
+    assert (backend.name, reason) == ("exact", "the first that works on cpu in torch.float32")
+    backend, reason = choose("auto", CPU, torch.float64)
+    assert (backend.name, reason) == ("reference", "exact does not compute in torch.float64")
+    assert choose("auto", torch.device("meta"), torch.float32)[1] == "the one for meta"
 
 
 def test_an_unknown_backend_is_refused_with_the_names():
     with pytest.raises(
-        ValueError, match=r"attention \('fast'\) is not known; choose one of: auto, reference, flash, triton"
+        ValueError, match=r"attention \('fast'\) is not known; choose one of: auto, reference, exact, flash, triton"
     ):
         choose("fast", CPU, torch.float32)
 

@@ -1,0 +1,401 @@
+// Attention of tree rows on a CPU whose sums depend on a row's own text alone, bit by bit.
+//
+// A row at position p adds up the keys at positions 0 .. p in that order, wherever they stand in the cache: committed
+// rows at their positions, then its ancestors in order of depth. Positions are cut into segments with fixed borders.
+// Inside a segment a score is one chain of products along D, weights are relative to the segment's largest score, and
+// each output is one chain along positions; what is hidden weighs 0 and changes no bit. Segments are merged in order.
+// So neither the number of rows, nor the batch, nor the threads, nor who computed the rows before can change a sum.
+//
+// Rows of all query heads that share a key head share each load of a key. Needs GCC's vector extensions (g++, clang++).
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int SEGMENT = 128;  // positions; a multiple of LANES
+constexpr int BLOCK = 48;     // rows (nodes x query heads of a key head) that share a segment's keys
+constexpr int TILE = 6;       // rows in registers
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint16_t bf16;
+
+template <class V, class T> static inline V load(const T* from) { V x; std::memcpy(&x, from, sizeof x); return x; }
+template <class V, class T> static inline void store(T* to, V x) { std::memcpy(to, &x, sizeof x); }
+static inline vf splat(float x) { return x - vf{}; }
+
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+static inline void narrow(float x, float* to) { *to = x; }
+static inline void narrow(float x, bf16* to) {
+    uint32_t bits; std::memcpy(&bits, &x, 4);
+    *to = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+static inline vf wide(const float* from) { return load<vf>(from); }
+static inline vf wide(const bf16* from) { return vf(__builtin_convertvector(load<vh>(from), vu) << 16); }
+template <class T> static inline vf wide(const T* from, int count) {  // the first numbers only, zeros behind them
+    if (count >= LANES) return wide(from);
+    T part[LANES] = {};
+    std::memcpy(part, from, count * sizeof(T));
+    return wide(part);
+}
+
+// e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
+static inline vf exponential(vf x) {
+    vf whole = (x * splat(1.44269504f) + splat(12582912.f)) - splat(12582912.f);
+    vf kept = x < splat(-87.f) ? vf{} : whole;
+    vf r = x - kept * splat(0.693359375f) - kept * splat(-2.12194440e-4f);
+    r = x < splat(-87.f) ? vf{} : r;
+    vf y = splat(1.9875691500e-4f);
+    y = y * r + splat(1.3981999507e-3f);
+    y = y * r + splat(8.3334519073e-3f);
+    y = y * r + splat(4.1665795894e-2f);
+    y = y * r + splat(1.6666665459e-1f);
+    y = y * r + splat(5.0000001201e-1f);
+    y = y * r * r + r + splat(1.f);
+    vf scale = vf((__builtin_convertvector(kept, vi) + 127) << 23);
+    return x < splat(-87.f) ? vf{} : y * scale;
+}
+static inline float exponential(float x) { return exponential(splat(x))[0]; }
+
+template <int S> static inline void swap_blocks(vu* rows) {
+    vu low, high;
+    for (int j = 0; j < LANES; j++) low[j] = j & S ? LANES + j - S : j, high[j] = j & S ? LANES + j : j + S;
+    for (int i = 0; i < LANES; i++)
+        if (!(i & S)) {
+            vu a = rows[i], b = rows[i + S];
+            rows[i] = __builtin_shuffle(a, b, low), rows[i + S] = __builtin_shuffle(a, b, high);
+        }
+}
+static inline void transpose(vu* rows) {
+    swap_blocks<1>(rows), swap_blocks<2>(rows), swap_blocks<4>(rows);
+    if constexpr (LANES == 16) swap_blocks<8>(rows);
+}
+static inline void spread(vu words, float, float* to, int) { store(to, words); }
+static inline void spread(vu words, bf16, float* to, int stride) {  // two numbers to a word, the first low
+    store(to, words << 16), store(to + stride, words & 0xffff0000u);
+}
+
+// Keys [count, dim] to columns of floats [dim][stride]; columns up to a multiple of LANES, and rows behind dim up to a
+// multiple of 2 LANES, are written.
+template <class T> static void turn(const T* keys, int64_t step, int count, int dim, float* to, int stride) {
+    constexpr int PER_WORD = 4 / sizeof(T), WIDE = LANES * PER_WORD;
+    for (int first = 0; first < count; first += LANES)
+        for (int d = 0; d < dim; d += WIDE) {
+            vu rows[LANES];
+            const T* key = keys + first * step + d;
+            if (first + LANES <= count && d + WIDE <= dim)
+                for (int i = 0; i < LANES; i++) rows[i] = load<vu>(key + i * step);
+            else
+                for (int i = 0; i < LANES; i++) {
+                    T part[WIDE] = {};
+                    if (first + i < count) std::memcpy(part, key + i * step, std::min(WIDE, dim - d) * sizeof(T));
+                    rows[i] = load<vu>(part);
+                }
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) spread(rows[i], T(), to + int64_t(d + i * PER_WORD) * stride + first, stride);
+        }
+}
+
+// Products [R, C x LANES] of R queries with turned keys: each a chain along dim.
+template <int R, int C> static void products(const float* query, const float* keys, int dim, int stride, float* out) {
+    vf sums[R][C] = {};
+    for (int d = 0; d < dim; d++) {
+        vf key[C];
+        for (int c = 0; c < C; c++) key[c] = load<vf>(keys + int64_t(d) * stride + c * LANES);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sums[r][c] += splat(query[r * dim + d]) * key[c];
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(out + r * stride + c * LANES, sums[r][c]);
+}
+template <int R> static void products(const float* query, const float* keys, int dim, int stride, int count, float* out) {
+    int k = 0;
+    for (; k + 3 * LANES < count; k += 4 * LANES) products<R, 4>(query, keys + k, dim, stride, out + k);
+    for (; k < count; k += LANES) products<R, 1>(query, keys + k, dim, stride, out + k);
+}
+
+// Adds weights [R, count] times values [count, C x LANES] to sums: each a chain along positions.
+template <int R, int C, class T>
+static void weigh(const float* weights, const T* values, int64_t step, int count, int room, float* sums, int width) {
+    vf total[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) total[r][c] = load<vf>(sums + r * width + c * LANES);
+    for (int j = 0; j < count; j++) {
+        vf value[C];
+        for (int c = 0; c < C; c++) value[c] = C > 1 ? wide(values + j * step + c * LANES) : wide(values + j * step, room);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) total[r][c] += splat(weights[r * SEGMENT + j]) * value[c];
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + r * width + c * LANES, total[r][c]);
+}
+template <int R, class T>
+static void weigh(const float* weights, const T* values, int64_t step, int count, int dim, float* sums, int width) {
+    int d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh<R, 4>(weights, values + d, step, count, 0, sums + d, width);
+    for (; d < dim; d += LANES) weigh<R, 1>(weights, values + d, step, count, dim - d, sums + d, width);
+}
+
+#define FOR_TILES(rows, CALL)                                        \
+    for (int r = 0; r < rows; r += TILE) switch (std::min(TILE, rows - r)) { \
+        case 6: CALL(6); break; case 5: CALL(5); break; case 4: CALL(4); break; \
+        case 3: CALL(3); break; case 2: CALL(2); break; default: CALL(1); }
+
+struct Layer {
+    int64_t batch, heads, kv_heads, nodes, dim, dim_v;
+    const int64_t *lengths, *parents;
+    int64_t parents_b, q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s;
+    const float* sinks;
+    float scaling, softcap;
+    int64_t window, chunk;
+    int64_t groups() const { return heads / kv_heads; }
+    int width() const { return (int(dim_v) + LANES - 1) / LANES * LANES; }
+};
+
+// What the rows of one block see. A row is a node under one of the query heads of a key head.
+struct Rows {
+    int64_t length;
+    const int64_t* parents;
+    int count, node[BLOCK], head[BLOCK];
+    int64_t first[BLOCK], shared[BLOCK], last[BLOCK];  // positions: the first seen, where ancestors leave their places, own
+    int64_t from = INT64_MAX, to = 0;                  // of all rows
+};
+
+struct Scratch {
+    std::vector<float> query, keys, weights, tails, tree_keys, tree_scores, sums, all;
+    std::vector<int64_t> depth, leading;
+};
+
+template <class T> struct Kernel {
+    const Layer& at;
+    const T *query, *key, *value;
+    T* out;
+
+    // depth of each node, and how many of its ancestors (itself included), from the root on, stand at their own position
+    void walk(int64_t b, Scratch& s) const {
+        const int64_t* parents = at.parents + b * at.parents_b;
+        s.depth.assign(at.nodes, 0), s.leading.assign(at.nodes, 1);
+        for (int64_t n = 1; n < at.nodes; n++) {
+            int64_t p = parents[n];
+            s.depth[n] = s.depth[p] + 1;
+            s.leading[n] = s.leading[p] + (s.leading[p] == s.depth[n] && s.depth[n] == n);
+        }
+    }
+
+    Rows begin(int64_t b, int64_t kv, int64_t block, Scratch& s) const {
+        Rows rows;
+        rows.length = at.lengths[b], rows.parents = at.parents + b * at.parents_b;
+        walk(b, s);
+        s.query.resize(BLOCK * at.dim);
+        int64_t first = block * BLOCK, groups = at.groups();
+        rows.count = int(std::min<int64_t>(BLOCK, at.nodes * groups - first));
+        for (int r = 0; r < rows.count; r++) {
+            int64_t n = (first + r) / groups, h = kv * groups + (first + r) % groups;
+            int64_t p = rows.length + s.depth[n];
+            rows.node[r] = int(n), rows.head[r] = int(h), rows.last[r] = p;
+            rows.shared[r] = rows.length + s.leading[n];
+            rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
+            rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
+            const T* q = query + b * at.q_b + h * at.q_h + n * at.q_n;
+            for (int64_t d = 0; d < at.dim; d++) s.query[r * at.dim + d] = widen(q[d]);
+        }
+        return rows;
+    }
+
+    // One segment: the largest score of each row, the sum of its weights, and the weighted sum of values [rows][width].
+    void segment(const Rows& rows, int64_t b, int64_t kv, int64_t index, Scratch& s, float* top, float* total, float* sums) const {
+        const int64_t start = index * SEGMENT, stop = start + SEGMENT;
+        const int dim = int(at.dim), width = at.width();
+        std::fill(top, top + rows.count, NOTHING), std::fill(total, total + rows.count, 0.f);
+        std::fill(sums, sums + rows.count * width, 0.f);
+        if (stop <= rows.from || start >= rows.to) return;
+        int64_t shared = 0;
+        bool tails = false;
+        for (int r = 0; r < rows.count; r++) {
+            shared = std::max(shared, rows.shared[r]);
+            tails |= rows.shared[r] <= rows.last[r] && rows.last[r] >= start;
+        }
+        const int64_t low = std::max(start, rows.from);
+        const int skipped = int(low - start) / LANES * LANES;  // positions that no row sees: a window has passed
+        const int count = int(std::max<int64_t>(0, std::min(stop, shared) - start - skipped));
+        const T* keys = key + b * at.k_b + kv * at.k_h;
+        const T* values = value + b * at.v_b + kv * at.v_h;
+        s.keys.resize((at.dim + 2 * LANES) * SEGMENT), s.weights.resize(BLOCK * SEGMENT);
+        if (count > 0) {
+            turn(keys + (start + skipped) * at.k_s, at.k_s, count, dim, s.keys.data(), SEGMENT);
+#define CALL(R) products<R>(&s.query[r * dim], s.keys.data(), dim, SEGMENT, count, &s.weights[r * SEGMENT + skipped])
+            FOR_TILES(rows.count, CALL)
+#undef CALL
+        }
+        const int nodes = int(at.nodes), stride = (nodes + LANES - 1) / LANES * LANES;
+        if (tails) {
+            s.tree_keys.resize(int64_t(dim + 2 * LANES) * stride), s.tree_scores.resize(int64_t(BLOCK) * stride);
+            turn(keys + rows.length * at.k_s, at.k_s, nodes, dim, s.tree_keys.data(), stride);
+#define CALL(R) products<R>(&s.query[r * dim], s.tree_keys.data(), dim, stride, nodes, &s.tree_scores[int64_t(r) * stride])
+            FOR_TILES(rows.count, CALL)
+#undef CALL
+        }
+        for (int r = 0; r < rows.count; r++) {
+            float* weights = &s.weights[r * SEGMENT];
+            const int64_t seen = std::min(rows.shared[r], stop), first = std::max(rows.first[r], start);
+            for (int64_t p = start; p < std::min(first, stop); p++) weights[p - start] = NOTHING;
+            for (int64_t p = std::max(seen, start); p < stop; p++) weights[p - start] = NOTHING;
+            if (rows.shared[r] <= rows.last[r]) {
+                int64_t p = rows.last[r];
+                for (int64_t n = rows.node[r]; p >= rows.shared[r] && p >= first; n = rows.parents[n], p--)
+                    if (p < stop) weights[p - start] = s.tree_scores[int64_t(r) * stride + n];
+            }
+            normalise(weights, top[r], total[r]);
+        }
+        accumulate(rows, values, start, stop, skipped, count, s, sums, width);
+    }
+
+    void normalise(float* weights, float& top, float& total) const {
+        vf best = splat(NOTHING);
+        for (int j = 0; j < SEGMENT; j += LANES) {
+            vf x = load<vf>(weights + j);
+            vf scaled = x * splat(at.scaling);
+            if (at.softcap > 0) {
+                vf y = scaled / splat(at.softcap);
+                vf size = y < vf{} ? -y : y;
+                vf e = exponential(splat(-2.f) * size);
+                vf t = (splat(1.f) - e) / (splat(1.f) + e);
+                scaled = splat(at.softcap) * (y < vf{} ? -t : t);
+            }
+            x = x == splat(NOTHING) ? x : scaled;
+            store(weights + j, x);
+            best = x > best ? x : best;
+        }
+        for (int j = 0; j < LANES; j++) top = std::max(top, float(best[j]));
+        if (top == NOTHING) { std::fill(weights, weights + SEGMENT, 0.f); return; }
+        vf sum = {};
+        for (int j = 0; j < SEGMENT; j += LANES) {
+            vf x = exponential(load<vf>(weights + j) - splat(top));
+            store(weights + j, x);
+            sum += x;
+        }
+        for (int j = 0; j < LANES; j++) total += sum[j];
+    }
+
+    // Shared positions for all rows together, a row's own ancestors behind them.
+    void accumulate(const Rows& rows, const T* values, int64_t start, int64_t stop, int skipped, int count, Scratch& s,
+                    float* sums, int width) const {
+        s.tails.resize(BLOCK * SEGMENT);
+        for (int r = 0; r < rows.count; r++)
+            for (int64_t p = std::max(rows.shared[r], start); p <= rows.last[r] && p < stop; p++)
+                s.tails[r * SEGMENT + p - start] = std::exchange(s.weights[r * SEGMENT + p - start], 0.f);
+#define CALL(R) weigh<R>(&s.weights[r * SEGMENT + skipped], values + (start + skipped) * at.v_s, at.v_s, count, int(at.dim_v), sums + r * width, width)
+        if (count > 0) FOR_TILES(rows.count, CALL)
+#undef CALL
+        int64_t path[SEGMENT];
+        for (int r = 0; r < rows.count; r++) {
+            const int64_t own = std::max(rows.shared[r], start), end = std::min(rows.last[r] + 1, stop);
+            if (own >= end) continue;
+            int64_t n = rows.node[r];
+            for (int64_t p = rows.last[r]; p >= own; n = rows.parents[n], p--)
+                if (p < stop) path[p - start] = n;
+            for (int64_t p = own; p < end; p++)
+                for (int d = 0; d < at.dim_v; d += LANES) {
+                    vf sum = load<vf>(sums + r * width + d);
+                    sum += splat(s.tails[r * SEGMENT + p - start]) *
+                           wide(values + (rows.length + path[p - start]) * at.v_s + d, int(at.dim_v) - d);
+                    store(sums + r * width + d, sum);
+                }
+        }
+    }
+
+    // Brings a segment to those before it; segments come in order, empty ones change nothing.
+    void merge(int count, const float* top, const float* total, const float* sums, float* tops, float* totals, float* all) const {
+        const int width = at.width();
+        for (int r = 0; r < count; r++) {
+            if (top[r] == NOTHING) continue;
+            const float best = std::max(top[r], tops[r]);
+            const float before = exponential(tops[r] - best), now = exponential(top[r] - best);
+            tops[r] = best;
+            totals[r] = totals[r] * before + total[r] * now;
+            for (int d = 0; d < width; d += LANES)
+                store(all + r * width + d, load<vf>(all + r * width + d) * splat(before) + load<vf>(sums + r * width + d) * splat(now));
+        }
+    }
+
+    void finish(const Rows& rows, int64_t b, float* tops, float* totals, float* all) const {
+        const int width = at.width();
+        for (int r = 0; r < rows.count; r++) {
+            float total = totals[r], factor = 1;
+            if (at.sinks) {
+                const float sink = at.sinks[rows.head[r]], best = std::max(sink, tops[r]);
+                factor = exponential(tops[r] - best);
+                total = total * factor + exponential(sink - best);
+            }
+            T* to = out + ((b * at.nodes + rows.node[r]) * at.heads + rows.head[r]) * at.dim_v;
+            for (int64_t d = 0; d < at.dim_v; d++) narrow(all[r * width + d] * factor / total, to + d);
+        }
+    }
+
+    void run(int threads) const {
+        const int64_t blocks = (at.nodes * at.groups() + BLOCK - 1) / BLOCK, units = at.batch * at.kv_heads * blocks;
+        const int width = at.width();
+        int64_t segments = 1;
+        for (int64_t b = 0; b < at.batch; b++) segments = std::max(segments, (at.lengths[b] + at.nodes - 1) / SEGMENT + 1);
+        // Few rows: segments are spread over the threads too. Either way the same numbers are merged in the same order.
+        const bool apart = units < 4 * threads && threads > 1 && segments > 1;
+        const int64_t parts = apart ? segments : 1, part = BLOCK * (width + 2);
+        std::vector<float> partial(units * parts * part);
+#pragma omp parallel num_threads(threads)
+        {
+            thread_local Scratch s;
+            const auto place = [&](int64_t unit, int64_t index) { return partial.data() + (unit * parts + index) * part; };
+            const auto start = [&](int64_t unit) { return begin(unit / blocks / at.kv_heads, unit / blocks % at.kv_heads, unit % blocks, s); };
+            if (apart) {
+#pragma omp for schedule(dynamic)
+                for (int64_t item = 0; item < units * segments; item++) {
+                    const int64_t unit = item / segments, index = item % segments;
+                    float* to = place(unit, index);
+                    segment(start(unit), unit / blocks / at.kv_heads, unit / blocks % at.kv_heads, index, s, to, to + BLOCK, to + 2 * BLOCK);
+                }
+            }
+#pragma omp for schedule(dynamic)
+            for (int64_t unit = 0; unit < units; unit++) {
+                const Rows rows = start(unit);
+                const int64_t b = unit / blocks / at.kv_heads, kv = unit / blocks % at.kv_heads;
+                float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
+                std::fill(tops, tops + BLOCK, NOTHING);
+                s.all.assign(BLOCK * width, 0.f), s.sums.resize(BLOCK * width);
+                for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
+                    if (apart) {
+                        const float* from = place(unit, index);
+                        merge(rows.count, from, from + BLOCK, from + 2 * BLOCK, tops, totals, s.all.data());
+                    } else {
+                        segment(rows, b, kv, index, s, top, total, s.sums.data());
+                        merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());
+                    }
+                }
+                finish(rows, b, tops, totals, s.all.data());
+            }
+        }
+    }
+};
+
+// shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
+// query [batch, head, node], key and value [batch, head, row]. The output is [batch, node, head, Dv], contiguous.
+extern "C" void medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
+                                 const void* query, const void* key, const void* value, void* out, const float* sinks,
+                                 float scaling, float softcap) {
+    const int64_t* s = shape + 8;
+    const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
+                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7]};
+    if (half) Kernel<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(threads);
+    else Kernel<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(threads);
+}

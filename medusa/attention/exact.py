@@ -1,0 +1,60 @@
+"""The exact backend: a C++ kernel for CPUs whose sums depend on a row's own text alone, bit by bit (``exact.cpp``).
+
+Rows of a tree, of plain decoding, of a prefill in chunks of any size and of any batch come out equal.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from medusa import native
+from medusa.attention.base import BackendUnavailableError, Scoring
+from medusa.attention.plan import TreePlan
+
+SOURCE = Path(__file__).with_name("exact.cpp")
+NUMBERS = ctypes.c_int64 * 18
+_POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+
+
+class ExactAttention:
+    """Keys summed in order of position, in blocks with fixed borders, in float32; each sequence to its own length."""
+
+    name = "exact"
+    recordable = False
+    dtypes = frozenset({torch.float32, torch.bfloat16})
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise BackendUnavailableError(f"attention (exact) is a CPU's, not for {device}; choose another")
+        try:
+            self._kernel = native.load(SOURCE).medusa_attention
+        except native.NativeUnavailableError as error:
+            raise BackendUnavailableError(f"attention (exact): {error}; or choose reference") from error
+        self._kernel.restype = None
+        self._kernel.argtypes = [_INT, _INT, NUMBERS, *[_POINTER] * 7, _FLOAT, _FLOAT]
+
+    def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
+        """Dtypes that the kernel does not know."""
+        known = query.dtype in self.dtypes and query.dtype == key.dtype == value.dtype
+        return None if known else f"its kernel does not compute in {query.dtype}"
+
+    def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """See ``TreeAttention.attend``; the result is a transposed view of [B, N, H, Dv]."""
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        (batch, heads, nodes, dim), dim_v, parents = query.shape, value.shape[-1], plan.draft.parents
+        parents = parents if parents.stride(-1) == 1 else parents.contiguous()
+        lengths = plan.lengths.contiguous()
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+        out = query.new_empty(batch, nodes, heads, dim_v)
+        numbers = NUMBERS(
+            batch, heads, key.shape[1], nodes, dim, dim_v, scoring.window or 0, scoring.chunk or 0,
+            parents.stride(0), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        )  # fmt: skip
+        self._kernel(
+            query.dtype == torch.bfloat16, torch.get_num_threads(), numbers, lengths.data_ptr(), parents.data_ptr(),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
+        )  # fmt: skip
+        return out.transpose(1, 2)

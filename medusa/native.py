@@ -1,0 +1,79 @@
+"""Small C++ kernels: built once with the system's compiler, kept in the user's cache, called through ctypes."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from medusa.files import replace_file
+
+logger = logging.getLogger(__name__)
+
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC")
+TIMEOUT = 120
+"""Seconds; a kernel compiles in a few."""
+
+
+class NativeUnavailableError(RuntimeError):
+    """A kernel cannot be built or loaded here."""
+
+
+def cache_directory() -> Path:
+    """Where built kernels are kept, by default ``~/.cache/medusa``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa"
+
+
+@cache
+def load(source: Path) -> ctypes.CDLL:
+    """The library that a source file compiles to; built where the cache has none for this source, compiler and CPU.
+
+    Raises:
+        NativeUnavailableError: There is no compiler, it fails, or what it makes cannot be loaded.
+    """
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailableError(f"no C++ compiler ({', '.join(COMPILERS)}) is on the path; install one")
+    try:
+        library = cache_directory() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(library, lambda beside: _build(source, compiler, beside))
+            logger.info("kernel %s is built: %s", source.name, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise NativeUnavailableError(f"kernel ({source.name}) does not build or load: {said.strip()[-500:]}") from error
+
+
+def _build(source: Path, compiler: str, library: Path) -> None:
+    objects = library.with_suffix(".o")
+    try:
+        _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
+        # Linked without OpenMP: it shares the threads of torch's, which is loaded; two sets would wait for each other.
+        _run([compiler, "-shared", str(objects), "-o", str(library)])
+    finally:
+        objects.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT).stdout
+
+
+def _fingerprint(source: Path, compiler: str) -> str:
+    """A name that changes with the source, the compiler, its flags and the CPU that "native" means."""
+    parts = (source.read_bytes(), _run([compiler, "--version"]).encode(), " ".join(FLAGS).encode(), _cpu().encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

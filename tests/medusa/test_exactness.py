@@ -1,0 +1,246 @@
+"""Plain decoding's tokens in any dtype: rows are equal bit by bit, whatever passes they are computed in.
+
+The same comparisons are made with the reference backend, where they must fail: sums there depend on where keys stand.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import resolve_base_name
+from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads, exactness, native
+from medusa.attention.base import choose
+from medusa.packed import PackedLinear, available
+from medusa.self_test import compile_base
+from medusa.step import prefill
+from tests.medusa.attention_cases import FEATURES, Case, make
+
+CPU = torch.device("cpu")
+HALF, SINGLE = torch.bfloat16, torch.float32
+DTYPES = [pytest.param(HALF, id="bfloat16"), pytest.param(SINGLE, id="float32")]
+SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 5}}
+TEXTS = [
+    "def read_lines(path):\n    with open(path) as file:\n", "class Stack:\n    def __init__(self):\n", "import os\n\n",
+    "    for name in names:\n        if name", "def test_add():\n    assert add(1, 2) == 3\n\ndef test_add_", "x = [",
+]  # fmt: skip
+
+
+def load(directory, dtype, attention="auto"):
+    base = BaseModel.load(directory, dtype, "cpu", pack=True, attention=attention)
+    if base.attention.name not in ("exact", attention):
+        pytest.skip("there is no C++ compiler here")
+    return base
+
+
+def with_random_heads(base):
+    """Heads that are wrong mostly; with prompt lookup beside them some drafts are right."""
+    torch.manual_seed(1)
+    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 4, architecture="recurrent"))
+    heads.init_from_base(base.lm_head_weight.float())
+    for parameter in heads.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return MedusaModel(base, heads)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def base(request):
+    return load(resolve_base_name("embedded"), request.param)
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    return with_random_heads(base)
+
+
+def test_rows_are_equal_in_passes_of_any_size(base):
+    exactness.find_out(base)
+    assert base.exact, "the log says what differs"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_comparison_fails_where_sums_depend_on_places(dtype):
+    old = load(resolve_base_name("embedded"), dtype, "reference")
+    assert exactness._difference(old) is not None
+    exactness.find_out(old)
+    assert old.exact is False
+
+
+@pytest.mark.parametrize("settings", SAMPLING)
+def test_trees_and_batches_write_what_plain_decoding_writes(model, settings):
+    options = {"max_new_tokens": 40, **SAMPLING[settings]}
+    plain = [model.generate(text, nodes=1, **options).tokens for text in TEXTS]
+    for nodes in (4, 16, None, None):  # what is learned from the third makes other trees in the fourth
+        outputs = model.generate(TEXTS, nodes=nodes, **options)
+        assert [output.tokens for output in outputs] == plain
+    assert [model.generate(text, nodes=16, **options).tokens for text in TEXTS] == plain
+    assert sum(output.steps for output in outputs) < sum(map(len, plain)), "some drafts were right"
+
+
+def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
+    prompt = [(31 * i + 7) % base.vocab_size for i in range(300)]
+    states, caches = [], []
+    for chunk, cached in ((512, 0), (64, 0), (7, 0), (512, 130), (1, 290)):
+        cache = base.new_cache(1, 400)
+        if cached:
+            prefill(base, cache, [prompt[: cached + 1]], chunk=33)
+        states.append(prefill(base, cache, [prompt], chunk=chunk).hidden)
+        caches.append(
+            torch.cat([rows[:, :299].flatten() for layer in cache.layers for rows in (layer.keys, layer.values)])
+        )
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert all(torch.equal(rows, caches[0]) for rows in caches)
+
+
+def test_a_kept_prefix_changes_nothing(model):
+    prefix, prompt = Prefix(), model.base.tokenizer(TEXTS[0]).input_ids
+    first = model.generate(prompt, prefix=prefix, max_new_tokens=20, nodes=16)
+    second = [*prompt, *first.tokens[:13], *model.base.tokenizer(TEXTS[1]).input_ids]
+    with_prefix = model.generate(second, prefix=prefix, max_new_tokens=40, nodes=16)
+    assert with_prefix.cached_tokens > len(prompt)
+    assert with_prefix.tokens == model.generate(second, max_new_tokens=40, nodes=1).tokens
+
+
+@pytest.fixture(scope="module")
+def exact():
+    backend, reason = choose("auto", CPU, HALF)
+    if backend.name != "exact":
+        pytest.skip(reason)
+    return backend
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [Case(groups=3, lengths=(300, 127, 0)), *FEATURES.values()], ids=str)
+def test_a_row_of_a_tree_is_the_row_of_its_path(exact, case, dtype):
+    """Each node once more as the last row of a chain whose keys stand at their positions; nothing else in the batch."""
+    layer = make(case, dtype)
+    together = layer.run(exact)
+    for b, length in enumerate(case.lengths):
+        parents = layer.draft.parents[b].tolist()
+        for node in range(case.nodes):
+            nodes = [node]
+            while nodes[0]:
+                nodes.insert(0, parents[nodes[0]])
+            alone = make(Case(**{**vars(case), "nodes": len(nodes), "lengths": (length,), "shape": "chain"}), dtype)
+            alone.scoring = layer.scoring
+            alone.query = layer.query[b : b + 1, :, nodes]
+            rows = [*range(length), *(length + index for index in nodes)]
+            alone.key, alone.value = layer.key[b : b + 1, :, rows], layer.value[b : b + 1, :, rows]
+            assert torch.equal(alone.run(exact)[0, :, -1], together[b, :, node])
+
+
+def test_threads_change_nothing(exact):
+    outputs, threads = [], torch.get_num_threads()
+    layer = make(Case(nodes=5, groups=3, lengths=(700,)), HALF)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outputs.append(layer.run(exact))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    native.load.cache_clear()
+    try:
+        backend, reason = choose("auto", CPU, HALF)
+    finally:
+        native.load.cache_clear()
+    assert backend.name == "reference"
+    assert "no C++ compiler (g++, clang++, c++) is on the path" in reason
+
+
+def test_a_kernel_that_does_not_build_says_why_and_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "broken.cpp"
+    source.write_text("int main( {")
+    with pytest.raises(native.NativeUnavailableError, match=r"kernel \(broken.cpp\) does not build or load: .*error"):
+        native.load(source)
+    assert not list((tmp_path / "cache" / "medusa").iterdir())
+
+
+def test_a_kernel_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    assert native.load(source).seven() == 7
+    (built,) = (tmp_path / "cache" / "medusa").iterdir()
+    native.load.cache_clear()
+    monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("it is there"))
+    assert native.load(source).seven() == 7
+    assert built.name.startswith("small-")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(576, 1536), (320, 1280), (192, 576), (48, 32), (2048, 1024)], ids=str)
+def test_a_row_of_a_linear_layer_does_not_depend_on_how_many_there_are(shape, dtype):
+    """Terms cancel: what is left shows the order of the sums even in bfloat16."""
+    if not available(dtype):
+        pytest.skip("this torch has no oneDNN packing")
+    columns, width = shape
+    layer = torch.nn.Linear(width, columns, bias=False, dtype=dtype)
+    half, x = layer.weight.data[:, : width // 2], torch.randn(200, width // 2).to(dtype)
+    layer.weight.data, x = torch.cat([half, half.flip(1)], 1), torch.cat([x, -x.flip(1)], 1)
+    packed = PackedLinear(layer)
+    expected = packed(x)
+    assert expected.abs().max() > 0
+    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 129):
+        assert torch.equal(packed(x[:rows]), expected[:rows])
+        assert torch.equal(packed(x[-rows:]), expected[-rows:])
+
+
+QUESTIONS = [
+    question.format(topic)
+    for question in (
+        "Explain {}.", "Write a short story about {}.", "What do you know about {}?", "List five facts about {}.",
+    )
+    for topic in (
+        "the sea", "trains", "a lost key", "the number seven", "bread", "Rome", "recursion", "owls", "the moon",
+        "chess", "glass", "a river", "coffee", "maps", "violins", "winter",
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["embedded", "smollm2"])
+def directory(request):
+    if request.param == "embedded":
+        return resolve_base_name("embedded")
+    path = os.environ.get("MEDUSA_SMOLLM2")
+    if not path or not Path(path).is_dir():
+        pytest.skip("MEDUSA_SMOLLM2 names no directory of SmolLM2-135M-Instruct")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_64_prompts_half_precision(directory, compiled):
+    check_prompts(directory, HALF, compiled)
+
+
+@pytest.mark.slow
+def test_64_prompts_single_precision(directory):
+    check_prompts(directory, SINGLE, compiled=False)
+
+
+def check_prompts(directory, dtype, compiled, count=64, new=64):
+    """All texts of trees of 4, of 16 and of automatic size, alone and in batches of 4, are those of plain decoding."""
+    base = load(directory, dtype)
+    if compiled:
+        assert compile_base(base)
+    exactness.find_out(base)
+    assert base.exact
+    model = with_random_heads(base)
+    prompts = [model.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[:count]]
+    for name, settings in SAMPLING.items():
+        options = {"max_new_tokens": new, **settings}
+        plain = [model.generate(prompt, nodes=1, **options).tokens for prompt in prompts]
+        for nodes in (1, 4, 16, None):
+            for batch in (1, 4):
+                groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+                outputs = [output for group in groups for output in model.generate(group, nodes=nodes, **options)]
+                same = sum(output.tokens == text for output, text in zip(outputs, plain, strict=True))
+                assert same == len(prompts), f"{name}, nodes {nodes}, batch {batch}: {same} of {len(prompts)} are equal"
