@@ -3,14 +3,13 @@
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
 
-from medusa.files import replace_file
+from medusa.files import cache_directory, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +21,6 @@ TIMEOUT = 120
 
 class NativeUnavailableError(RuntimeError):
     """A kernel cannot be built or loaded here."""
-
-
-def cache_directory() -> Path:
-    """Where built kernels are kept, by default ``~/.cache/medusa``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa"
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads, smollm2
 from medusa.cost import StepCosts
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
@@ -30,6 +30,17 @@ def step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr("medusa.auto.known_costs", lambda known_by, measure: costs)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_directory() -> str:
+    """SmolLM2-135M-Instruct, a real base, kept in the clone's own cache; for slow tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(Path(__file__).parent.parent / ".cache"))
+        try:
+            return smollm2.locate("smollm2")
+        except OSError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,6 @@
 The same comparisons are made with the reference backend, where they must fail: sums there depend on where keys stand.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -207,12 +204,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module", params=["embedded", "smollm2"])
 def directory(request):
-    if request.param == "embedded":
-        return resolve_base_name("embedded")
-    path = os.environ.get("MEDUSA_SMOLLM2")
-    if not path or not Path(path).is_dir():
-        pytest.skip("MEDUSA_SMOLLM2 names no directory of SmolLM2-135M-Instruct")
-    return path
+    return request.getfixturevalue("smollm2_directory") if request.param == "smollm2" else resolve_base_name("embedded")
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The load-time check finds planted faults, in one layer too and in half precision, and takes no rounding for one."""
 
-import os
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,11 +38,8 @@ def test_equally_right_passes_are_not_refused(deep, monkeypatch):
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
-def real(request) -> BaseModel:
-    directory = os.environ.get("MEDUSA_SMOLLM2")
-    if not directory:
-        pytest.skip("MEDUSA_SMOLLM2 names no directory of SmolLM2-135M-Instruct")
-    return BaseModel.load(directory, dtype=request.param, device="cpu", pack=True)
+def real(request, smollm2_directory) -> BaseModel:
+    return BaseModel.load(smollm2_directory, dtype=request.param, device="cpu", pack=True)
 
 
 @pytest.mark.slow

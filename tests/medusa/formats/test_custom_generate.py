@@ -396,14 +396,14 @@ SHAPE = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 GPT = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 48}
-GPT_NEO = {"num_layers": 2, "num_heads": 4, "window_size": 16}
+GPT_NEO = {"num_layers": 3, "num_heads": 4, "window_size": 16}
 FAMILIES = {
     "cohere2": {"sliding_window": 7, "logit_scale": 0.5},
     "falcon": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma2": {"sliding_window": 7, "final_logit_softcapping": 8.0},
     "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt2": GPT | {"n_positions": 45},
-    "gpt_neo": GPT_NEO | {"attention_types": [[["global"], 2]]},
+    "gpt_neo": GPT_NEO | {"attention_types": [[["global"], 3]]},
     "granite": {"logits_scaling": 2.0},
     "llama": {"sliding_window": 7},  # which no layer applies
     "mistral": {"sliding_window": 7},
@@ -452,7 +452,11 @@ def test_families(family, small_heads):
             {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
             "verify trees: attention of layer . differs",
         ),
-        ("gpt_neo", GPT_NEO | {"attention_types": [[["global", "local"], 1]]}, "attention of layer 2 differs"),
+        (
+            "gpt_neo",
+            GPT_NEO | {"attention_types": [[["global", "local", "global"], 1]]},
+            "layer 2 differs",
+        ),
         ("bloom", {"n_layer": 3, "n_head": 4}, "cannot verify trees"),
         ("mamba", {}, "is not a decoder with attention"),
         ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 5}, "cannot verify trees"),
