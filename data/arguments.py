@@ -1,6 +1,7 @@
-"""Values on command lines that several commands take."""
+"""What command lines have in common: values that several commands take, and where messages go."""
 
 import argparse
+import logging
 from collections.abc import Callable
 
 
@@ -13,3 +14,9 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def show_messages() -> None:
+    """Warnings go to stderr, and so does what a base that is downloaded says meanwhile."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("medusa.smollm2").setLevel(logging.INFO)

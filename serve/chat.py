@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.arguments import show_messages
 from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, tree_budget
 from serve.repl import Repl
 from serve.terminal import Terminal
@@ -215,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     args = parser.parse_args(argv)
+    show_messages()
     try:
         settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     except ValueError as error:

@@ -9,7 +9,6 @@ the repository.
 import argparse
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import shutil
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.arguments import at_least
+from data.arguments import at_least, show_messages
 from serve.demo_report import publish
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
     """
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    show_messages()
     run = Path(options.run).resolve()
     began = time.monotonic()
     try:

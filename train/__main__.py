@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     talks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("train").setLevel(logging.INFO if talks else logging.CRITICAL)
+    for name in ("train", "medusa.smollm2"):
+        logging.getLogger(name).setLevel(logging.INFO if talks else logging.CRITICAL)
     if not talks:
         logging.getLogger("medusa").setLevel(logging.ERROR)  # what it says of the base is the same everywhere
     logger = logging.getLogger("train")

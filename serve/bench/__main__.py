@@ -1,13 +1,13 @@
 """``medusa-bench``: what a decode step costs on this machine, beside what it could cost at best."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data import EMBEDDED, resolve_base_name
+from data.arguments import show_messages
 from serve.bench.arguments import build_parser
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = build_parser().parse_args(words, argparse.Namespace(words=words))
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    show_messages()
     try:
         for name in ("json", "picture", "out"):
             if path := getattr(options, name, None):
