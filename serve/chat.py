@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from medusa import MedusaModel
 
 DEFAULT_HEADS = "runs/demo/heads"
-ATTENTION = ("auto", "exact", "reference", "flash", "triton")
+ATTENTION = ("auto", "reference", "exact", "flash", "triton")
 
 EPILOG = """\
 With a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
