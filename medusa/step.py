@@ -143,7 +143,7 @@ class EagerSteps:
     def __init__(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> None:
         self._parts = (base, cache, drafter, rule)
         self._state = state
-        self._numbers = list(range(len(state.roots)))  # of the sequences that are still in the batch
+        self._numbers = list(range(cache.slots))  # of the sequences that are still in the batch
         self._all = len(self._numbers)
 
     def next(self) -> list[list[int]]:

@@ -90,7 +90,7 @@ def test_second_setup_calls_no_pip(clone):
     assert clone.launch("setup").returncode == 0
     (torch, everything) = clone.calls(" pip --disable")
     assert torch.endswith("-c constraints.txt setuptools torch")
-    assert "-c constraints.txt -e .[train,serve,demo,dev]" in everything
+    assert "-c constraints.txt -e .[train,serve,demo,smollm2,dev]" in everything
     assert clone.launch("test", "-x").returncode == 0
     assert len(clone.calls(" pip --disable")) == 2
     assert clone.calls("-m pytest -n auto --maxprocesses 8 --dist loadfile -x")

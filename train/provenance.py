@@ -38,8 +38,8 @@ def provenance(
         "recipe": resolved(recipe),
         "base": {
             "name": base.name,
-            "source": base.source or None,
             "revision": getattr(base.model.config, "_commit_hash", None),
+            **({"source": base.source} if base.source else {}),
             "training": "changed by adapter/: its answers are not the original's" if recipe.lora.rank else "frozen",
         },
         "figures": figures,

@@ -3,6 +3,7 @@
 import torch
 
 from medusa.attention import Scoring, hook
+from medusa.attention.base import build
 from medusa.attention.plan import TreePlan
 from medusa.cache import SlotLayer
 from medusa.tree import Draft
@@ -55,9 +56,10 @@ def plant(monkeypatch, base, kind: str, layers=None) -> None:
 
 
 def changed(plan: TreePlan, ancestors) -> TreePlan:
+    """The same plan with other ancestors, for the reference, which reads these and not the parents."""
     draft = plan.draft
     draft = Draft(draft.tokens, draft.parents, draft.depths, ancestors, draft.depth)
-    return TreePlan(draft, plan.lengths, plan.kv_length, plan.backend, plan.spans)
+    return TreePlan(draft, plan.lengths, plan.kv_length, build("reference", plan.lengths.device), plan.spans)
 
 
 def mask(plan, *rest):

@@ -115,6 +115,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
     for layer in (model.lm_head, model.model.embed_tokens):
         layer._hf_hook = SimpleNamespace(execution_device="meta")
     meta, heads = BaseModel(model, None), make_heads().float().to("meta")
+    meta.spans = base.spans  # rules of masks cannot be asked for without values
     drafter, rule = DRAFTERS[name](heads, meta), build_rule(SETTINGS[settings].get("acceptance"), "meta", **config)
     cache = meta.new_cache(2, 64)
     with torch.inference_mode():
