@@ -155,17 +155,15 @@ def test_float32_compiles_for_hopper(dim, everything):
         *(
             pytest.param(card, dim, marks=pytest.mark.slow)
             for card in SHARED_MEMORY
-            for dim in DIMS
-            if card != HOPPER and (card, dim) != (89, 256)
+            for dim in (128, 256)
+            if card not in (HOPPER, 89)
         ),
     ],
 )
 def test_every_tile_fits_every_card(card, dim):
-    """All sizes of blocks with and without windows; of cards and dtypes that compile alike the dtypes take turns."""
-    for rows in ROWS:
-        for everything in (False, True):
-            dtype = "fp16" if card == 75 else ("fp16", "bf16")[(ROWS.index(rows) + card + everything) % 2]
-            check_split(dtype, dim, rows, everything, card)
+    """The largest heads, with windows, in blocks of a step and of a prefill; compiling all sizes takes half an hour."""
+    for rows in (32, 256):
+        check_split("bf16" if card > 75 else "fp16", dim, rows, True, card)
     check_split("fp32", dim, 256, True, card)
 
 
