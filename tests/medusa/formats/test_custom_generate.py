@@ -403,7 +403,6 @@ FAMILIES = {
     "gemma2": {"sliding_window": 7, "final_logit_softcapping": 8.0},
     "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt2": GPT | {"n_positions": 45},
-    "gpt_neo": GPT_NEO | {"attention_types": [[["global"], 3]]},
     "granite": {"logits_scaling": 2.0},
     "llama": {"sliding_window": 7},  # which no layer applies
     "mistral": {"sliding_window": 7},
