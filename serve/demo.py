@@ -116,9 +116,7 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
 
 def _compare_real(count: int, rounds: int, compiled: bool) -> dict[str, Any] | None:
     """The fourth stage: a real chat model with heads of the repository; None where the model cannot be had."""
-    _say(
-        "4/4  a real chat model, SmolLM2-135M-Instruct, with the heads of data/pretrained/smollm2; loading takes a minute"
-    )
+    _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
     from data import shipped_heads
     from medusa import MedusaModel
     from serve.figures import measure
