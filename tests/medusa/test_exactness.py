@@ -204,7 +204,7 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-PROMPTS = int(os.environ.get("MEDUSA_EXACT_PROMPTS", "8"))
+PROMPTS = int(os.environ.get("MEDUSA_EXACT_PROMPTS", "4"))
 """Of the comparison below; 64 take an hour."""
 
 
