@@ -186,7 +186,7 @@ def test_the_whole_demo_in_small(tmp_path):
         env=os.environ | {"NPROC": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr
