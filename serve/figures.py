@@ -100,4 +100,5 @@ def _sample(model: MedusaModel, prompts: Sequence[list[int]], timing: Timing, ne
         (tokenizer.decode([token], skip_special_tokens=True), drafted)
         for token, drafted in zip(output.tokens, output.drafted, strict=True)
     ]
-    return {"prompt": tokenizer.decode(prompts[best], skip_special_tokens=True).strip(), "pieces": pieces}
+    asked = tokenizer.decode(prompts[best], skip_special_tokens=True).rpartition("user\n")[2]
+    return {"prompt": asked.removesuffix("assistant\n").strip(), "pieces": pieces}

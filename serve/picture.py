@@ -19,15 +19,17 @@ TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", "hybrid": "heads +
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw the report of ``serve.demo`` into a PNG file: the embedded base on the left, the real model on the right."""
     real = report.get("smollm2")
-    figure = pyplot.figure(figsize=(12, 10), layout="constrained")
-    grid = figure.add_gridspec(3, 2, height_ratios=[1.0, 1.0, 0.9])
+    sample = (real or report)["sample"]
+    lines = _lines(sample["pieces"])
+    figure = pyplot.figure(figsize=(12, 8 + 0.2 * lines), layout="constrained")
+    grid = figure.add_gridspec(3, 2, height_ratios=[1.0, 1.0, 0.2 + 0.055 * lines])
     wide = slice(None) if real is None else 0
     _speeds(figure.add_subplot(grid[0, wide]), "embedded base, 9M", report)
     _accuracies(figure.add_subplot(grid[1, wide]), report)
     if real is not None:
         _speeds(figure.add_subplot(grid[0, 1]), "SmolLM2-135M-Instruct", real)
         _kinds(figure.add_subplot(grid[1, 1]), real)
-    _answer(figure.add_subplot(grid[2, :]), real or report)
+    _answer(figure.add_subplot(grid[2, :]), sample, lines)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -48,7 +50,7 @@ def _speeds(axes: Axes, base: str, report: dict[str, Any]) -> None:
     axes.set_ylabel("tokens per second")
     same = report["identical_outputs"]
     axes.set_title(
-        f"{base}: speed over plain decoding; in the bars tokens per step\n"
+        f"{base}: tokens/s, over plain; in bars: tokens per step\n"
         f"{same['count']} of {same['total']} outputs identical to plain decoding ({same['dtype']})",
         fontsize=10,
     )
@@ -82,16 +84,22 @@ def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("held-out accuracy")
     axes.set_title("embedded base: how often a head's best guesses hold the base's token", fontsize=10)
-    axes.legend(loc="lower left", frameon=False, ncols=3)
+    axes.legend(loc="upper right", frameon=False, ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _answer(axes: Axes, report: dict[str, Any]) -> None:
+def _lines(pieces: list[tuple[str, bool]]) -> int:
+    """Lines of the sample answer, at most ``LINES``."""
+    text = "".join(piece for piece, _ in pieces).rstrip("\n")
+    return min(LINES, sum(max(1, -(-len(line) // COLUMNS)) for line in text.split("\n")))
+
+
+def _answer(axes: Axes, sample: dict[str, Any], lines: int) -> None:
     """The sample answer in a grid of characters; guessed tokens have a coloured ground."""
     axes.set_axis_off()
     axes.set_xlim(0, COLUMNS)
-    axes.set_ylim(LINES + 1, -1.6)
-    question = report["sample"]["prompt"].replace("\n", " ")
+    axes.set_ylim(lines + 1, -1.6)
+    question = sample["prompt"].replace("\n", " ")
     axes.text(
         0,
         -1,
@@ -101,11 +109,11 @@ def _answer(axes: Axes, report: dict[str, Any]) -> None:
         parse_math=False,
     )
     row = column = 0
-    for text, drafted in report["sample"]["pieces"]:
+    for text, drafted in sample["pieces"]:
         for character in text:
             if character == "\n" or column >= COLUMNS:
                 row, column = row + 1, 0
-            if row >= LINES:
+            if row >= lines:
                 return
             if character == "\n":
                 continue
@@ -113,4 +121,4 @@ def _answer(axes: Axes, report: dict[str, Any]) -> None:
                 axes.add_patch(pyplot.Rectangle((column, row - 0.75), 1, 1, color=MARK, linewidth=0))
             axes.text(column + 0.5, row, character, family="monospace", fontsize=9.5, ha="center", va="baseline")
             column += 1
-    axes.text(COLUMNS, LINES + 0.6, "coloured: guessed, and confirmed by the base", fontsize=9, ha="right")
+    axes.text(COLUMNS, lines + 0.6, "coloured: guessed, and confirmed by the base", fontsize=9, ha="right")
