@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from data import EMBEDDED, load_tokenizer, resolve_base_name
 from data.arguments import at_least
 from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
 
+if TYPE_CHECKING:
+    from data.stdlib import Split
+
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
 SPLITS = ("train", "heldout")
-CHAT: dict[str, Literal["train", "heldout"]] = {"chat": "train", "chat-heldout": "heldout"}
+CHAT: dict[str, "Split"] = {"chat": "train", "chat-heldout": "heldout"}
 """Prompts of ``data.chat_prompts``, and their side of the split."""
 CHAT_COUNT = 6000
 

@@ -50,11 +50,6 @@ class ChatPrompt(NamedTuple):
         return tuple(({"role": "user", "content": turn},) for turn in self.turns)
 
 
-def kinds() -> tuple[str, ...]:
-    """The kinds of prompts."""
-    return tuple(_read("templates"))
-
-
 def chat_prompts(split: Split, count: int, seed: int = 0) -> list[ChatPrompt]:
     """``count`` different conversations, the kinds in turn; a pure function of its arguments.
 

@@ -14,7 +14,7 @@ from medusa import smollm2
 from medusa.base_model import BaseModel, resolve_base
 from medusa.card import write_card
 from medusa.files import peek_object, replace_file
-from medusa.formats import Export, export_heads, load_calibration, load_heads, load_provenance, named_format
+from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format
 from medusa.formats.native import ADAPTER, CALIBRATION
 from medusa.heads import HeadsConfig
 from medusa.hub import fetch_heads
@@ -68,7 +68,7 @@ def export(
         published(load_provenance(source)),
         load_calibration(source, loaded.config),
     )
-    export_heads(made, format_name, out)
+    target.save(made, out)
     _clean(out)
     write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
     return made

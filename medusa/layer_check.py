@@ -10,7 +10,7 @@ Legend: P texts, T tokens, B sequences, N rows of a pass, D hidden size.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,12 +57,7 @@ class LayerCheck:
         def note_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             self._inputs[layer] = _rows(args, options)
 
-        def note_output(part: nn.Module, _: Any, output: Any) -> None:
-            self._outputs[part] = _first(output)
-
-        hooks = [layer.register_forward_pre_hook(note_input, with_kwargs=True) for layer in self._layers]
-        hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
-        yield from _until_end(hooks)
+        yield from self._noting(note_input, self._outputs)
 
     @contextmanager
     def rounding(self) -> Iterator[None]:
@@ -74,12 +69,7 @@ class LayerCheck:
             noise = torch.randn(rows.shape, device=rows.device, generator=generator) * torch.finfo(rows.dtype).eps / 4
             return _with_rows((rows * (1 + noise)).to(rows.dtype), args, options)
 
-        def note_output(part: nn.Module, _: Any, output: Any) -> None:
-            self._rounded[part] = _first(output)
-
-        hooks = [layer.register_forward_pre_hook(round_input, with_kwargs=True) for layer in self._layers]
-        hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
-        yield from _until_end(hooks)
+        yield from self._noting(round_input, self._rounded)
 
     @contextmanager
     def replaying(self, paths_N: Sequence[int] | None = None) -> Iterator[None]:
@@ -133,6 +123,16 @@ class LayerCheck:
         named = [(name, error.nan_to_num(nan=torch.inf).item(), float(limit)) for name, error, limit in found]
         name, error, limit = max(named, key=lambda one: one[1] / one[2])
         return None if error <= limit else f"{name} from plain text by {error:.2g} (limit {limit:.2g})"
+
+    def _noting(self, before: Callable[..., Any], outputs: dict[nn.Module, Tensor]) -> Iterator[None]:
+        """Calls ``before`` with the inputs of each layer, and keeps what the mixers give."""
+
+        def note_output(part: nn.Module, _: Any, output: Any) -> None:
+            outputs[part] = _first(output)
+
+        hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self._layers]
+        hooks += [part.register_forward_hook(note_output) for _, part in self._mixers]
+        yield from _until_end(hooks)
 
     def _limit(self, limits: dict[torch.dtype, float], coarse: float) -> float:
         return coarse if self._dtype is None else limits.get(self._dtype, coarse)

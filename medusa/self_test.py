@@ -82,7 +82,7 @@ def compile_base(base: BaseModel) -> bool:
     reason = _uncompilable(base)
     if reason is None:
         base.compile()
-        # Every kind of shape is a graph of its own: one sequence or several, one row or several.
+        # One graph serves all, but rows are joined and padded by the number of sequences and rows.
         shapes = ((lengths, nodes) for lengths in (LENGTHS, LENGTHS[:1]) for nodes in (DRAFTS[base.decoding], [0]))
         reason = next((found for lengths, nodes in shapes if (found := _objection(base, nodes, lengths))), None)
     if reason is not None:
@@ -125,8 +125,9 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
     try:
         with layers.recording():
             theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
-        with layers.rounding():
-            _sequential(base, prompts, drafted)
+        if num_layers:
+            with layers.rounding():
+                _sequential(base, prompts, drafted)
         cache = base.new_cache(len(prompts), rows)
         with cache.fixed_shapes() if own_code else nullcontext():
             with layers.replaying():

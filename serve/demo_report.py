@@ -1,6 +1,5 @@
 """The demo's results: a table for each base, report.json and the picture."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ KIND = "tokens_per_step_"
 
 def publish(run: Path, report: dict[str, Any]) -> None:
     """Write the report and the picture, print the tables, and say what to try next."""
+    from medusa.files import write_json
+
     path, picture = run / "report.json", run / "report.png"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(path, report)
     try:
         from serve.picture import draw
     except ImportError as error:  # on a bare machine the figures count

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from medusa import MedusaModel, smollm2
+from medusa import MedusaModel
+from serve.bench.shapes import unpacked_copy
 from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.demo_report import LABELS
 
@@ -31,9 +31,8 @@ def measure(
         drafter are those of plain decoding, in the dtype that runs.
     """
     base = model.base
-    reference = AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype).to(base.device)
     engines = {
-        "transformers": transformers_engine(reference, new_tokens),
+        "transformers": transformers_engine(unpacked_copy(base, shape=None), new_tokens),
         "plain": medusa_engine(model, new_tokens, nodes=1),
         **{name: medusa_engine(model, new_tokens, drafter=name) for name in LABELS},
     }

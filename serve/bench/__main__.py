@@ -39,9 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    import json
-
     from data import shipped_heads
+    from serve.bench.report import write_json
     from serve.demo_report import show, show_kinds
     from serve.figures import measure
     from serve.questions import chat_questions, file_questions
@@ -54,7 +53,7 @@ def _compare(options: argparse.Namespace) -> None:
         prompts, kinds = chat_questions(model, options.count)
     figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens)
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(figures, options.json)
     show(model.base.name, figures)
     show_kinds(figures)
 

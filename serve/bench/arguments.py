@@ -48,24 +48,14 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--questions",
         metavar="FILE",
-        help="a question file of Spec-Bench or MT-bench (default: held-out prompts of the repository)",
+        help="a question file of Spec-Bench or MT-bench, with --count questions of each category (default: held-out"
+        " prompts of the repository)",
     )
-    compare.add_argument(
-        "--count",
-        type=at_least(1),
-        default=24,
-        metavar="N",
-        help="prompts; questions per category of a file (default: %(default)s)",
-    )
-    compare.add_argument(
-        "--max-new-tokens", type=at_least(1), default=128, metavar="N", help="per answer (default: %(default)s)"
-    )
-    compare.add_argument(
-        "--rounds", type=at_least(1), default=3, metavar="N", help="medians count (default: %(default)s)"
-    )
+    _add_lengths(compare, count=24)
+    _add_rounds(compare, rounds=3)
     compare.add_argument("--compile", action="store_true", help="compile the base's pass (default: off)")
     _add_place(compare)
-    compare.add_argument("--json", metavar="FILE", help="also write the report there")
+    _add_json(compare)
 
 
 def _add_step(step: argparse.ArgumentParser) -> None:
@@ -184,9 +174,9 @@ def _add_nodes(nodes: argparse.ArgumentParser) -> None:
         "--drafter", choices=GREEDY_DRAFTERS, default="hybrid", help="what guesses (default: %(default)s)"
     )
     _add_lengths(nodes, count=8)
-    nodes.add_argument("--rounds", type=at_least(1), default=5, help="measured repetitions (default: %(default)s)")
+    _add_rounds(nodes, rounds=5)
     nodes.add_argument("--seed", type=int, default=0, help="of random heads (default: %(default)s)")
-    nodes.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
+    _add_json(nodes)
     nodes.set_defaults(shape=None, picture=None)
 
 
@@ -259,6 +249,14 @@ def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
         metavar="L",
         help="cached tokens of each sequence (default: %(default)s)",
     )
+    _add_rounds(command, rounds)
+    command.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)"
+    )
+    _add_report(command)
+
+
+def _add_rounds(command: argparse.ArgumentParser, rounds: int) -> None:
     command.add_argument(
         "--rounds",
         type=at_least(1),
@@ -266,14 +264,14 @@ def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
         metavar="N",
         help="measured repetitions; medians count (default: %(default)s)",
     )
-    command.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)"
-    )
-    _add_report(command)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="also write the report there")
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", metavar="FILE", help="also write the report there")
+    _add_json(command)
     command.add_argument("--picture", metavar="FILE", help="also draw it, as PNG")
 
 
