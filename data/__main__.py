@@ -1,4 +1,4 @@
-"""``python -m data regenerate ...``: make training data; ``python -m data inspect ...``: look at it."""
+"""``python -m data regenerate ...``: make training data; ``prompts``: what to ask; ``inspect``: look at it."""
 
 import argparse
 import logging
@@ -16,6 +16,7 @@ from data.exchange import BATCH, Answerer, EndpointSettings, Prompt, Settings
 
 if TYPE_CHECKING:
     from data.stdlib import Split
+    from medusa import MedusaModel
 
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
@@ -23,6 +24,7 @@ SPLITS = ("train", "heldout")
 CHAT: dict[str, "Split"] = {"chat": "train", "chat-heldout": "heldout"}
 """Prompts of ``data.chat_prompts``, and their side of the split."""
 CHAT_COUNT = 6000
+OWN_COUNT = 4000
 
 
 class UsageError(ValueError):
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     except KeyboardInterrupt:
-        logger.error("stopped%s", "; the same command goes on where it was" if options.command == "regenerate" else "")
+        logger.error("stopped%s", "; the same command goes on where it was" if options.command != "inspect" else "")
         return 130
     except (ValueError, OSError) as error:
         logger.error("%s", error)
@@ -59,27 +61,48 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
     if Path(options.out).exists():
         logger.info("%s is there already; remove it to make it again", options.out)
         return
-    from transformers.utils.logging import disable_progress_bar
-
     from data.regenerate import regenerate
 
-    disable_progress_bar()
     settings = Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     prompts, answerer, base = (_endpoint if options.endpoint else _local)(options, settings)
     report = regenerate(prompts, answerer, options.out, {"base": base, **vars(settings)})
     logger.info("%d tokens that the base wrote are in %s", report.tokens, options.out)
 
 
-def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
-    """Prompts, who answers them, and the name of the base: it runs in this process."""
-    import torch
-
+def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
+    if Path(options.out).exists():
+        logger.info("%s is there already; remove it to make it again", options.out)
+        return
     from data.local import LocalAnswerer
-    from data.prompts import embedded_prompts, fitting
+    from data.own_prompts import OwnPrompts, openings
+    from data.regenerate import regenerate
+
+    settings = Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    model = _model(options)
+    own = OwnPrompts(model, LocalAnswerer(model, settings, options.batch))
+    made_by = {"base": model.base.name, **vars(settings)}
+    report = regenerate(openings(model, options.count, options.seed), own, options.out, made_by, own.record)
+    logger.info("%d prompts that the base wrote are in %s", report.answered, options.out)
+
+
+def _model(options: argparse.Namespace) -> "MedusaModel":
+    """The base, which runs in this process."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
     from medusa import MedusaModel
 
+    disable_progress_bar()
     base, dtype = resolve_base_name(options.base or EMBEDDED), getattr(torch, options.dtype) if options.dtype else None
-    model = MedusaModel.from_pretrained(None, base=base, dtype=dtype, device=options.device)
+    return MedusaModel.from_pretrained(None, base=base, dtype=dtype, device=options.device)
+
+
+def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+    """Prompts, who answers them, and the name of the base: it runs in this process."""
+    from data.local import LocalAnswerer
+    from data.prompts import embedded_prompts, fitting
+
+    model = _model(options)
     if options.prompts in SPLITS:
         ids = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
         prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
@@ -148,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_inspect(commands)
     _add_regenerate(commands)
+    _add_prompts(commands)
     return parser
 
 
@@ -177,19 +201,8 @@ def _add_regenerate(commands: Any) -> None:
         help=f"prompts; default: all of a source, {EMBEDDED_COUNT} of the standard library, {CHAT_COUNT} of chat",
     )
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
-    add("--max-new-tokens", type=at_least(1), default=Settings.max_new_tokens, help="tokens per answer")
-    add("--temperature", type=_temperature, default=Settings.temperature, help="0 = greedy")
-    add("--top-p", type=_share, default=Settings.top_p, help="draw from the likeliest tokens of this probability")
-    add("--seed", type=int, default=Settings.seed, help="of the choice of prompts and of sampled answers")
-    here = regenerate.add_argument_group("the base runs in this process")
-    here.add_argument("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
-    here.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default=None,
-        help="what the base computes in; default: its checkpoint's",
-    )
-    here.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    _add_sampling(regenerate, Settings())
+    _add_here(regenerate.add_argument_group("the base runs in this process"))
     add = regenerate.add_argument_group("an OpenAI-compatible server runs the base").add_argument
     add("--endpoint", metavar="URL", help="its address, as http://localhost:8000/v1; --base then names the tokenizer")
     add("--model", metavar="NAME", help="the base's name on the server; default: that of --base")
@@ -197,6 +210,42 @@ def _add_regenerate(commands: Any) -> None:
     add("--concurrency", type=at_least(1), default=EndpointSettings.concurrency, help="requests under way at a time")
     add("--retries", type=at_least(0), default=EndpointSettings.retries, help="more tries of a request that failed")
     add("--timeout", type=_seconds, default=EndpointSettings.timeout, help="seconds per request")
+
+
+def _add_prompts(commands: Any) -> None:
+    prompts = commands.add_parser(
+        "prompts",
+        help="let a chat base write prompts itself, in the user's place: for regenerate --prompts FILE",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    prompts.set_defaults(run=_write_prompts)
+    prompts.add_argument("--base", required=True, help='a chat model: directory, Hub id, or "smollm2"')
+    prompts.add_argument(
+        "--count", type=at_least(1), default=OWN_COUNT, help="prompts to begin; about 1 in 5 is refused"
+    )
+    prompts.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to write")
+    _add_sampling(prompts, Settings(256, 1.0, 0.9))
+    _add_here(prompts)
+
+
+def _add_sampling(parser: Any, default: Settings) -> None:
+    add = parser.add_argument
+    add("--max-new-tokens", type=at_least(1), default=default.max_new_tokens, help="tokens that are written at a time")
+    add("--temperature", type=_temperature, default=default.temperature, help="0 = greedy")
+    add("--top-p", type=_share, default=default.top_p, help="draw from the likeliest tokens of this probability")
+    add("--seed", type=int, default=default.seed, help="of the choice of prompts and of all that is drawn")
+
+
+def _add_here(parser: Any) -> None:
+    add = parser.add_argument
+    add("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=None,
+        help="what the base computes in; default: its checkpoint's",
+    )
+    add("--device", default=None, help="cpu or cuda; default: cuda where there is one")
 
 
 def _add_inspect(commands: Any) -> None:

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.exchange import Answerer, Prompt, UnansweredError, named, samples
+from data.exchange import Answerer, Exchange, Prompt, UnansweredError, named, samples
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,13 @@ class Report:
     """Supervised tokens."""
 
 
-def regenerate(prompts: Sequence[Prompt], answerer: Answerer, out: str | Path, made_by: Mapping[str, Any]) -> Report:
+def regenerate(
+    prompts: Sequence[Prompt],
+    answerer: Answerer,
+    out: str | Path,
+    made_by: Mapping[str, Any],
+    records: Callable[[Sequence[Exchange]], Sequence[Mapping[str, Any]]] = samples,
+) -> Report:
     """Have prompts answered; write one ``{"input_ids", "loss_mask"}`` line per conversation, in the prompts' order.
 
     Finished conversations are appended to ``OUT.part`` as they come, and the file gets its name when it is whole: a
@@ -43,6 +49,7 @@ def regenerate(prompts: Sequence[Prompt], answerer: Answerer, out: str | Path, m
         answerer: Who answers.
         out: The file.
         made_by: What the answers depend on beside the prompts; a run goes on only where it is the same.
+        records: The lines of one conversation.
 
     Raises:
         ValueError: There are no prompts, none was answered, or the unfinished file is damaged or was begun with other
@@ -62,12 +69,12 @@ def regenerate(prompts: Sequence[Prompt], answerer: Answerer, out: str | Path, m
                 if isinstance(answer, UnansweredError):
                     failures.append(named(prompts[number], answer))
                 else:
-                    part.add(number, samples(answer))
+                    part.add(number, records(answer))
         if not part.lines:
             raise ValueError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
         tokens = part.finish(out)
     if failures:
-        logger.warning("%d of %d prompts got no answer; the first one: %s", len(failures), len(prompts), failures[0])
+        logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])
     return Report(len(prompts) - len(failures), len(failures), tokens)
 
 
@@ -117,7 +124,7 @@ class Part:
             for number in sorted(self.lines):
                 self._file.seek(self.lines[number])
                 for sample in json.loads(self._file.readline())["samples"]:
-                    tokens += sum(sample["loss_mask"])
+                    tokens += sum(sample.get("loss_mask", ()))
                     file.write(json.dumps(sample) + "\n")
         temporary.replace(out)
         self._path.unlink()

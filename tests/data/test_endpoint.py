@@ -186,7 +186,7 @@ def test_prompts_that_stay_without_an_answer_are_counted_and_left_out(server, an
     assert texts == ["a<end>[yes<end>]", "b<end>[yes<end>]", "c<end>[yes<end>]"]
     assert server.asked.count("long") == 1, "a refusal is final"
     assert server.asked.count("bad") == 3
-    assert "2 of 5 prompts got no answer" in caplog.text
+    assert "2 of 5 prompts are left out" in caplog.text
 
 
 def test_a_file_of_failures_is_an_error(server, answerer, tmp_path):
@@ -312,7 +312,7 @@ def test_the_first_conversation_may_be_refused_by_the_template(server, answerer,
     one_by_one = EndpointSettings(concurrency=1, retries=0)
     report = regenerate(prompts, answerer(one_by_one, _refusing(tokenizer, ["b"])), tmp_path / "out.jsonl", {})
     assert (report.answered, report.failed) == (2, 1)
-    assert "1 of 3 prompts got no answer; the first one: line 1: conversation" in caplog.text
+    assert "1 of 3 prompts are left out; the first one: line 1: conversation" in caplog.text
     assert "is refused by the chat template: roles" in caplog.text
 
 

@@ -1,0 +1,91 @@
+"""Prompts that the base writes itself: it continues where the chat template lets a user speak.
+
+A chat model has seen how users ask, so what it says in the user's place is of the kinds that it was made for
+(Magpie, Xu et al. 2024, arXiv:2406.08464). No prompts have to be found for a model of one's own.
+"""
+
+import random
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from data.chat import special_tokens
+from data.chat_prompts import chat_prompts
+from data.exchange import Answered, Answerer, Exchange, Prompt, UnansweredError
+from medusa import MedusaModel
+
+SHARE = 0.5
+"""Of the prompts that begin with words of ``chat`` prompts; the others begin with nothing."""
+MOST_WORDS = 16
+"""That are given; the base writes the rest."""
+LEAST_WORDS = 2
+PLACE = "{{words}}"
+
+
+def openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
+    """What the base goes on from: the chat template up to a user's words, and often the first words.
+
+    Args:
+        model: The base.
+        count: How many; shorter lists are beginnings of longer ones.
+        seed: Of the words.
+
+    Raises:
+        ValueError: The base's tokenizer has no chat template, or one that does not show where a user speaks.
+    """
+    before, rng = _before(model), random.Random(seed)
+    texts = []
+    for prompt in chat_prompts("train", count, seed):
+        words = prompt.turns[0].split(" ")
+        given = rng.randint(1, min(MOST_WORDS, len(words))) if rng.random() < SHARE else 0
+        texts.append(before + " ".join(words[:given]) if given else before.rstrip(" "))
+    return [Prompt(ids=tuple(ids)) for ids in model.base.tokenizer(texts, add_special_tokens=False).input_ids]
+
+
+class OwnPrompts:
+    """Ends openings through another answerer, and refuses what is no prompt: cut off, hardly a word, or said before.
+
+    Args:
+        model: The base.
+        answerer: It writes the rest.
+    """
+
+    def __init__(self, model: MedusaModel, answerer: Answerer) -> None:
+        self._base, self._answerer, self._before = model.base, answerer, _before(model).rstrip()
+        self._special = special_tokens(model.base.tokenizer)
+        self._said: set[str] = set()
+
+    def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
+        """See ``Answerer``."""
+        for number, answered in self._answerer.answer(prompts):
+            yield number, answered if isinstance(answered, UnansweredError) else self._checked(answered)
+
+    def record(self, exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
+        """A conversation that has not been answered, as ``regenerate`` reads it."""
+        return [{"messages": [{"role": "user", "content": self._text(exchanges[0])}]}]
+
+    def _checked(self, exchanges: list[Exchange]) -> Answered:
+        text = self._text(exchanges[0])
+        if exchanges[0].answer[-1] not in self._base.eos_ids:
+            return UnansweredError(f"the base did not end it ({text[:60]!r})")
+        if len(text.split()) < LEAST_WORDS or self._special.search(text) or text in self._said:
+            return UnansweredError(f"it is too short, not only text, or there already ({text[:60]!r})")
+        self._said.add(text)
+        return exchanges
+
+    def _text(self, exchange: Exchange) -> str:
+        ids = [*exchange.prompt, *exchange.answer]
+        if ids[-1] in self._base.eos_ids:
+            ids.pop()
+        text: str = self._base.tokenizer.decode(ids)
+        return text.removeprefix(self._before).strip()
+
+
+def _before(model: MedusaModel) -> str:
+    """The chat template's text before a user's words."""
+    shown: str = model.base.tokenizer.decode(model.chat_prompt([{"role": "user", "content": PLACE}]))
+    before, found, _ = shown.partition(PLACE)
+    if not found or not before:
+        raise ValueError(
+            f"chat template of the base ({model.base.name}) does not show where a user speaks; give prompts in a file"
+        )
+    return before
