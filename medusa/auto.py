@@ -14,7 +14,7 @@ from medusa.drafters.priced import Experience
 from medusa.drafters.record import Average
 from medusa.generate import StartSteps
 from medusa.heads import DraftHeads
-from medusa.measure import facts, known_costs, measure_fixed, measure_host
+from medusa.measure import facts, known_costs, measure_fixed, measure_passes, with_drafting
 from medusa.output import Output
 from medusa.tree_search import grow_tree, typical_tree
 
@@ -93,13 +93,18 @@ class AutoNodes:
         slots, heads = _bucket(batch), None if name == "prompt-lookup" else self._heads
         key = (name, rule.work, slots)
         if key not in self._priced:
-            how = "host" if heads is not None else "host, without heads"
-            known_by = facts(self._base, heads, slots, how, rule.work)
-            costs = known_costs(known_by, lambda: measure_host(self._base, heads, slots, rule))
+            costs = self._costs(heads, slots, rule)
             self._priced[key] = costs, Experience(costs.step(1))
         costs, experience = self._priced[key]
         self._tell(f"nodes auto: in each step as many of at most {costs.most} as pay; {costs}")
         return PricedDrafter(costs, self._base, heads, name != "heads", experience)
+
+    def _costs(self, heads: DraftHeads | None, slots: int, rule: BuiltRule) -> StepCosts:
+        known_by = facts(self._base, heads, slots, "host", rule.work)
+        if heads is None:
+            return known_costs(known_by, lambda: measure_passes(self._base, slots, rule))
+        passes = self._costs(None, slots, rule)  # what prompt lookup costs alone
+        return known_costs(known_by, lambda: with_drafting(passes, self._base, heads, slots))
 
     def fixed(
         self, name: str, batch: int, rule: BuiltRule, start: StartSteps, build: Callable[[int], Drafter]

@@ -106,23 +106,31 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
     return costs
 
 
-def measure_host(base: BaseModel, heads: DraftHeads | None, batch: int, rule: Rule = greedy) -> StepCosts:
-    """Costs where the host decides: steps of given drafts, and drafting apart from them.
+def measure_passes(base: BaseModel, batch: int, rule: Rule = greedy) -> StepCosts:
+    """Costs where the host decides: steps of drafts that cost nothing.
 
     Args:
         base: Prepared for decoding.
-        heads: Its heads, frozen; None = drafting costs nothing.
         batch: Sequences B.
         rule: Decides in every step: a small rule is cheap, and one that sorts the vocabulary at every node is not.
     """
     rig = _Rig(base, batch, EagerSteps, rule)
-    nodes, seconds = rig.sweep(GRID, rig.given)
-    if heads is None:
-        return StepCosts(nodes, seconds)
-    depth = heads.config.num_heads
-    shallow, deep = (_drafting(heads, base, rig.state, levels) for levels in (1, depth))
+    return StepCosts(*rig.sweep(GRID, rig.given))
+
+
+def with_drafting(passes: StepCosts, base: BaseModel, heads: DraftHeads, batch: int) -> StepCosts:
+    """The same costs, and those of drafting with heads before the passes.
+
+    Args:
+        passes: See ``measure_passes``.
+        base: Prepared for decoding.
+        heads: Its heads, frozen.
+        batch: Sequences B.
+    """
+    state, depth = _Rig(base, batch, EagerSteps, greedy).state, heads.config.num_heads
+    shallow, deep = (_drafting(heads, base, state, levels) for levels in (1, depth))
     level = max(0.0, deep - shallow) / (depth - 1) if depth > 1 else shallow
-    return StepCosts(nodes, seconds, begin=shallow, level=level)
+    return replace(passes, begin=shallow, level=level)
 
 
 def measure_fixed(
@@ -177,10 +185,10 @@ class _Rig:
                 break
         if times[1][0] < SLOW:  # otherwise one round must do
             end = time.perf_counter() + SECONDS
-            for number in range(ROUNDS):
+            for _ in range(ROUNDS):
                 for nodes, candidate in drafters.items():
                     times[nodes].append(self._sample(candidate))
-                if number and time.perf_counter() > end:
+                if time.perf_counter() > end:
                     break
         # The first samples have compiled and allocated what there is.
         return tuple(times), tuple(median(seconds[1:] or seconds) for seconds in times.values())

@@ -17,7 +17,7 @@ from medusa.auto import FixedSize
 from medusa.cost import StepCosts, best_fixed
 from medusa.drafters import PlainDrafter
 from medusa.graph import StepGraphs
-from medusa.measure import GRID, facts, known_costs, measure_host
+from medusa.measure import GRID, facts, known_costs, measure_passes, with_drafting
 from medusa.output import Output
 from medusa.step import decode_step
 from medusa.tree_search import typical_tree
@@ -166,15 +166,17 @@ def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
     monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.measure.GRID", (1, 2, 4))
     monkeypatch.setattr("medusa.measure.STEEP", math.inf)
-    costs = measure_host(base, make_heads(), batch=2)
-    assert costs.nodes == (1, 2, 4)
+    passes = measure_passes(base, batch=2)
+    costs = with_drafting(passes, base, make_heads(), batch=2)
+    assert costs.nodes == passes.nodes == (1, 2, 4)
+    assert costs.seconds == passes.seconds
     assert min(costs.seconds) > 1e-5
     assert costs.begin > 0
     assert costs.level >= 0  # on a busy machine a level may seem to take no time
-    assert measure_host(base, None, batch=1).draft(3) == 0.0
+    assert passes.draft(3) == 0.0
 
 
-def test_a_slow_base_is_stepped_few_times(base, make_heads, monkeypatch):
+def test_a_slow_base_is_stepped_few_times(base, monkeypatch):
     """With a clock on which each step takes a second: the first answer must not wait for minutes."""
     clock, steps = [0.0], []
 
@@ -185,7 +187,7 @@ def test_a_slow_base_is_stepped_few_times(base, make_heads, monkeypatch):
 
     monkeypatch.setattr("medusa.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("medusa.step.decode_step", slow)
-    costs = measure_host(base, make_heads(), batch=1)
+    costs = measure_passes(base, batch=1)
     assert costs.nodes == GRID
     assert set(costs.seconds) == {1.0}
     assert len(steps) <= 2 * len(GRID)
@@ -201,13 +203,14 @@ def test_what_a_rule_computes_at_each_node_is_part_of_the_cost(base, make_heads,
     clock, asked = [0.0], []
     monkeypatch.setattr("medusa.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("medusa.measure.STEEP", math.inf)
-    costs = measure_host(base, None, batch=1, rule=dear)
+    costs = measure_passes(base, batch=1, rule=dear)
     assert costs.seconds == tuple(map(float, costs.nodes))
     monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, _: asked.append(known_by["work"]) or LINE)
     model = MedusaModel(base, make_heads())
     for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}):
         model.generate("abc", max_new_tokens=2, **settings)
-    assert asked == ["greedy", "sampling", "sampling, top_p, min_p"]
+    works = ["greedy", "sampling", "sampling, top_p, min_p"]
+    assert asked == [work for work in works for _ in ("passes", "and heads")]
 
 
 def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
@@ -219,13 +222,13 @@ def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
     monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.measure.STEEP", math.inf)
     monkeypatch.setattr("medusa.step.decode_step", small)
-    assert max(measure_host(base, None, batch=1).nodes) == 4
+    assert max(measure_passes(base, batch=1).nodes) == 4
 
 
 def test_steep_trees_are_not_measured(base, monkeypatch):
     monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.measure.STEEP", 1e-9)
-    assert measure_host(base, None, batch=1).nodes == (1,)
+    assert measure_passes(base, batch=1).nodes == (1,)
 
 
 def test_costs_belong_to_what_they_depend_on(base, make_heads):
