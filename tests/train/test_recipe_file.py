@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.__main__ import _parser as data_parser
+from data.options import parser as data_parser
 from train.config import Recipe
 from train.recipe_file import (
     RecipeError,
