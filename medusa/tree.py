@@ -95,8 +95,8 @@ class Draft:
         depths: [B, N] int64 edges from the root.
         ancestors: [B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i.
         depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
-        probs: [B, N, V] where tokens were drawn: row n is the law that node n's token was drawn from, given what was
-            drawn before it; the root's row is not read. None where all tokens were chosen (one-hot laws).
+        probs: [B, N, V] where tokens were drawn: row n is the distribution that node n's token was drawn from, given
+            what was drawn before it; the root's row is not read. None where all tokens were chosen (one-hot rows).
     """
 
     tokens: Tensor

@@ -19,12 +19,12 @@ def rejection_chances(draft: Draft, draft_probs_BNV: Tensor, target_probs_BNV: T
 
     Args:
         draft: The trees; siblings are tried in the order of their indices.
-        draft_probs_BNV: [B, N, V] q, the law that each node's token was drawn from; the root's row is not read.
-        target_probs_BNV: [B, N, V] p, the base's law of the token after each node.
+        draft_probs_BNV: [B, N, V] q, which each node's token was drawn from; the root's row is not read.
+        target_probs_BNV: [B, N, V] p, the base's distribution of the token after each node.
 
     Returns:
-        Probability [B, N] that each node stands, 0 for the root, and the law [B, N, V] of the token after each node
-        given that none of its children stood.
+        Probability [B, N] that each node stands, 0 for the root, and the distribution [B, N, V] of the token after each
+        node given that none of its children stood.
     """
     left_BNV = target_probs_BNV.clone()
     chances = [torch.zeros_like(left_BNV[:, 0, 0])]

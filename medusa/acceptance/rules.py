@@ -46,7 +46,7 @@ def speculative(process: Process) -> Rule:
     """Lossless in distribution: a child x that was drawn from q is allowed with probability min(1, p(x) / q(x)).
 
     Children are tried in their order; after each refusal p becomes norm(max(0, p - q)), and the bonus token is drawn
-    from what is left of p where the path ends. The law of the text is the base's, but the text for a seed depends on
+    from what is left of p where the path ends. The text has the base's distribution, but the text for a seed depends on
     the draft: only ``sampling`` repeats plain sampling token by token. A draft that was not drawn has one-hot q, for
     which the rule is ``sampling``: refusing children in turn is drawing once and looking for the token among them.
 

@@ -40,7 +40,7 @@ class DecodeState:
 class Drafter(Protocol):
     """Proposes trees; what it proposes can change speed, never the text of ``greedy`` and ``sampling`` acceptance.
 
-    The ``speculative`` rule leaves the law of the text alone as long as ``Draft.probs`` says how tokens were drawn.
+    The ``speculative`` rule keeps the distribution of the text as long as ``Draft.probs`` says how tokens were drawn.
     """
 
     nodes: int

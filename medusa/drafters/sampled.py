@@ -79,7 +79,7 @@ class SampledHeadsDrafter:
         self._parents_N = tree.parents.to(device)
 
     def propose(self, state: DecodeState) -> Draft:
-        """A draft below ``state.roots`` with the law of every token."""
+        """A draft below ``state.roots`` with the distribution that every token was drawn from."""
         batch, output_size = len(state.roots), self.heads.config.output_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
         noise_BKV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_K, output_size, DRAFT)

@@ -3,8 +3,8 @@
     model.generate(**inputs, custom_generate="user/heads", trust_remote_code=True, max_new_tokens=200)
 
 In each pass the heads draft a tree of likely continuations and the model verifies the whole tree. Tokens are chosen as
-the model alone would choose them, so greedy text and the law of sampled text stay its own. This needs torch and
-transformers only.
+the model alone would choose them: greedy text stays its own, and so does the distribution of sampled text. This needs
+torch and transformers only.
 
 Legend: B sequences, T tokens, L cached rows, N tree nodes with the root, A rows of the longest accepted path, D hidden
 size, F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text: its keys and values are not
