@@ -205,7 +205,8 @@ QUESTIONS = [
 
 
 PROMPTS = int(os.environ.get("MEDUSA_EXACT_PROMPTS", "4"))
-"""Of the comparison below; 64 take an hour."""
+TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "32"))
+"""Of the comparison below; 64 prompts take an hour."""
 
 
 @pytest.mark.slow
@@ -223,7 +224,7 @@ def test_texts_of_many_prompts(name, compiled, smollm2_directory):
     assert model.base.exact and model.base.compiled == compiled
     prompts = [model.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[:PROMPTS]]
     for settings in SAMPLING.values():
-        options = {"max_new_tokens": 32, **settings}
+        options = {"max_new_tokens": TOKENS, **settings}
         plain = [model.generate(prompt, nodes=1, **options).tokens for prompt in prompts]
         for nodes in (1, 4, 16, None):
             for batch in (1, 4):
