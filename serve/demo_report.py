@@ -40,7 +40,7 @@ def show(base: str, figures: dict[str, Any]) -> None:
     from rich.table import Table
 
     engine = f"{figures['dtype']}, {'compiled, ' if figures['compiled'] else ''}{figures['threads']} threads"
-    table = Table(title=f"{base}: {figures['prompts']} held-out prompts, greedy, {engine}")
+    table = Table(title=f"{base}: {figures['prompts']} prompts, greedy, {engine}")
     for heading in ("decoding", "tokens/s", "tokens per step", "over plain", "over transformers"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
     over = figures["plain_speedup_over_transformers"]

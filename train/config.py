@@ -25,7 +25,8 @@ class BaseRecipe:
     name: str = "embedded"
     """Directory, Hub id, "embedded" (the small model of this repository) or "smollm2" (SmolLM2-135M-Instruct)."""
     dtype: str = _choice("auto", "auto", "float32", "bfloat16")
-    """Number format of the frozen weights and of the loss's vocabulary products; auto = what suits the machine."""
+    """Of the frozen weights and of the loss's vocabulary products; auto = the checkpoint's, or float32 on a CPU that
+    multiplies faster in it."""
     shard: bool = False
     """Split the frozen weights over the processes (ZeRO-3) when the base does not fit on one device."""
     quantise: str = _choice("none", "none", "4bit")

@@ -8,6 +8,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, served_tokens
 from train.held_out import HeldOut, read_held_out
 from train.jobs import build_job
+from train.number_format import slow_in_bfloat16
 from train.progress import Progress
 from train.provenance import provenance, software
 from train.quantised import load_options
@@ -81,7 +83,7 @@ class Trainer:
         _check_rows(recipe, workers)
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
-        base = _load_base(str(base_name), recipe.base, workers.device)
+        base = _load_base(str(base_name), recipe.base, workers)
         choose_decoding(base)  # heads of a base that verifies nothing are of no use
         self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
         check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
@@ -299,8 +301,11 @@ def _column_figures(sums_2C: Tensor, counts: Tensor, weights_C: Tensor) -> dict[
     return figures
 
 
-def _load_base(name: str, base: BaseRecipe, device: torch.device) -> BaseModel:
+def _load_base(name: str, base: BaseRecipe, workers: Workers) -> BaseModel:
+    device = workers.device
     dtype = None if base.dtype == "auto" else getattr(torch, base.dtype)
+    if dtype is None and workers.from_first(partial(slow_in_bfloat16, device)):
+        dtype = torch.float32
     if not base.shard:
         return BaseModel.load(name, dtype=dtype, device=device, load_options=load_options(base, device))
     from train.sharded_base import load_sharded

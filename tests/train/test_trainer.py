@@ -7,22 +7,26 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from data import resolve_base_name
 from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
-from medusa.base_model import BaseModel
+from medusa.base_model import BaseModel, choose_dtype
 from medusa.calibrate import Calibration
 from medusa.formats import load_calibration, load_heads
 from tests.train.jobs import metrics
 from train import trainer
 from train.__main__ import main
+from train.config import BaseRecipe
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows
 from train.features import BasePass, Positions
+from train.number_format import slow_in_bfloat16
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
 from train.workers import Workers
@@ -159,6 +163,26 @@ def test_precision_auto_is_the_bases(recipe: Path, tmp_path: Path) -> None:
 
     for base, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
         assert losses(base, "auto") == losses(base, base) != losses(base, other)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_dtype_auto_is_what_this_cpu_multiplies_faster(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    monkeypatch.setattr(trainer, "slow_in_bfloat16", lambda device: slow)
+    workers: Any = SimpleNamespace(device=torch.device("cpu"), from_first=lambda make: make())
+    base = trainer._load_base(str(resolve_base_name("embedded")), BaseRecipe(), workers)
+    assert base.dtype == (torch.float32 if slow else choose_dtype(torch.bfloat16, workers.device))
+
+
+def test_a_slow_number_format_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(products: dict[torch.dtype, object], rounds: int) -> dict[torch.dtype, list[float]]:
+        return {dtype: [slower[dtype]] * rounds for dtype in products}
+
+    monkeypatch.setattr("train.number_format.alternate", measured)
+    cpu = torch.device("cpu")
+    for seconds, expected in ((2.0, True), (0.5, False)):
+        slower = {torch.float32: 1.0, torch.bfloat16: seconds}
+        assert slow_in_bfloat16.__wrapped__(cpu) is expected
+    assert slow_in_bfloat16.__wrapped__(torch.device("cuda")) is False
 
 
 @pytest.mark.parametrize(
