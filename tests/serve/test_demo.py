@@ -129,7 +129,7 @@ def test_the_picture_and_the_tables_are_made(tmp_path, capsys, real):
     printed = capsys.readouterr().out
     assert "2.00x" in printed
     assert "identical to plain decoding, of 3 outputs: heads + lookup (default) 3, heads 3, prompt lookup 3" in printed
-    assert ("SmolLM2-135M-Instruct: 3 held-out prompts" in printed) == real
+    assert ("SmolLM2-135M-Instruct: 3 prompts" in printed) == real
     assert str(tmp_path / "report.json") in printed
 
 
