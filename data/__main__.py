@@ -53,31 +53,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
     _check(options)
-    if Path(options.out).exists():
-        logger.info("%s is there already; remove it to make it again", options.out)
+    if _is_there(options.out, logger):
         return
     from data.regenerate import regenerate
 
-    settings = Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    settings = _settings(options)
     prompts, answerer, base = (_endpoint if options.endpoint else _local)(options, settings)
     report = regenerate(prompts, answerer, options.out, {"base": base, **vars(settings)})
     logger.info("%d tokens that the base wrote are in %s", report.tokens, options.out)
 
 
 def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
-    if Path(options.out).exists():
-        logger.info("%s is there already; remove it to make it again", options.out)
+    if _is_there(options.out, logger):
         return
     from data.local import LocalAnswerer
     from data.own_prompts import OwnPrompts, openings
     from data.regenerate import regenerate
 
-    settings = Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    settings = _settings(options)
     model = _model(options)
     own = OwnPrompts(model, LocalAnswerer(model, settings, options.batch))
     made_by = {"base": model.base.name, **vars(settings)}
     report = regenerate(openings(model, options.count, options.seed), own, options.out, made_by, own.record)
     logger.info("%d prompts that the base wrote are in %s", report.answered, options.out)
+
+
+def _is_there(out: str, logger: logging.Logger) -> bool:
+    there = Path(out).exists()
+    if there:
+        logger.info("%s is there already; remove it to make it again", out)
+    return there
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
 
 
 def _model(options: argparse.Namespace) -> "MedusaModel":

@@ -24,12 +24,15 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_regenerate(commands: Any) -> None:
-    regenerate = commands.add_parser(
-        "regenerate",
-        help="let the base answer prompts; its own answers are the training data",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    added: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    return added
+
+
+def _add_regenerate(commands: Any) -> None:
+    regenerate = _command(commands, "regenerate", "let the base answer prompts; its own answers are the training data")
     add = regenerate.add_argument
     add("--base", help=f'directory, Hub id, "smollm2", or "{EMBEDDED}", which is the default in this process')
     add(
@@ -61,15 +64,10 @@ def _add_regenerate(commands: Any) -> None:
 
 
 def _add_prompts(commands: Any) -> None:
-    prompts = commands.add_parser(
-        "prompts",
-        help="let a chat base write prompts itself, in the user's place: for regenerate --prompts FILE",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    what = "let a chat base write prompts itself, in the user's place: for regenerate --prompts FILE"
+    prompts = _command(commands, "prompts", what)
     prompts.add_argument("--base", required=True, help='a chat model: directory, Hub id, or "smollm2"')
-    prompts.add_argument(
-        "--count", type=at_least(1), default=OWN_COUNT, help="prompts to begin; about 1 in 5 is refused"
-    )
+    prompts.add_argument("--count", type=at_least(1), default=OWN_COUNT, help="prompts to begin; bad ones are left out")
     prompts.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     _add_sampling(prompts, Settings(256, 1.0, 0.9))
     _add_here(prompts)
@@ -77,7 +75,12 @@ def _add_prompts(commands: Any) -> None:
 
 def _add_sampling(parser: Any, default: Settings) -> None:
     add = parser.add_argument
-    add("--max-new-tokens", type=at_least(1), default=default.max_new_tokens, help="tokens that are written at a time")
+    add(
+        "--max-new-tokens",
+        type=at_least(1),
+        default=default.max_new_tokens,
+        help="most tokens that are written for each",
+    )
     add("--temperature", type=_temperature, default=default.temperature, help="0 = greedy")
     add("--top-p", type=_share, default=default.top_p, help="draw from the likeliest tokens of this probability")
     add("--seed", type=int, default=default.seed, help="of the choice of prompts and of all that is drawn")
@@ -96,11 +99,7 @@ def _add_here(parser: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="show samples with what is trained on marked, and count tokens",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = _command(commands, "inspect", "show samples with what is trained on marked, and count tokens")
     parser.add_argument("--base", default=EMBEDDED, help='whose tokenizer: directory, Hub id, or "embedded"')
     parser.add_argument("--source", required=True, help="a file, a directory of files, or a Hub data set")
     parser.add_argument("--split", default="train", help="of a Hub data set")

@@ -127,7 +127,7 @@ def with_drafting(passes: StepCosts, base: BaseModel, heads: DraftHeads, batch: 
         heads: Its heads, frozen.
         batch: Sequences B.
     """
-    state, depth = _Rig(base, batch, EagerSteps, greedy).state, heads.config.num_heads
+    state, depth = _state(base, batch, _context(base)), heads.config.num_heads
     shallow, deep = (_drafting(heads, base, state, levels) for levels in (1, depth))
     level = max(0.0, deep - shallow) / (depth - 1) if depth > 1 else shallow
     return replace(passes, begin=shallow, level=level)
@@ -153,14 +153,10 @@ class _Rig:
 
     def __init__(self, base: BaseModel, batch: int, start: StartSteps, rule: Rule) -> None:
         self._base, self._start, self._rule = base, start, rule
-        self._context = min(CONTEXT, base.context_length // 2)
+        self._context = _context(base)
         # Steps emit few tokens and start anew after a few; graphs make room for two steps at a time.
         self._cache = base.new_cache(batch, self._context + 8 * max(GRID))
-        zeros_B = torch.zeros(batch, dtype=torch.int64, device=base.device)
-        history_BT = zeros_B[:, None].repeat(1, self._cache.capacity + 1)
-        hidden_BD = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
-        positions_B = zeros_B + self._context
-        self.state = DecodeState(zeros_B, hidden_BD, zeros_B == 0, history_BT, positions_B, zeros_B)
+        self.state = _state(base, batch, self._cache.capacity)
 
     def given(self, nodes: int) -> Drafter:
         """Proposes always the same binary tree."""
@@ -199,6 +195,18 @@ class _Rig:
         steps = self._start(self._base, self._cache, drafter, self._rule, self.state)
         steps.next()
         return _median_seconds(steps.next, STEPS)
+
+
+def _context(base: BaseModel) -> int:
+    return min(CONTEXT, base.context_length // 2)
+
+
+def _state(base: BaseModel, batch: int, capacity: int) -> DecodeState:
+    """Sequences of zeros behind ``_context`` tokens, with room for ``capacity`` cached ones."""
+    zeros_B = torch.zeros(batch, dtype=torch.int64, device=base.device)
+    history_BT = zeros_B[:, None].repeat(1, capacity + 1)
+    hidden_BD = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
+    return DecodeState(zeros_B, hidden_BD, zeros_B == 0, history_BT, zeros_B + _context(base), zeros_B)
 
 
 class _Levels:
