@@ -17,7 +17,7 @@ def resolve_base_name(name: str) -> str:
         FileNotFoundError: This installation lacks the embedded base.
     """
     if name != EMBEDDED:
-        from medusa import smollm2
+        from medusa.base import smollm2
 
         return smollm2.full_name(name)
     directory = Path(__file__).parent / "embedded" / "base"
@@ -30,7 +30,7 @@ def resolve_base_name(name: str) -> str:
 
 def shipped_heads(base: str) -> str:
     """The directory of the heads that ship with this package for a base, by its short name or Hub id; "" = none."""
-    from medusa import smollm2
+    from medusa.base import smollm2
 
     directory = Path(__file__).parent / "pretrained" / "smollm2"
     return str(directory) if smollm2.full_name(base) == smollm2.HUB_ID else ""
@@ -45,7 +45,7 @@ def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    from medusa import smollm2
+    from medusa.base import smollm2
 
     name = resolve_base_name(base)
     try:

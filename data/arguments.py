@@ -19,4 +19,4 @@ def at_least(low: int) -> Callable[[str], int]:
 def show_messages() -> None:
     """Warnings go to stderr, and so does what a base that is downloaded says meanwhile."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("medusa.smollm2").setLevel(logging.INFO)
+    logging.getLogger("medusa.base.smollm2").setLevel(logging.INFO)

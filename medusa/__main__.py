@@ -36,8 +36,8 @@ def _export(words: Sequence[str]) -> int:
     _prepare(options.json)
     import torch
 
-    from medusa.export import export
-    from medusa.hub import is_hub_id, push
+    from medusa.io.export import export
+    from medusa.io.hub import is_hub_id, push
 
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     made = export(options.heads, options.format, options.out, options.base, dtype, options.push or "")
@@ -57,8 +57,8 @@ def _export(words: Sequence[str]) -> int:
 def _inspect(words: Sequence[str]) -> int:
     options = _inspect_parser().parse_args(words)
     _prepare(options.json)
-    from medusa.hub import fetch_heads
-    from medusa.inspect import inspect_heads
+    from medusa.io.hub import fetch_heads
+    from medusa.io.inspect import inspect_heads
 
     report = inspect_heads(fetch_heads(options.directory))
     for name, value in _lines(report):
@@ -74,7 +74,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     if alone:
         parser.error(f"{alone[0]} belongs to a push; give --push user/repo too")
     if options.push:
-        from medusa.hub import is_repository
+        from medusa.io.hub import is_repository
 
         if not is_repository(options.push):
             parser.error(f"--push ({options.push}) must be named with its owner; give user/repo")

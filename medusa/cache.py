@@ -106,7 +106,7 @@ class SlotCache(Cache):
         kv_length: Rows per slot that this step's attention reads, committed and new.
         nodes: N, rows per slot that this step writes.
         write_rows: [slots * N] rows of the flattened buffers that this step writes.
-        recorded: What ``medusa.graph`` has recorded over the buffers where they are now; None once they move.
+        recorded: What ``medusa.engine.graph`` has recorded over the buffers where they are now; None once they move.
     """
 
     def __init__(

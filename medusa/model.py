@@ -14,13 +14,11 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from medusa import exactness
 from medusa.acceptance import DELTA, EPSILON, BuiltRule, build_rule
-from medusa.auto import AutoNodes
-from medusa.base_model import BaseModel, resolve_base
+from medusa.base.model import BaseModel, resolve_base
+from medusa.budget.auto import AutoNodes
+from medusa.budget.calibration import Calibration
 from medusa.cache import SlotCache
-from medusa.calibrate import Calibration
-from medusa.card import write_card
 from medusa.drafters import (
     LOOKUP_GUESSES,
     Drafter,
@@ -30,15 +28,17 @@ from medusa.drafters import (
     PromptLookupDrafter,
     SampledHeadsDrafter,
 )
+from medusa.engine.generate import StartSteps, cache_rows, decode, new_answers
+from medusa.engine.graph import StepGraphs
+from medusa.engine.output import Answer, Output, Piece
+from medusa.engine.prefix import Prefix
+from medusa.engine.step import EagerSteps
 from medusa.formats import load_calibration, load_heads, load_provenance, save_heads
-from medusa.generate import StartSteps, cache_rows, decode, new_answers
-from medusa.graph import StepGraphs
 from medusa.heads import DraftHeads, HeadsConfig
-from medusa.hub import fetch_heads, push
-from medusa.output import Answer, Output, Piece
-from medusa.prefix import Prefix
-from medusa.self_test import choose_decoding, compile_base
-from medusa.step import EagerSteps
+from medusa.io.card import write_card
+from medusa.io.hub import fetch_heads, push
+from medusa.loading import exactness
+from medusa.loading.self_test import choose_decoding, compile_base
 from medusa.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class MedusaModel:
             over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
             on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
-        calibration: How often the heads are right, where that is known; ``medusa.calibrate`` finds it out.
+        calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
         provenance: Where the heads come from, where that is known; saved with them.
     """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.arguments import show_messages
+from serve.commands import COMMANDS
 from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, tree_budget
 from serve.repl import Repl
 from serve.terminal import Terminal
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = describe(model, args.heads)
         if settings.nodes is None and tree is None:
             title += "\n" + model.explain_nodes(settings.drafter)
-        Repl(model, terminal, Conversation(args.system), settings, title, prefix=Prefix(), tree=tree).run()
+        Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, prefix=Prefix(), tree=tree).run()
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

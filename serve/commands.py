@@ -1,52 +1,35 @@
 """Commands of the chat: a table of names, help texts and functions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, load, save, tree_budget
+from serve.repl import Command, Repl
 from serve.terminal import count
 
-if TYPE_CHECKING:
-    from serve.repl import Repl
 
-
-@dataclass(frozen=True)
-class Command:
-    """One line of ``/help``.
-
-    Attributes:
-        argument: What follows the name; empty for commands that take nothing.
-        help: One sentence.
-        run: Does it; raises ValueError or OSError with a message for the user, EOFError to leave.
-    """
-
-    argument: str
-    help: str
-    run: Callable[["Repl", str], None]
-
-
-def _help(repl: "Repl", _: str) -> None:
-    for name, command in COMMANDS.items():
+def _help(repl: Repl, _: str) -> None:
+    for name, command in repl.commands.items():
         repl.terminal.note(f"  {f'/{name} {command.argument}':<17} {command.help}")
     repl.terminal.note('  Several lines: start with """ and end the last line with """.')
     repl.terminal.note("  Ctrl-C stops an answer and keeps what was written; Ctrl-D leaves.")
 
 
-def _reset(repl: "Repl", _: str) -> None:
+def _reset(repl: Repl, _: str) -> None:
     repl.switch(Conversation(repl.conversation.system))
     repl.terminal.note("The conversation starts anew.")
 
 
-def _regenerate(repl: "Repl", _: str) -> None:
+def _regenerate(repl: Repl, _: str) -> None:
     repl.regenerate()
 
 
-def _setting(name: str, parse: Callable[[str], Any]) -> Callable[["Repl", str], None]:
+def _setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], None]:
     """A command that shows one setting, or changes it when it is given a value."""
 
-    def run(repl: "Repl", argument: str) -> None:
+    def run(repl: Repl, argument: str) -> None:
         if argument:
             try:
                 value = parse(argument)
@@ -67,13 +50,13 @@ def _rule(text: str) -> str | None:
     return None if text == "auto" else text
 
 
-def _system(repl: "Repl", argument: str) -> None:
+def _system(repl: Repl, argument: str) -> None:
     if argument:
         repl.conversation.system = "" if argument == "off" else argument
     repl.terminal.note(f"system = {repl.conversation.system or 'off'}")
 
 
-def _colour(repl: "Repl", argument: str) -> None:
+def _colour(repl: Repl, argument: str) -> None:
     if argument not in ("", "on", "off"):
         raise ValueError(f"colour ({argument}) must be on or off")
     if argument:
@@ -82,7 +65,7 @@ def _colour(repl: "Repl", argument: str) -> None:
     repl.terminal.note(f"colour = {'on' if repl.terminal.colour else 'off'}{missing}")
 
 
-def _stats(repl: "Repl", _: str) -> None:
+def _stats(repl: Repl, _: str) -> None:
     totals, settings = repl.totals, repl.settings
     speed, per_step = totals.tokens / max(totals.seconds, 1e-9), totals.tokens / max(totals.steps, 1)
     repl.terminal.note(
@@ -100,13 +83,13 @@ def _stats(repl: "Repl", _: str) -> None:
     repl.terminal.note("  " + ", ".join(f"{field.name} {_shown(settings, field.name)}" for field in fields(settings)))
 
 
-def _save(repl: "Repl", argument: str) -> None:
+def _save(repl: Repl, argument: str) -> None:
     path = _path(argument)
     save(path, repl.conversation, repl.settings)
     repl.terminal.note(f"Saved {count(len(repl.conversation.turns), 'turn')} to {path}.")
 
 
-def _load(repl: "Repl", argument: str) -> None:
+def _load(repl: Repl, argument: str) -> None:
     path = _path(argument)
     conversation, repl.settings = load(path)
     repl.switch(conversation)
@@ -119,7 +102,7 @@ def _path(argument: str) -> Path:
     return Path(argument).expanduser()
 
 
-def _exit(_repl: "Repl", _: str) -> None:
+def _exit(_repl: Repl, _: str) -> None:
     raise EOFError
 
 

@@ -4,12 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LABELS = {"hybrid": "heads + lookup (default)", "heads": "heads", "prompt-lookup": "prompt lookup"}
-"""Drafters, the default first; ``heads-sampled`` is for temperatures above 0."""
-
-
-KIND = "tokens_per_step_"
-"""Keys of a drafter's figures by kind of prompt."""
+from serve.labels import KIND, LABELS
 
 
 def publish(run: Path, report: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from medusa import MedusaModel
 from serve.bench.shapes import unpacked_copy
 from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
-from serve.demo_report import LABELS
+from serve.labels import LABELS
 
 SAMPLE_CHARACTERS = 60
 """Fewest characters of the answer that is shown."""

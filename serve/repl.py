@@ -1,9 +1,9 @@
 """The chat loop: reads a message, streams the answer, keeps the conversation."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from serve.commands import COMMANDS
 from serve.conversation import Conversation, Message, Settings, Turn
 from serve.terminal import Terminal, count
 
@@ -12,6 +12,21 @@ if TYPE_CHECKING:
 
 BLOCK = '"""'
 """Opens and closes a message of several lines."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of ``/help``.
+
+    Attributes:
+        argument: What follows the name; empty for commands that take nothing.
+        help: One sentence.
+        run: Does it; raises ValueError or OSError with a message for the user, EOFError to leave.
+    """
+
+    argument: str
+    help: str
+    run: Callable[["Repl", str], None]
 
 
 @dataclass
@@ -41,6 +56,7 @@ class Repl:
     Args:
         model: Anything with ``chat_prompt``, ``stream`` and ``base.context_length`` as :class:`MedusaModel` has them.
         terminal: Where lines come from and answers go.
+        commands: What a line that begins with a slash may be, by name.
         conversation: Where to start; usually a system prompt at most.
         settings: How answers are generated.
         title: Lines of the banner about the model.
@@ -52,6 +68,7 @@ class Repl:
         self,
         model: "MedusaModel",
         terminal: Terminal,
+        commands: Mapping[str, Command],
         conversation: Conversation,
         settings: Settings,
         title: str = "",
@@ -60,6 +77,7 @@ class Repl:
     ) -> None:
         self.model = model
         self.terminal = terminal
+        self.commands = commands
         self.conversation = conversation
         self.settings = settings
         self.title = title
@@ -75,7 +93,7 @@ class Repl:
         Raises:
             KeyboardInterrupt: At Ctrl-C where there is no terminal; in one, it stops no more than the answer.
         """
-        self.terminal.enable_line_editing(f"/{name}" for name in COMMANDS)
+        self.terminal.enable_line_editing(f"/{name}" for name in self.commands)
         self._greet()
         while True:
             try:
@@ -145,7 +163,7 @@ class Repl:
 
     def _command(self, line: str) -> None:
         name, _, argument = line[1:].partition(" ")
-        command = COMMANDS.get(name)
+        command = self.commands.get(name)
         if command is None:
             raise ValueError(f"unknown command (/{name}); /help lists them; to send such a message, start with a space")
         if argument.strip() and not command.argument:

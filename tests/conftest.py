@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads, smollm2
-from medusa.cost import StepCosts
+from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
+from medusa.base import smollm2
+from medusa.budget.cost import StepCosts
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
 # In the background of a script Ctrl-C is ignored, and would be by the processes that tests start.
@@ -27,7 +28,7 @@ def step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Steps cost the same on every machine: no test depends on a clock. Processes of tests keep theirs per test run."""
     costs = StepCosts((1, 8, 64), (1.0, 1.2, 2.5), begin=0.05, level=0.05)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.auto.known_costs", lambda known_by, measure: costs)
+        patch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: costs)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

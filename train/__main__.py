@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     talks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    for name in ("train", "medusa.smollm2"):
+    for name in ("train", "medusa.base.smollm2"):
         logging.getLogger(name).setLevel(logging.INFO if talks else logging.CRITICAL)
     if not talks:
         logging.getLogger("medusa").setLevel(logging.ERROR)  # what it says of the base is the same everywhere

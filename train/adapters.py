@@ -9,7 +9,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
 
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from train.config import LoraRecipe
 
 

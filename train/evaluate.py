@@ -10,8 +10,8 @@ from torch import Tensor
 
 from data.packing import PackedRows
 from data.sources import Sample
-from medusa.base_model import BaseModel
-from medusa.calibrate import RANKS, Calibration, count_ranks
+from medusa.base.model import BaseModel
+from medusa.budget.calibration import RANKS, Calibration, count_ranks
 from medusa.heads import DraftHeads
 from medusa.model import MedusaModel
 from train.features import BasePass, Positions

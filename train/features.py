@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from data.packing import IGNORE, PackedRows
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.packing import PackedRows
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.files import sweep
 from train.features import HiddenStates, Positions
 from train.run_directory import disk_errors_named, sync

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.packing import PackedRows
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.heads import DraftHeads
 from train.blocks import Block
 from train.config import Recipe

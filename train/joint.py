@@ -12,7 +12,7 @@ width of the base's hidden states (D, times more with feature layers).
 import torch
 from torch import Tensor, nn
 
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.heads import DraftHeads
 from train.adapters import Adapters
 from train.draft_vocabulary import drafted_labels

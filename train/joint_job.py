@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.packing import IGNORE, PackedRows
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.formats.native import ADAPTER
 from medusa.heads import DraftHeads
 from train.adapters import Adapters

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from data.packing import PackedRows
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from train.config import Recipe
 from train.recipe_file import resolved
 from train.report import read_report
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "pef
 def provenance(
     recipe: Recipe, figures: dict[str, Any], base: BaseModel, rows: PackedRows, workers: Workers
 ) -> dict[str, Any]:
-    """What is written beside the heads, in full: exports and pushes leave out what is private (`medusa.published`).
+    """What is written beside the heads, in full: exports and pushes leave out what is private (`medusa.io.published`).
 
     Args:
         recipe: the recipe that trained them; its run directory tells the tokens and seconds of all starts together.

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from medusa import smollm2
-from medusa.base_model import BaseModel, choose_dtype
+from medusa.base import smollm2
+from medusa.base.model import BaseModel, choose_dtype
 from train.engine import import_deepspeed
 
 WHOLE_ROWS = 16

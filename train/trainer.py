@@ -19,14 +19,14 @@ from data import resolve_base_name
 from data.packing import PackedRows
 from data.rows import open_rows
 from data.sources import Source
-from medusa.base_model import BaseModel
-from medusa.calibrate import Calibration
-from medusa.documents import choose_separation
+from medusa.base.model import BaseModel
+from medusa.base.taps import spread_layers
+from medusa.budget.calibration import Calibration
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from medusa.loading.self_test import choose_decoding
+from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
-from medusa.self_test import choose_decoding
-from medusa.taps import spread_layers
 from train.config import BaseRecipe, Recipe
 from train.draft_vocabulary import check_draft_vocabulary, most_frequent_tokens
 from train.engine import Engine

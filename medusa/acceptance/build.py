@@ -10,7 +10,7 @@ from torch import Tensor
 from medusa.acceptance.logits import adjusted, warper
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rules import greedy, sampling, speculative, typical
-from medusa.drafters.base import DecodeState
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 EPSILON = 0.09

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from medusa.acceptance.path import Rule, Verdict
-from medusa.drafters.base import DecodeState
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 LIKELIEST = 256

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa.drafters.base import DecodeState
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from medusa.acceptance.logits import widened
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rejection import first_accepted, rejection_chances
-from medusa.drafters.base import DecodeState
 from medusa.noise import CHANCE, gumbel_noise, uniform_noise
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 Process = Callable[[Tensor], Tensor]

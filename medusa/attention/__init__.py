@@ -1,8 +1,8 @@
 """Tree attention: registered with transformers under one name, computed by a backend."""
 
-from medusa.attention.base import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, attend, choose
+from medusa.attention.backends import BACKENDS, attend, choose
+from medusa.attention.contract import BackendUnavailableError, Scoring, TreeAttention, TreePlan
 from medusa.attention.hook import AMBIENT, IMPLEMENTATION, register
-from medusa.attention.plan import TreePlan
 from medusa.attention.spans import Span, UnknownSpanError, layer_spans
 
 __all__ = [

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medusa import native
-from medusa.attention.base import BackendUnavailableError, Scoring
-from medusa.attention.plan import TreePlan
+from medusa.attention.contract import BackendUnavailableError, Scoring, TreePlan
+from medusa.cpu import build as native
 
 SOURCE = Path(__file__).with_name("exact.cpp")
 NUMBERS = ctypes.c_int64 * 18

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from medusa.attention.base import Scoring
-from medusa.attention.plan import TreePlan
+from medusa.attention.contract import Scoring, TreePlan
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from medusa.attention.base import Scoring, attend
+from medusa.attention.backends import attend
+from medusa.attention.contract import Scoring, TreePlan
 from medusa.attention.layers import rescale_queries
-from medusa.attention.plan import TreePlan
 from medusa.attention.reference import masked_attention
 
 IMPLEMENTATION = "medusa_tree"

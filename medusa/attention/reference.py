@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from medusa.attention.base import Scoring
-from medusa.attention.plan import TreePlan
+from medusa.attention.contract import Scoring, TreePlan
 
 
 class ReferenceAttention:

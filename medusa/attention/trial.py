@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from medusa.attention.base import Scoring, TreeAttention
-from medusa.attention.plan import TreePlan
+from medusa.attention.contract import Scoring, TreeAttention, TreePlan
 from medusa.tree import Draft
 
 TRIED_CONTEXT, TRIED_NODES = 128, (1, 16, 64, 512)

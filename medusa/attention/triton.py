@@ -10,9 +10,8 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from medusa.attention.base import BackendUnavailableError, KernelError, Scoring
+from medusa.attention.contract import BackendUnavailableError, KernelError, Scoring, TreePlan
 from medusa.attention.kernels import merge_kernel, split_kernel
-from medusa.attention.plan import TreePlan
 
 MAX_DIM = 256
 MAX_SPLITS = 64

@@ -1,20 +1,17 @@
 """Whatever proposes a draft."""
 
-from medusa.drafters.base import DecodeState, Drafter, PlainDrafter, is_recordable
+from medusa.drafters.base import Drafter, PlainDrafter, is_recordable
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
-from medusa.drafters.priced import PricedDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 
 __all__ = [
     "LOOKUP_GUESSES",
-    "DecodeState",
     "Drafter",
     "HeadsDrafter",
     "HybridDrafter",
     "PlainDrafter",
-    "PricedDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",
     "is_recordable",

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from medusa.drafters.base import DecodeState
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
+from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 
 WIDTH = 16

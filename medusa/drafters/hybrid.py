@@ -1,6 +1,7 @@
 """Two drafters under one verifier: both trees hang below the same root."""
 
-from medusa.drafters.base import DecodeState, Drafter, is_recordable
+from medusa.drafters.base import Drafter, is_recordable
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 

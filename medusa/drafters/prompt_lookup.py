@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.drafters.base import DecodeState
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 MAX_MATCH = 6

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from medusa.drafters.base import DecodeState
 from medusa.drafters.heads import LOWEST, WIDTH, check_tree
 from medusa.heads import DraftHeads, Vocabulary
 from medusa.noise import DRAFT, gumbel_noise
+from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 
 

@@ -22,14 +22,13 @@ __all__ = [
     "FORMATS",
     "Export",
     "Format",
-    "export_heads",
     "find_format",
     "holders",
     "load_calibration",
-    "load_config",
     "load_heads",
     "load_provenance",
     "named_format",
+    "refusal",
     "save_heads",
 ]
 
@@ -53,16 +52,6 @@ def find_format(directory: str | Path) -> Format:
     )
 
 
-def load_config(directory: str | Path) -> HeadsConfig:
-    """The shape of stored heads, whatever their format; an adapter of the base becomes a path that can be opened.
-
-    Raises:
-        FileNotFoundError: There is no such directory, or no heads in it.
-        ValueError: It is of no known format, or damaged.
-    """
-    return find_format(directory).read_config(Path(directory))
-
-
 def load_heads(
     directory: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu"
 ) -> DraftHeads:
@@ -80,15 +69,6 @@ def load_heads(
     return find_format(directory).load(Path(directory)).to(device=device, dtype=dtype).eval()
 
 
-def export_heads(export: Export, name: str, directory: str | Path) -> Path:
-    """Write heads in the format of this name; returns the directory.
-
-    Raises:
-        ValueError: There is no such format, it cannot hold these heads, or the directory holds something else.
-    """
-    return named_format(name).save(export, Path(directory))
-
-
 def named_format(name: str) -> Format:
     """The format of this name.
 
@@ -103,3 +83,10 @@ def named_format(name: str) -> Format:
 def holders(config: HeadsConfig) -> list[str]:
     """Names of the formats that can hold heads of this shape."""
     return [name for name, each in FORMATS.items() if not each.obstacle(config)]
+
+
+def refusal(name: str, config: HeadsConfig) -> str:
+    """Why heads of this shape cannot be stored in the format of this name, and which formats can; "" = they can."""
+    if reason := named_format(name).obstacle(config):
+        return f"format {name!r} {reason}; formats that can hold these heads: {', '.join(holders(config))}"
+    return ""

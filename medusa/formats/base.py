@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa.base_model import BaseModel
-from medusa.calibrate import Calibration
+from medusa.base.model import BaseModel
+from medusa.budget.calibration import Calibration
 from medusa.files import peek_object, read_object
 from medusa.heads import DraftHeads, HeadsConfig
 
@@ -70,14 +70,6 @@ class Format(ABC):
         """Why heads of this shape cannot be stored in this format, a clause without remedy; "" = they can."""
         return ""
 
-    def refusal(self, config: HeadsConfig) -> str:
-        """Why heads of this shape cannot be stored in this format and which formats can; "" = they can."""
-        from medusa.formats import holders
-
-        if reason := self.obstacle(config):
-            return f"format {self.name!r} {reason}; formats that can hold these heads: {', '.join(holders(config))}"
-        return ""
-
     def save(self, export: Export, directory: Path) -> Path:
         """Write heads into a directory, which is created if missing; every file appears whole or not at all.
 
@@ -87,8 +79,8 @@ class Format(ABC):
         Raises:
             ValueError: The format cannot hold these heads or lacks their base, or the directory is of another format.
         """
-        if refusal := self.refusal(export.heads.config):
-            raise ValueError(refusal)
+        if reason := self.obstacle(export.heads.config):
+            raise ValueError(f"format {self.name!r} {reason}; choose another format")
         if (directory / CONFIG).exists() and not self.matches(directory):
             raise ValueError(
                 f"directory ({directory}) holds a {CONFIG} that is not {self.name!r}; give a new directory"

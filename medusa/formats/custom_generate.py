@@ -4,12 +4,12 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from medusa import layer_check
 from medusa.attention import spans
 from medusa.files import replace_file
 from medusa.formats.base import Export
 from medusa.formats.native import WEIGHTS, Native
 from medusa.heads import HeadsConfig
+from medusa.loading import layer_check
 
 CODE = "custom_generate"
 """Where transformers looks for code."""

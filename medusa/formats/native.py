@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from medusa.calibrate import Calibration
+from medusa.budget.calibration import Calibration
 from medusa.files import peek_object, write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.tensor_files import read_tensors, write_tensors

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.files import replace_file, write_json
 from medusa.formats.base import CONFIG, Export, peek_config
 from medusa.formats.foreign import PICKLE, Foreign, shape_values

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from medusa.packed import LinearFunction, packed_linear
+from medusa.cpu.packed import LinearFunction, packed_linear
 
 
 class Vocabulary(Protocol):

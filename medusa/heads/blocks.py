@@ -6,8 +6,8 @@ Legend: B sequences, m tree nodes, D hidden size, S width of what a node hands d
 import torch
 from torch import Tensor, nn
 
+from medusa.cpu.packed import LinearFunction, packed_linear
 from medusa.heads.base import Vocabulary
-from medusa.packed import LinearFunction, packed_linear
 
 
 class ResidualBlock(nn.Module):

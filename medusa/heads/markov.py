@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from medusa.cpu.packed import LinearFunction, packed_linear
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
 from medusa.heads.medusa import MedusaHeads
-from medusa.packed import LinearFunction, packed_linear
 
 
 class MarkovHeads(MedusaHeads):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from medusa.cpu.packed import LinearFunction, packed_linear
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
-from medusa.packed import LinearFunction, packed_linear
 
 
 class MedusaHeads(DraftHeads):

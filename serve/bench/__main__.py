@@ -128,9 +128,9 @@ def _trace(options: argparse.Namespace) -> None:
 def _tree(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from medusa.calibrate import calibrate
-    from medusa.tree_file import save_tree
-    from medusa.tree_search import grow_tree
+    from medusa.budget.calibrate import calibrate
+    from medusa.budget.tree_search import grow_tree
+    from medusa.io.tree_file import save_tree
     from serve.bench.tree import describe_tree, measure_trees
 
     model = _trained(options)
@@ -210,8 +210,8 @@ def _attention(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoConfig
 
-    from medusa import smollm2
-    from medusa.base_model import choose_dtype
+    from medusa.base import smollm2
+    from medusa.base.model import choose_dtype
     from serve.bench.attention import measure_attention
     from serve.bench.shapes import choose_device, shape_config
 
@@ -240,7 +240,7 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa import BaseModel, MedusaModel
-    from medusa.self_test import choose_decoding, compile_base
+    from medusa.loading.self_test import choose_decoding, compile_base
     from serve.bench.shapes import choose_device, random_base, random_heads
 
     if options.int8 and getattr(options, "baseline", False):

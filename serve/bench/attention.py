@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
-from medusa.attention.base import build, least_work
+from medusa.attention.backends import build
 from medusa.clock import alternate, synchronize
 from medusa.tree import Draft
 from serve.bench.rig import likely_tree
@@ -23,6 +23,33 @@ TREE_DEPTH = 5
 LAYERS_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Keys and values of different layers that are read in turn: together larger than the caches, as in a real step."""
 MOST_LAYERS = 64
+
+
+def least_work(
+    lengths: list[int], nodes: int, heads: int, kv_heads: int, dim: int, dim_v: int, itemsize: int
+) -> tuple[int, int]:
+    """The bytes and floating-point operations that no implementation of one layer's tree attention can avoid.
+
+    Every key, value, query and output crosses memory once; masks are left out. A time below bytes / bandwidth means
+    that something stayed in a cache.
+
+    Args:
+        lengths: L of every sequence.
+        nodes: N.
+        heads: H.
+        kv_heads: Hkv.
+        dim: D.
+        dim_v: Dv.
+        itemsize: Bytes of an element.
+
+    Returns:
+        (bytes, floating-point operations): the products with keys and values, two operations each; of a tree's own rows
+        all N x N, although a mask leaves out most.
+    """
+    rows, key_rows = nodes * len(lengths), sum(lengths) + nodes * len(lengths)
+    traffic = (key_rows * kv_heads + rows * heads) * (dim + dim_v) * itemsize
+    products = sum((length + nodes) * nodes for length in lengths) * heads * (dim + dim_v)
+    return traffic, 2 * products
 
 
 def measure_attention(

@@ -16,8 +16,8 @@ from torch import Tensor
 from medusa import BaseModel, Draft, DraftHeads
 from medusa.acceptance import Rule, Verdict, greedy
 from medusa.clock import alternate
-from medusa.drafters import DecodeState
-from medusa.graph import Record
+from medusa.engine.graph import Record
+from medusa.state import DecodeState
 from serve.bench.rig import Rig, room_for
 from serve.bench.timing import ratio
 from serve.bench.trace import Trace

@@ -9,11 +9,12 @@ import torch
 
 from medusa import BaseModel, Draft, DraftHeads, Tree
 from medusa.acceptance import Rule, greedy
+from medusa.budget.tree_search import typical_tree
 from medusa.clock import seconds
-from medusa.drafters import DecodeState, Drafter, HeadsDrafter, PlainDrafter
-from medusa.graph import GraphSteps, Record, StepGraphs, cuda_recorder
-from medusa.step import EagerSteps, Steps, verify
-from medusa.tree_search import typical_tree
+from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
+from medusa.engine.graph import GraphSteps, Record, StepGraphs, cuda_recorder
+from medusa.engine.step import EagerSteps, Steps, verify
+from medusa.state import DecodeState
 from serve.bench.timing import SAMPLE_SECONDS
 
 logger = logging.getLogger(__name__)

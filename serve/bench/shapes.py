@@ -17,10 +17,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads, packed, smollm2
-from medusa.base_model import choose_dtype
-from medusa.int8 import Int8Linear, round_linears
-from medusa.taps import spread_layers
+from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
+from medusa.base import smollm2
+from medusa.base.model import choose_dtype
+from medusa.base.taps import spread_layers
+from medusa.cpu import packed
+from medusa.cpu.int8 import Int8Linear, round_linears
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3

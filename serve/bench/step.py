@@ -13,7 +13,7 @@ from typing import Any
 
 from medusa import BaseModel, DraftHeads
 from medusa.clock import alternate
-from medusa.graph import Record
+from medusa.engine.graph import Record
 from serve.bench.rig import Rig, room_for
 from serve.bench.shapes import weight_bytes
 from serve.bench.timing import bandwidth_samples, ratio, timed

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from medusa import Calibration, MedusaModel, Tree
+from medusa.budget.tree_search import GrownTree, grow_tree
 from medusa.drafters import Drafter, HeadsDrafter
-from medusa.tree_search import GrownTree, grow_tree
 
 BATCH = 8
 """Prompts that are answered together; what a step emits does not depend on it."""

@@ -16,10 +16,11 @@ import torch
 from medusa import BaseModel, DraftHeads, Tree, build_heads
 from medusa.acceptance import build_rule
 from medusa.drafters import HeadsDrafter
-from medusa.formats import Export, export_heads, load_heads
-from medusa.generate import decode, new_answers
-from medusa.step import EagerSteps
+from medusa.engine.generate import decode, new_answers
+from medusa.engine.step import EagerSteps
+from medusa.formats import Export, load_heads
 from tests.engines.environment import UnavailableError, vllm_python
+from tests.medusa.formats.stored import export_heads
 from tests.train.jobs import ROOT, write_recipe
 
 pytestmark = pytest.mark.slow

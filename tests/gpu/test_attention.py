@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa.attention import TreeAttention, TreePlan, flash
-from medusa.attention.base import build, choose
+from medusa.attention.backends import build, choose
 from medusa.tree import Draft
 from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make, make_draft
 
@@ -85,6 +85,6 @@ def test_one_graph_serves_all_lengths_and_trees(backend):
 
 
 def test_automatic_choice_has_a_reason(caplog):
-    with caplog.at_level("INFO", "medusa.attention.base"):
+    with caplog.at_level("INFO", "medusa.attention.backends"):
         backend, reason = choose("auto", torch.device(DEVICE), torch.bfloat16)
     assert f"attention {backend.name}: {reason}" in caplog.text

@@ -3,8 +3,8 @@
 import torch
 
 from medusa.attention import Scoring, hook
-from medusa.attention.base import build
-from medusa.attention.plan import TreePlan
+from medusa.attention.backends import build
+from medusa.attention.contract import TreePlan
 from medusa.cache import SlotLayer
 from medusa.tree import Draft
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from medusa.drafters import DecodeState
+from medusa.state import DecodeState
 
 
 def state_at(positions, seeds=None):

@@ -7,8 +7,8 @@ from transformers import TopPLogitsWarper
 from medusa.acceptance import Verdict, build_rule, greedy, select_path
 from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
 from medusa.acceptance.rejection import rejection_chances
-from medusa.drafters import DecodeState
 from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
+from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.states import state_at
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa import BaseModel, DraftHeads, MedusaModel
-from medusa.adapter import apply_adapter
+from medusa.base.adapter import apply_adapter
 from medusa.formats import save_heads
 from serve.chat import describe
 

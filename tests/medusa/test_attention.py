@@ -21,12 +21,13 @@ from medusa.attention import (
     base,
     choose,
 )
-from medusa.attention.base import build, least_work
+from medusa.attention.backends import build
+from medusa.attention.contract import pack_bits
 from medusa.attention.hook import tree_attention
-from medusa.attention.plan import pack_bits
 from medusa.attention.spans import Span
 from medusa.attention.trial import LayerShape, layer_shapes, try_out
 from medusa.tree import Draft
+from serve.bench.attention import least_work
 from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make
 from tests.medusa.test_conformance import tiny
 
@@ -131,7 +132,7 @@ def test_a_longer_bucket_changes_nothing(backend):
 def test_the_whole_model_writes_the_same_text(backend, base_directory, make_heads, caplog):
     dtype, steps = dtype_of(backend), 4 if backend.name == "triton" else 20
     prompts = [[5, 9, 40, 41], [7]]
-    with caplog.at_level(logging.INFO, "medusa.attention.base"):
+    with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         loaded = BaseModel.load(base_directory, dtype=dtype, device="cpu", attention=backend.name)
     assert loaded.attention.name == backend.name
     assert f"attention {backend.name}: asked for" in caplog.text
@@ -176,7 +177,7 @@ def test_a_layer_that_a_backend_objects_to_goes_to_the_reference(caplog):
     layer = make(FEATURES["window"], torch.float64, 1e4)
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU))
     base._reference.cache_clear()
-    with caplog.at_level(logging.INFO, "medusa.attention.base"):
+    with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         for _ in range(3):
             out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
     torch.testing.assert_close(out, layer.expected())
@@ -190,7 +191,7 @@ def test_a_window_that_hides_nothing_is_no_window(caplog, shorter, handed_over):
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU), spans)
     base._reference.cache_clear()
     inputs = (layer.query, layer.key, layer.value)
-    with caplog.at_level(logging.INFO, "medusa.attention.base"):
+    with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         out, _ = tree_attention(torch.nn.Identity(), *inputs, None, tree_plan=plan)
     torch.testing.assert_close(out.transpose(1, 2), layer.expected())
     assert ("instead of" in caplog.text) == handed_over
@@ -271,7 +272,7 @@ def test_a_base_is_tried_with_its_own_layers(base_directory, monkeypatch):
         tried.extend(layers)
         return build("reference", CPU), ""
 
-    monkeypatch.setattr("medusa.base_model.choose", note)
+    monkeypatch.setattr("medusa.base.model.choose", note)
     BaseModel.load(base_directory, device="cpu")
     assert [(layer.groups, layer.dim, layer.dim_v) for layer in tried] == [(2, 8, 8)]
 

@@ -19,7 +19,7 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from medusa.attention import BackendUnavailableError, TreePlan, attend, base, choose  # noqa: E402
 from medusa.attention import triton as backend_module  # noqa: E402
-from medusa.attention.base import KernelError  # noqa: E402
+from medusa.attention.contract import KernelError  # noqa: E402
 from medusa.attention.kernels import merge_kernel, split_kernel  # noqa: E402
 from medusa.attention.trial import LayerShape, try_out  # noqa: E402
 from medusa.attention.triton import (  # noqa: E402
@@ -217,7 +217,7 @@ def test_a_kernel_that_cannot_be_launched_leaves_its_layers_to_the_reference(ref
     layer = make(Case(), torch.float32, 1e4)
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
     base._reference.cache_clear()
-    with caplog.at_level(logging.INFO, "medusa.attention.base"):
+    with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         for _ in range(3):
             out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
             torch.testing.assert_close(out.double(), layer.expected(), atol=5e-6, rtol=5e-6)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from medusa import Calibration, MedusaModel
-from medusa.calibrate import RANKS, _answer_counts, calibrate, count_ranks, rank_counts
+from medusa.budget.calibrate import calibrate
+from medusa.budget.calibration import RANKS, _answer_counts, count_ranks, rank_counts
 from medusa.formats.native import CALIBRATION, load_calibration, save_heads
 from medusa.heads import ARCHITECTURES
 
@@ -74,7 +75,7 @@ def test_chunks_change_nothing(base, make_heads, monkeypatch):
     heads, hidden = make_heads(2), torch.randn(11, base.hidden_size, dtype=base.dtype)
     path, labels = torch.randint(base.vocab_size, (11, 2)), torch.randint(-1, 40, (11, 2))
     whole = count_ranks(heads, base, hidden, path, labels)
-    monkeypatch.setattr("medusa.calibrate.CHUNK", 3)
+    monkeypatch.setattr("medusa.budget.calibration.CHUNK", 3)
     assert torch.equal(count_ranks(heads, base, hidden, path, labels), whole)
     assert not count_ranks(heads, base, hidden[:0], path[:0], labels[:0]).any()
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from medusa import BaseModel, MedusaModel
-from medusa.compiled import compile_function, stack_siblings
-from medusa.header_cache import keep_headers_in_cache
-from medusa.packed import PackedLinear, available
-from medusa.self_test import choose_decoding, compile_base
+from medusa.cpu.compiled import compile_function, stack_siblings
+from medusa.cpu.header_cache import keep_headers_in_cache
+from medusa.cpu.packed import PackedLinear, available
+from medusa.loading.self_test import choose_decoding, compile_base
 from tests.medusa.test_conformance import tiny
 
 needs_packing = pytest.mark.skipif(not available(torch.float32), reason="no oneDNN packing on this machine")
@@ -85,7 +85,7 @@ def test_compiled_decoding_writes_the_same_text(compiled_base, base_directory, m
 @pytest.mark.slow
 def test_a_pass_that_compiles_to_something_else_is_not_used(base_directory, monkeypatch, caplog):
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
-    monkeypatch.setattr("medusa.compiled.attend_rows", lambda plan, query, *_: query.transpose(1, 2).clone())
+    monkeypatch.setattr("medusa.cpu.compiled.attend_rows", lambda plan, query, *_: query.transpose(1, 2).clone())
     with caplog.at_level(logging.WARNING, logger="medusa"):
         assert not compile_base(base)
     assert "without compilation: its logits differ" in caplog.text
@@ -148,7 +148,7 @@ def test_precompiled_headers_stand_with_the_compilers_cache(tmp_path, monkeypatc
 
 SMALL = """
 import torch
-from medusa.compiled import compile_function
+from medusa.cpu.compiled import compile_function
 with torch.no_grad():
     print(compile_function(lambda x: torch.nn.functional.gelu(x).sum(-1))(torch.randn(4, 64)).shape)
 """

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Tree
 from medusa.attention import BACKENDS
-from medusa.attention.base import build
-from medusa.self_test import choose_decoding
-from medusa.step import prefill, verify
+from medusa.attention.backends import build
+from medusa.engine.step import prefill, verify
+from medusa.loading.self_test import choose_decoding
 from medusa.tree import Draft, ancestor_mask
 
 SHAPE = {
@@ -125,7 +125,7 @@ def handed_over(monkeypatch) -> set[str]:
         reasons.add(reason)
         return build("reference", torch.device("cpu"))
 
-    monkeypatch.setattr("medusa.attention.base._reference", reference)
+    monkeypatch.setattr("medusa.attention.backends._reference", reference)
     return reasons
 
 

@@ -13,14 +13,14 @@ import torch
 
 from medusa import MedusaModel
 from medusa.acceptance import greedy
-from medusa.auto import FixedSize
-from medusa.cost import StepCosts, best_fixed
+from medusa.budget.auto import FixedSize
+from medusa.budget.cost import StepCosts, best_fixed
+from medusa.budget.measure import GRID, facts, known_costs, measure_passes, with_drafting
+from medusa.budget.tree_search import typical_tree
 from medusa.drafters import PlainDrafter
-from medusa.graph import StepGraphs
-from medusa.measure import GRID, facts, known_costs, measure_passes, with_drafting
-from medusa.output import Output
-from medusa.step import decode_step
-from medusa.tree_search import typical_tree
+from medusa.engine.graph import StepGraphs
+from medusa.engine.output import Output
+from medusa.engine.step import decode_step
 from tests.medusa.tape import Recorder
 
 LINE = StepCosts((1, 3, 9), (1.0, 1.2, 1.8), begin=0.5, level=0.25)
@@ -163,9 +163,9 @@ def test_a_cache_that_cannot_be_written_fails_nothing(tmp_path, monkeypatch, cap
 
 
 def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
-    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
-    monkeypatch.setattr("medusa.measure.GRID", (1, 2, 4))
-    monkeypatch.setattr("medusa.measure.STEEP", math.inf)
+    monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.budget.measure.GRID", (1, 2, 4))
+    monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
     passes = measure_passes(base, batch=2)
     costs = with_drafting(passes, base, make_heads(), batch=2)
     assert costs.nodes == passes.nodes == (1, 2, 4)
@@ -185,8 +185,8 @@ def test_a_slow_base_is_stepped_few_times(base, monkeypatch):
         steps.append(args)
         return decode_step(*args)
 
-    monkeypatch.setattr("medusa.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr("medusa.step.decode_step", slow)
+    monkeypatch.setattr("medusa.budget.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("medusa.engine.step.decode_step", slow)
     costs = measure_passes(base, batch=1)
     assert costs.nodes == GRID
     assert set(costs.seconds) == {1.0}
@@ -201,11 +201,11 @@ def test_what_a_rule_computes_at_each_node_is_part_of_the_cost(base, make_heads,
         return greedy(draft, logits, state)
 
     clock, asked = [0.0], []
-    monkeypatch.setattr("medusa.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr("medusa.measure.STEEP", math.inf)
+    monkeypatch.setattr("medusa.budget.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
     costs = measure_passes(base, batch=1, rule=dear)
     assert costs.seconds == tuple(map(float, costs.nodes))
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, _: asked.append(known_by["work"]) or LINE)
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, _: asked.append(known_by["work"]) or LINE)
     model = MedusaModel(base, make_heads())
     for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}):
         model.generate("abc", max_new_tokens=2, **settings)
@@ -219,15 +219,15 @@ def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
             raise torch.OutOfMemoryError
         return decode_step(base, cache, drafter, rule, state)
 
-    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
-    monkeypatch.setattr("medusa.measure.STEEP", math.inf)
-    monkeypatch.setattr("medusa.step.decode_step", small)
+    monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
+    monkeypatch.setattr("medusa.engine.step.decode_step", small)
     assert max(measure_passes(base, batch=1).nodes) == 4
 
 
 def test_steep_trees_are_not_measured(base, monkeypatch):
-    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
-    monkeypatch.setattr("medusa.measure.STEEP", 1e-9)
+    monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.budget.measure.STEEP", 1e-9)
     assert measure_passes(base, batch=1).nodes == (1,)
 
 
@@ -245,18 +245,18 @@ def test_costs_belong_to_what_they_depend_on(base, make_heads):
 def test_where_shapes_are_fixed_a_whole_answer_has_one_size(base, make_heads, monkeypatch, caplog, seconds):
     model, plain = MedusaModel(base, make_heads()), MedusaModel(base)
     model.graphs = StepGraphs(base, Recorder())
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 8, 16), seconds))
-    with caplog.at_level(logging.INFO, "medusa.auto"):
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 8, 16), seconds))
+    with caplog.at_level(logging.INFO, "medusa.budget.auto"):
         output = model.generate([5, 6, 7], max_new_tokens=20)
     assert output.tokens == plain.generate([5, 6, 7], max_new_tokens=20).tokens
     assert f"nodes auto: {1 if seconds[1] > 8 else 16} for hybrid, batch of 1" in caplog.text
 
 
 def test_recorded_steps_are_measured_too(base, make_heads, monkeypatch):
-    monkeypatch.setattr("medusa.measure.SECONDS", 0.0)
-    monkeypatch.setattr("medusa.measure.FIXED_GRID", (1, 4))
-    monkeypatch.setattr("medusa.measure.ROUNDS", 1)
-    monkeypatch.setattr("medusa.auto.known_costs", known_costs)
+    monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
+    monkeypatch.setattr("medusa.budget.measure.FIXED_GRID", (1, 4))
+    monkeypatch.setattr("medusa.budget.measure.ROUNDS", 1)
+    monkeypatch.setattr("medusa.budget.auto.known_costs", known_costs)
     model, graphs = MedusaModel(base, make_heads()), StepGraphs(base, recorder := Recorder())
     model.graphs = graphs
     prompts = [[5, 6, 7], [8]]
@@ -269,8 +269,8 @@ def test_recorded_steps_are_measured_too(base, make_heads, monkeypatch):
 
 def test_a_base_that_verifies_chains_learns_what_its_chains_bring(base, make_heads, monkeypatch):
     """A chain has fewer nodes than its size allows; what is expected of the size must still become what was seen."""
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 64), (1.0, 1.2)))
-    monkeypatch.setattr("medusa.auto.DOUBT", 1e-6)
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 64), (1.0, 1.2)))
+    monkeypatch.setattr("medusa.budget.auto.DOUBT", 1e-6)
     monkeypatch.setattr(base, "decoding", "chain")
     model = MedusaModel(base, make_heads())
     output = model.generate([5, 6, 7], max_new_tokens=40, drafter="heads")

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from medusa.documents import choose_separation, document_rows
+from medusa.base.documents import document_rows
+from medusa.loading.separation import choose_separation
 from tests.medusa.test_conformance import DOCUMENT, FAMILIES, SINGLE, tiny
 
 NEEDS = {"falcon": "masks", "gpt_oss": "masks", "llama4_text": "rows", "mpt": "masks", "opt": "masks"}
@@ -23,7 +24,7 @@ def packed_rows() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_are_what_they_are_alone(family, caplog):
     base, oracle = tiny(family)
-    with caplog.at_level(logging.WARNING, logger="medusa.documents"):
+    with caplog.at_level(logging.WARNING, logger="medusa.loading.separation"):
         choose_separation(base, torch.arange(3, 45))
     assert base.separation == NEEDS.get(family, "positions")
     assert ("hidden states of packed documents differ by" in caplog.text) == (family in NEEDS)

@@ -21,8 +21,8 @@ from medusa.drafters import (
 from medusa.drafters.heads import WIDTH
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
+from medusa.engine.step import _fit, decode_step, prefill
 from medusa.heads import ARCHITECTURES
-from medusa.step import _fit, decode_step, prefill
 from tests.medusa.trees import LOPSIDED
 
 
@@ -310,7 +310,7 @@ def test_wrong_drafters_are_refused(model, base):
 def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads, monkeypatch):
     """Each temperature of drawn drafts is another drafter; an interface with a slider tries hundreds."""
     monkeypatch.setattr("medusa.model.KEPT_DRAFTERS", 3)
-    monkeypatch.setattr("medusa.auto.WATCHED", 2)
+    monkeypatch.setattr("medusa.budget.auto.WATCHED", 2)
     model = MedusaModel(base, make_heads())
 
     def drafter(temperature, nodes=None):

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from data import resolve_base_name, shipped_heads
-from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads, exactness, native
-from medusa.attention.base import choose
-from medusa.packed import PackedLinear, available
-from medusa.self_test import compile_base
-from medusa.step import prefill
+from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
+from medusa.attention.backends import choose
+from medusa.cpu import build as native
+from medusa.cpu.packed import PackedLinear, available
+from medusa.engine.step import prefill
+from medusa.loading import exactness
+from medusa.loading.self_test import compile_base
 from tests.medusa.attention_cases import FEATURES, Case, make
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.acceptance import build_rule
 from medusa.drafters import HeadsDrafter, PlainDrafter
-from medusa.generate import decode, new_answers
+from medusa.engine.generate import decode, new_answers
 from tests.medusa.trees import LOPSIDED
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -287,7 +287,7 @@ def test_numbers_that_are_not_whole_get_one_sentence(model, options):
 
 def test_a_wrong_call_measures_nothing(base, make_heads, monkeypatch):
     model = MedusaModel(base, make_heads())
-    monkeypatch.setattr("medusa.auto.known_costs", lambda *_: pytest.fail("costs were asked for"))
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda *_: pytest.fail("costs were asked for"))
     with pytest.raises(ValueError, match="is empty"):
         model.generate([[]])
 

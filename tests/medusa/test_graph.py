@@ -14,9 +14,9 @@ from medusa import BaseModel, MedusaModel, Prefix
 from medusa.acceptance import build_rule
 from medusa.cache import SlotLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
-from medusa.graph import StepGraphs
+from medusa.engine.graph import StepGraphs
+from medusa.engine.step import prefill, step_on_device
 from medusa.heads import ARCHITECTURES
-from medusa.step import prefill, step_on_device
 from tests.medusa.known_text import Chain
 from tests.medusa.tape import Recorder, Strict, Tape
 from tests.medusa.test_conformance import tiny
@@ -129,7 +129,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
 
 @pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
 def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch, options):
-    monkeypatch.setattr("medusa.generate.HEADROOM", 1)
+    monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)
     options = {"max_new_tokens": 60, "drafter": "heads"} | options
     assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     grown = fresh.recorder.recorded
@@ -237,7 +237,7 @@ def test_where_recording_fails_steps_go_on_eagerly(base, eager, caplog):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model, options = graphed(base, eager.heads, fail), {"max_new_tokens": 20, "nodes": 9}
-    with caplog.at_level(logging.INFO, "medusa.graph"):
+    with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for _ in range(3):
             assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     assert len(attempts) == 1
@@ -278,7 +278,7 @@ def test_drafters_and_attention_that_stay_eager(base_directory, fresh, base, cap
 def objection(model, base, drafter, caplog):
     """What is logged, once, where steps stay eager."""
     caplog.clear()
-    with caplog.at_level(logging.INFO, "medusa.graph"):
+    with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for _ in range(2):
             cache = base.new_cache(1)
             model.graphs.steps(base, cache, drafter, build_rule("greedy"), None)
@@ -287,8 +287,8 @@ def objection(model, base, drafter, caplog):
 
 
 def test_memory_is_bounded_and_can_be_freed(fresh, monkeypatch):
-    monkeypatch.setattr("medusa.graph.KEPT_GRAPHS", 2)
-    monkeypatch.setattr("medusa.graph.KEPT_CACHES", 2)
+    monkeypatch.setattr("medusa.engine.graph.KEPT_GRAPHS", 2)
+    monkeypatch.setattr("medusa.engine.graph.KEPT_CACHES", 2)
     for nodes in (1, 3, 4, 3, 1):
         fresh.generate(PROMPTS, max_new_tokens=3, nodes=nodes)
     assert fresh.recorder.recorded == 4, "the first was forgotten for the third"
@@ -320,7 +320,7 @@ def test_families_that_look_at_their_cache(family, monkeypatch):
         {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
     )
     monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
-    monkeypatch.setattr("medusa.output.Answer._new_text", lambda answer: [])
+    monkeypatch.setattr("medusa.engine.output.Answer._new_text", lambda answer: [])
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     assert model.recorder.recorded == 1
 

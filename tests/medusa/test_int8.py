@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from medusa import BaseModel, MedusaModel
-from medusa.int8 import Int8Linear, available, round_linears
-from medusa.self_test import choose_decoding
+from medusa.cpu.int8 import Int8Linear, available, round_linears
+from medusa.loading.self_test import choose_decoding
 
 pytestmark = pytest.mark.skipif(not available(), reason="no int8 kernels on this machine")
 
@@ -34,7 +34,7 @@ def test_a_column_of_zeros_stays_zero():
 
 @pytest.fixture
 def rounded(base_directory, monkeypatch):
-    monkeypatch.setattr("medusa.int8.MIN_WEIGHTS", 1)  # the tiny model's layers count as large
+    monkeypatch.setattr("medusa.cpu.int8.MIN_WEIGHTS", 1)  # the tiny model's layers count as large
     return BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True, int8=True)
 
 
@@ -55,7 +55,7 @@ def test_trees_are_lossless_towards_the_rounded_model(rounded, base_directory, m
 
 
 def test_a_machine_without_kernels_gets_one_sentence(monkeypatch):
-    monkeypatch.setattr("medusa.int8.available", lambda: False)
+    monkeypatch.setattr("medusa.cpu.int8.available", lambda: False)
     with pytest.raises(ValueError, match=r"int8.*leave int8 out"):
         round_linears(nn.Sequential(nn.Linear(256, 256)))
 

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel
-from medusa.self_test import UnsupportedBaseError, choose_decoding
+from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 from tests.medusa.planted_faults import KINDS, plant
 
 LAYERS = 12

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from medusa import MedusaModel
-from medusa.cost import StepCosts
-from medusa.drafters import DecodeState, HeadsDrafter, PlainDrafter, PricedDrafter
-from medusa.drafters.priced import Trials
-from medusa.drafters.record import Average, agreement
+from medusa.budget.cost import StepCosts
+from medusa.budget.priced import PricedDrafter, Trials
+from medusa.budget.record import Average, agreement
+from medusa.drafters import HeadsDrafter, PlainDrafter
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
@@ -183,7 +184,7 @@ def test_finished_sequences_have_no_say(base, make_heads):
 @pytest.mark.parametrize("drafter", [None, "heads", "prompt-lookup"])
 @pytest.mark.parametrize("shape", ["flat", "steep"])
 def test_text_is_that_of_plain_decoding(model, monkeypatch, prompts, options, drafter, shape):
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: SHAPES[shape])
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: SHAPES[shape])
     options = {"max_new_tokens": 60} | options
     plain = model.generate(prompts, nodes=1, **options)
     fresh = MedusaModel(model.base, model.heads)
@@ -194,7 +195,7 @@ def test_text_is_that_of_plain_decoding(model, monkeypatch, prompts, options, dr
 
 
 def test_a_run_can_be_repeated(model, monkeypatch):
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: SHAPES["flat"])
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: SHAPES["flat"])
     runs = []
     for _ in range(2):
         fresh = MedusaModel(model.base, model.heads)
@@ -204,7 +205,7 @@ def test_a_run_can_be_repeated(model, monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
 def test_heads_that_overflow_change_no_text(base, make_heads, model, monkeypatch, value):
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: SHAPES["flat"])
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: SHAPES["flat"])
     heads = make_heads()
     heads.blocks[0].outer.weight.data *= value
     outputs = MedusaModel(base, heads).generate(PROMPTS, max_new_tokens=40)
@@ -214,7 +215,7 @@ def test_heads_that_overflow_change_no_text(base, make_heads, model, monkeypatch
 
 def test_answers_that_grow_side_by_side_learn_all_the_same(base, make_heads, monkeypatch):
     """As two streams do: whether heads earn their time must be seen although each step follows one of the other."""
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: SHAPES["steep"])
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: SHAPES["steep"])
     model, drafts = MedusaModel(base, make_heads()), []
     begin = model.heads.begin
     monkeypatch.setattr(model.heads, "begin", lambda *args: drafts.append(args) or begin(*args))

@@ -7,10 +7,10 @@ import torch
 from huggingface_hub import HfApi
 
 from medusa import Calibration
-from medusa.card import model_card
-from medusa.export import export
 from medusa.formats import save_heads
-from medusa.published import published, published_file
+from medusa.io.card import model_card
+from medusa.io.export import export
+from medusa.io.published import published, published_file
 
 PROVENANCE = {
     "recipe": {"run": "/home/ann/runs/mine", "base": {"name": "meta/base"}, "data": {"train": "~/secret/chats.jsonl"}},
@@ -101,7 +101,7 @@ def test_a_push_of_the_directory_of_training_says_nothing_private(make_heads, tm
 
     for name, answer in (("create_repo", "url"), ("list_repo_files", []), ("create_commit", None)):
         monkeypatch.setattr(HfApi, name, commit if name == "create_commit" else lambda *_, a=answer, **__: a)
-    from medusa.hub import push
+    from medusa.io.hub import push
 
     push(source, "user/heads")
     assert {"config.json", "provenance.json", "heads.safetensors", "adapter/adapter_config.json"} <= sent.keys()

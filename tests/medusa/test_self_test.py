@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.attention import Span
-from medusa.self_test import UnsupportedBaseError, choose_decoding
+from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
 SHAPES = {
@@ -55,7 +55,7 @@ def test_what_cannot_be_decoded_is_refused_with_one_sentence(kind, tokenizer, tm
 def test_alibi_by_rows_verifies_chains_and_says_so(tokenizer, tmp_path, caplog):
     base = load("mpt", tokenizer, tmp_path).base
     assert (base.decoding, base.context_length) == ("chain", 64)
-    (warning,) = [record.message for record in caplog.records if record.name == "medusa.self_test"]
+    (warning,) = [record.message for record in caplog.records if record.name == "medusa.loading.self_test"]
     assert "mpt) cannot verify trees: attention of layer 1 differs from plain text by" in warning
     assert warning.endswith("; drafts are chains")
 

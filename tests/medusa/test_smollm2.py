@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from data import load_tokenizer
-from medusa import BaseModel, MedusaModel, smollm2
+from medusa import BaseModel, MedusaModel
+from medusa.base import smollm2
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa.base.taps import DecoderPass, spread_layers
+from medusa.engine.graph import StepGraphs
+from medusa.engine.step import prefill, verify
 from medusa.formats import load_heads, save_heads
-from medusa.graph import StepGraphs
 from medusa.heads import ARCHITECTURES
-from medusa.step import prefill, verify
-from medusa.taps import DecoderPass, spread_layers
 from medusa.tree import Draft
 from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import SINGLE, tiny

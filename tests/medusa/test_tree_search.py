@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from medusa import Calibration, Tree, load_tree
-from medusa.calibrate import count_ranks
-from medusa.drafters import DecodeState, HeadsDrafter
-from medusa.tree_file import save_tree
-from medusa.tree_search import GrownTree, grow_tree
+from medusa.budget.calibration import count_ranks
+from medusa.budget.tree_search import GrownTree, grow_tree
+from medusa.drafters import HeadsDrafter
+from medusa.io.tree_file import save_tree
+from medusa.state import DecodeState
 
 FALLING = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]]
 NOISY = [[0.1, 0.5, 0.2], [0.05, 0.4, 0.45]]

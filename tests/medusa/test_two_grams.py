@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel, HeadsConfig, Tree, build_heads
 from medusa.acceptance import build_rule, rules
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter, SampledHeadsDrafter
-from medusa.step import decode_step, prefill
+from medusa.engine.step import decode_step, prefill
 from tests.medusa.biased import forgetful, generous
 
 V, SAMPLES = 8, 4000

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from medusa import BaseModel
-from medusa.packed import PackedLinear, available, pack_linears, with_enough_rows
+from medusa.cpu.packed import PackedLinear, available, pack_linears, with_enough_rows
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 """The models are float64, but their norms and softmaxes go through float32."""

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from medusa import BaseModel, MedusaModel
 from medusa.attention import Span, UnknownSpanError
-from medusa.self_test import UnsupportedBaseError, choose_decoding
+from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 
 SHAPE = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from serve.commands import COMMANDS
 from serve.conversation import Conversation, Message, Settings
 from serve.repl import Repl
 from serve.terminal import Terminal
@@ -79,4 +80,4 @@ class FakeModel:
 if __name__ == "__main__":
     slow = FakeModel(answers=[[f"word{index} " for index in range(1000)]], delay=0.02)
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour="--colour" in sys.argv)
-    Repl(slow, terminal, Conversation(), Settings(max_new_tokens=900), title="a fake model").run()  # type: ignore[arg-type]
+    Repl(slow, terminal, COMMANDS, Conversation(), Settings(max_new_tokens=900), title="a fake model").run()  # type: ignore[arg-type]

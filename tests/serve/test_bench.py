@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS
+from medusa.budget.cost import StepCosts
 from medusa.clock import alternate
-from medusa.cost import StepCosts
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter
+from medusa.engine.step import decode_step
 from medusa.heads import ARCHITECTURES
-from medusa.step import decode_step
 from serve.bench import arguments, attention, inside, timing
 from serve.bench.__main__ import main
 from serve.bench.baseline import TokenClock
@@ -208,7 +208,7 @@ def test_a_named_shape_runs_with_random_weights(monkeypatch, tmp_path):
 def test_weights_of_8_bits_are_counted_and_called_lossy(monkeypatch, tmp_path, capsys):
     wide = TINY.to_dict() | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     monkeypatch.setitem(SHAPES, "tiny", wide)
-    monkeypatch.setattr("medusa.int8.MIN_WEIGHTS", 256 * 128 + 1)
+    monkeypatch.setattr("medusa.cpu.int8.MIN_WEIGHTS", 256 * 128 + 1)
     words = ["step", "--shape", "tiny", "--int8", "--rounds", "1", "--context", "8", "--nodes", "2"]
     assert main([*words, "--dtype", "float32", "--json", str(tmp_path / "x.json")]) == 0
     rounded, too_small = 2 * (2 * 256 * 256 + 3 * 256 * 256), 2 * 2 * 256 * 128
@@ -405,7 +405,7 @@ def _raise(error, *_):
 
 
 def test_sizes_are_swept_beside_auto_and_plain(model, monkeypatch):
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
     figures = measure_nodes(model, [[5, 6, 7], [8]], [8, 4, 1], "heads", max_new_tokens=20, rounds=2)
     rows = {row["nodes"]: row for row in figures["rows"]}
     assert list(rows) == ["plain", "auto", "4", "8"]
@@ -417,7 +417,7 @@ def test_sizes_are_swept_beside_auto_and_plain(model, monkeypatch):
 
 
 def test_the_sweep_of_sizes_from_the_command_line(model, base_directory, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("medusa.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
     monkeypatch.setattr("data.prompts.embedded_prompts", lambda model, kind, count: [[5, 6, 7]] * count)
     model.save_pretrained(tmp_path / "heads")
     words = ["nodes", "--nodes", "4", "--count", "1", "--rounds", "1", "--max-new-tokens", "8", "--dtype", "float32"]

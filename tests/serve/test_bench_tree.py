@@ -9,9 +9,9 @@ import torch
 from data import EMBEDDED, resolve_base_name
 from data.prompts import embedded_prompts
 from medusa import Calibration, HeadsConfig, MedusaModel, Tree, build_heads, load_tree
-from medusa.calibrate import calibrate
-from medusa.tree_file import save_tree
-from medusa.tree_search import grow_tree
+from medusa.budget.calibrate import calibrate
+from medusa.budget.tree_search import grow_tree
+from medusa.io.tree_file import save_tree
 from serve.bench.__main__ import main
 from serve.bench.trace import load_trace
 from serve.bench.tree import measure_trees, tokens_per_step

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medusa import Tree
-from medusa.tree_file import save_tree
+from medusa.io.tree_file import save_tree
 from serve import chat
 from serve.conversation import Settings
 from tests.serve.fake_model import FakeModel

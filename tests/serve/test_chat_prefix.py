@@ -6,6 +6,7 @@ import pytest
 
 from medusa import Prefix
 from medusa.cache import SlotLayer
+from serve.commands import COMMANDS
 from serve.conversation import Conversation, Settings
 from serve.repl import Repl
 from serve.terminal import Terminal
@@ -27,7 +28,9 @@ def chat(model, prefix, lines):
     """What the chat answered, and the repl at its end."""
     out, notes = io.StringIO(), io.StringIO()
     terminal = Person(io.StringIO(lines), out, notes, environ={})
-    repl = Repl(model, terminal, Conversation(), Settings(max_new_tokens=24, temperature=0.7, nodes=8), prefix=prefix)
+    repl = Repl(
+        model, terminal, COMMANDS, Conversation(), Settings(max_new_tokens=24, temperature=0.7, nodes=8), prefix=prefix
+    )
     repl.run()
     return out.getvalue(), repl
 

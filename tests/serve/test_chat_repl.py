@@ -30,7 +30,7 @@ class Chat:
         self.model = model or FakeModel()
         out, err = io.StringIO(), io.StringIO()
         face = terminal(io.StringIO(lines), out, err, colour=True, environ={})
-        self.repl = Repl(self.model, face, conversation or Conversation(), Settings(**settings))  # type: ignore[arg-type]
+        self.repl = Repl(self.model, face, COMMANDS, conversation or Conversation(), Settings(**settings))  # type: ignore[arg-type]
         try:
             self.repl.run()
         finally:

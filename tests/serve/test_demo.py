@@ -12,7 +12,8 @@ from medusa.formats import save_heads
 from serve import demo
 from serve.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.conversation import GREEDY_DRAFTERS
-from serve.demo_report import LABELS, publish
+from serve.demo_report import publish
+from serve.labels import LABELS
 from serve.picture import draw
 from serve.questions import file_questions
 

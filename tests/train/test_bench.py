@@ -12,7 +12,7 @@ import yaml
 
 from data.packing import pack
 from data.sources import read_samples
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.heads import HeadsConfig, build_heads
 from train import losses
 from train.bench.__main__ import main

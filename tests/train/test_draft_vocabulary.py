@@ -11,7 +11,7 @@ import yaml
 from torch.nn import functional
 
 from data.packing import IGNORE, PackedRows
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from tests.train.jobs import metrics

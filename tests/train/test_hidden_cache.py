@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.packing import PackedRows, pack
 from data.sources import read_samples
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.heads import HeadsConfig, build_heads
 from train import hidden_cache
 from train.features import BasePass

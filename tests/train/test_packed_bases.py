@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from data.packing import pack
 from data.sources import read_samples
-from medusa.base_model import BaseModel
-from medusa.documents import choose_separation
-from medusa.self_test import UnsupportedBaseError, choose_decoding
+from medusa.base.model import BaseModel
+from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
+from medusa.loading.separation import choose_separation
 from tests.train.jobs import finish, metrics, train, write_recipe
 from train import trainer
 from train.__main__ import main

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from train.features import EvenPasses
 from train.sharded_base import load_sharded
 from train.stop import StopRequest

@@ -9,7 +9,7 @@ import yaml
 
 from data.packing import IGNORE, pack
 from data.sources import read_samples
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from train.__main__ import main
 from train.schedule import rows_of_step
 

@@ -17,8 +17,8 @@ import yaml
 from data import resolve_base_name
 from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
-from medusa.base_model import BaseModel, choose_dtype
-from medusa.calibrate import Calibration
+from medusa.base.model import BaseModel, choose_dtype
+from medusa.budget.calibration import Calibration
 from medusa.formats import load_calibration, load_heads
 from tests.train.jobs import metrics
 from train import trainer

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from data.packing import IGNORE
 from data.sources import Sample
-from medusa import smollm2
+from medusa.base import smollm2
 from train.config import OptimRecipe
 
 

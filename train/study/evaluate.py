@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel, Tree
-from medusa.calibrate import calibrate
+from medusa.budget.calibrate import calibrate
+from medusa.budget.tree_search import grow_tree
 from medusa.drafters import HeadsDrafter
 from medusa.files import replace_file
-from medusa.tree_search import grow_tree
 from train.study.texts import Questions, Texts, read_texts
 from train.study.transcript import Transcript, chain_acceptance, count_steps
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.base_model import BaseModel
-from medusa.drafters import DecodeState, Drafter
+from medusa.base.model import BaseModel
+from medusa.drafters import Drafter
+from medusa.state import DecodeState
 
 BATCH = 16
 """Texts per pass of the base."""

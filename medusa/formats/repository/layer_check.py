@@ -1,5 +1,5 @@
 """In an exported repository the file itself stands here."""
 
-from medusa.layer_check import LayerCheck
+from medusa.loading.layer_check import LayerCheck
 
 __all__ = ["LayerCheck"]

@@ -7,8 +7,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from medusa import HeadsConfig
-from medusa.card import base_license, model_card, write_card
-from medusa.hub import CARD_MARK
+from medusa.io.card import base_license, model_card, write_card
+from medusa.io.hub import CARD_MARK
 
 CONFIG = HeadsConfig(64, 256, num_heads=2, base="user/base", architecture="medusa")
 PROVENANCE = {

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from medusa.formats import load_config, load_heads, save_heads
+from medusa.formats import load_heads, save_heads
 from tests.medusa.formats.engines import original_heads, write_original, write_vllm
+from tests.medusa.formats.stored import load_config
 
 DIM, VOCAB = 4, 6
 

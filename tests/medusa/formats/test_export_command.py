@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from medusa import MedusaModel
 from medusa.__main__ import main
-from medusa.formats import FORMATS, find_format, holders, load_config, load_heads, save_heads
-from medusa.hub import CARD_MARK
+from medusa.formats import FORMATS, find_format, holders, load_heads, save_heads
+from medusa.io.hub import CARD_MARK
 from tests.medusa.formats.hub_stand_in import TOKEN, hub_stand_in
+from tests.medusa.formats.stored import load_config
 
 SHAPES = {
     "shared": {"architecture": "medusa"},

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from medusa import MedusaModel
-from medusa.formats import find_format, load_config, load_heads
+from medusa.formats import find_format, load_heads
 from tests.medusa.formats.engines import original_heads, write_original, write_vllm
+from tests.medusa.formats.stored import load_config
 
 DIM, VOCAB = 8, 20
 

@@ -9,7 +9,7 @@ import torch
 
 from medusa import MedusaModel
 from medusa.formats import save_heads
-from medusa.hub import CARD_MARK, fetch_heads, push
+from medusa.io.hub import CARD_MARK, fetch_heads, push
 from tests.medusa.formats.hub_stand_in import TOKEN, USER, hub_stand_in
 
 REPO = f"{USER}/heads"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from medusa.drafters.base import DecodeState
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 KEEP = 1 - 1 / 64

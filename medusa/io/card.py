@@ -11,8 +11,8 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from medusa.files import replace_file
 from medusa.formats import holders
 from medusa.heads import HeadsConfig
-from medusa.hub import CARD, CARD_MARK, is_hub_id
-from medusa.published import published
+from medusa.io.hub import CARD, CARD_MARK, is_hub_id
+from medusa.io.published import published
 
 Row = tuple[object, ...]
 FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
-from medusa.step import verify
+from medusa.engine.step import verify
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from medusa import packed
+from medusa.cpu import packed
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,86 @@
-"""The plan of one step: what its tree rows may see, in the forms that backends read."""
+"""The contract of tree attention: a step's plan, a layer's numbers, and whoever computes.
+
+A step makes one ``TreePlan``; every layer then asks the plan's backend for the attention of its N tree rows over
+L cached rows and the rows' own ancestors.
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from medusa.attention.base import TreeAttention
 from medusa.attention.spans import Span
 from medusa.tree import Draft
 
 WORD = 32
 """Bits of a mask word."""
+
+
+class Scoring(NamedTuple):
+    """How a layer turns products of queries and keys into weights.
+
+    Attributes:
+        scaling: Factor on the products.
+        window: Sliding window in tokens, by position and not by row; None = full attention.
+        softcap: Scores become ``softcap * tanh(score / softcap)`` where given.
+        sinks: [H] score of a key that every row sees and that has no value, where given.
+        chunk: A row sees its own chunk of this many positions only; None = no chunks.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    chunk: int | None = None
+
+
+class TreeAttention(Protocol):
+    """Computes the attention of one layer over tree rows.
+
+    On a GPU nothing in it waits for the device, and its shapes follow from tensors' shapes and ``plan.kv_length``
+    alone: the call can be captured in a CUDA graph. True lengths are read from ``plan.lengths`` on the device.
+    """
+
+    name: str
+    dtypes: frozenset[torch.dtype]
+    """Of queries, keys and values."""
+    recordable: bool
+    """The call can be captured in a CUDA graph; always so on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare for a device.
+
+        Raises:
+            BackendUnavailableError: It does not run there.
+        """
+
+    def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
+        """Why this backend cannot compute such a layer (the reference then does), None if it can."""
+
+    def attend(self, plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of tree rows; rows beyond a sequence's L + N count for nothing.
+
+        Args:
+            plan: The step's plan; what a backend derives from it is made at the first layer and kept.
+            query: [B, H, N, D].
+            key: [B, Hkv, S, D] view of [slots, capacity, Hkv, D] with S = ``plan.kv_length``; the tree rows of a
+                sequence are already written at rows L .. L+N-1.
+            value: [B, Hkv, S, Dv], likewise.
+            scoring: The layer's numbers.
+
+        Returns:
+            [B, H, N, Dv] in the dtype of the query; which strides it has is the backend's choice.
+        """
+
+
+class BackendUnavailableError(ValueError):
+    """A backend does not run here: its package or its device is missing."""
+
+
+class KernelError(RuntimeError):
+    """A backend's kernel for such a layer cannot run on this device; ``objection`` says so from now on."""
 
 
 class TreePlan:

@@ -1,4 +1,4 @@
-"""Drafting no more than pays: heads beside prompt lookup, both sized by what steps cost here (``medusa.cost``).
+"""Drafting no more than pays: heads beside prompt lookup, both sized by what steps cost here (``medusa.budget.cost``).
 
 Decisions follow from measured costs, scores and what was accepted, never from a clock: a run can be repeated.
 """
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from medusa.cost import StepCosts
-from medusa.drafters.base import DecodeState
+from medusa.budget.cost import StepCosts
+from medusa.budget.record import Average, agreement, written
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, MAX_MATCH, PromptLookupDrafter
-from medusa.drafters.record import Average, agreement, written
 from medusa.heads import DraftHeads, Vocabulary
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 NEXT_RIGHT = 0.6

@@ -12,15 +12,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from medusa import packed, smollm2
-from medusa.adapter import apply_adapter
 from medusa.attention import IMPLEMENTATION, Span, TreePlan, choose, layer_spans, register
 from medusa.attention.trial import layer_shapes
+from medusa.base import smollm2
+from medusa.base.adapter import apply_adapter
+from medusa.base.documents import Separation, document_masks, document_rows, separate_pass
+from medusa.base.taps import DecoderPass
 from medusa.cache import SlotCache
-from medusa.compiled import CompiledPass, RecompileLimitError
-from medusa.documents import Separation, document_masks, document_rows, separate_pass
-from medusa.int8 import round_linears
-from medusa.taps import DecoderPass
+from medusa.cpu import packed
+from medusa.cpu.compiled import CompiledPass, RecompileLimitError
+from medusa.cpu.int8 import round_linears
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class BaseModel:
             instead. ``choose_decoding`` finds out both.
         separation: How documents of packed rows are kept apart, see ``choose_separation``, which finds it out.
         exact: Whether a row is equal bit by bit in passes of any rows, so that texts are plain decoding's in any dtype;
-            None = not tried, see ``medusa.exactness``.
+            None = not tried, see ``medusa.loading.exactness``.
         feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
     """
 

@@ -2,19 +2,20 @@
 
 prefill the prompts
 while a sequence grows:
-    draft a tree, verify it in one pass, accept a path, commit it      (medusa/step.py)
-    hand the new tokens to the answers, which decide when they end     (medusa/output.py)
+    draft a tree, verify it in one pass, accept a path, commit it      (medusa/engine/step.py)
+    hand the new tokens to the answers, which decide when they end     (medusa/engine/output.py)
 """
 
 from collections.abc import Callable, Generator, Sequence
 
 from medusa.acceptance import Rule
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.clock import synchronize
-from medusa.drafters import DecodeState, Drafter
-from medusa.output import Answer, Piece
-from medusa.step import EagerSteps, Steps, prefill
+from medusa.drafters import Drafter
+from medusa.engine.output import Answer, Piece
+from medusa.engine.step import EagerSteps, Steps, prefill
+from medusa.state import DecodeState
 
 HEADROOM = 256
 """Rows that a new cache has for an answer; a longer one makes it grow."""

@@ -4,9 +4,9 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
-from medusa.output import Answer
+from medusa.engine.output import Answer
 
 
 class Prefix:

@@ -15,13 +15,14 @@ import torch
 import transformers
 
 from medusa.acceptance import Rule, greedy
-from medusa.base_model import BaseModel
-from medusa.cost import StepCosts
-from medusa.drafters import DecodeState, Drafter, HeadsDrafter
+from medusa.base.model import BaseModel
+from medusa.budget.cost import StepCosts
+from medusa.drafters import Drafter, HeadsDrafter
+from medusa.engine.generate import StartSteps
+from medusa.engine.step import EagerSteps
 from medusa.files import cache_directory, replace_file
-from medusa.generate import StartSteps
 from medusa.heads import DraftHeads
-from medusa.step import EagerSteps
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance import Rule
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
-from medusa.drafters import DecodeState, Drafter, is_recordable
-from medusa.step import EagerSteps, Steps, read_tokens, step_on_device
+from medusa.drafters import Drafter, is_recordable
+from medusa.engine.step import EagerSteps, Steps, read_tokens, step_on_device
+from medusa.state import DecodeState
 
 logger = logging.getLogger(__name__)
 

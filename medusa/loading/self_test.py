@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from medusa.attention import Span, UnknownSpanError
-from medusa.base_model import BaseModel
-from medusa.layer_check import LayerCheck
-from medusa.step import prefill, verify
+from medusa.base.model import BaseModel
+from medusa.engine.step import prefill, verify
+from medusa.loading.layer_check import LayerCheck
 from medusa.tree import Draft, Tree
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import pad
 
-from medusa import packed
 from medusa.attention import AMBIENT, Scoring, TreePlan
 from medusa.attention.hook import attend_rows
+from medusa.base.taps import DecoderPass
 from medusa.cache import SlotCache
-from medusa.header_cache import keep_headers_in_cache
-from medusa.taps import DecoderPass
+from medusa.cpu import packed
+from medusa.cpu.header_cache import keep_headers_in_cache
 
 logger = logging.getLogger(__name__)
 

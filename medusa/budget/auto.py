@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from medusa.acceptance import BuiltRule
-from medusa.base_model import BaseModel
-from medusa.calibrate import Calibration
-from medusa.cost import StepCosts, best_fixed
-from medusa.drafters import Drafter, HybridDrafter, PricedDrafter
-from medusa.drafters.priced import Experience
-from medusa.drafters.record import Average
-from medusa.generate import StartSteps
+from medusa.base.model import BaseModel
+from medusa.budget.calibration import Calibration
+from medusa.budget.cost import StepCosts, best_fixed
+from medusa.budget.measure import facts, known_costs, measure_fixed, measure_passes, with_drafting
+from medusa.budget.priced import Experience, PricedDrafter
+from medusa.budget.record import Average
+from medusa.budget.tree_search import grow_tree, typical_tree
+from medusa.drafters import Drafter, HybridDrafter
+from medusa.engine.generate import StartSteps
+from medusa.engine.output import Output
 from medusa.heads import DraftHeads
-from medusa.measure import facts, known_costs, measure_fixed, measure_passes, with_drafting
-from medusa.output import Output
-from medusa.tree_search import grow_tree, typical_tree
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from medusa import smollm2
-from medusa.base_model import BaseModel, resolve_base
-from medusa.card import write_card
+from medusa.base import smollm2
+from medusa.base.model import BaseModel, resolve_base
 from medusa.files import peek_object, replace_file
-from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format
+from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format, refusal
 from medusa.formats.native import ADAPTER, CALIBRATION
 from medusa.heads import HeadsConfig
-from medusa.hub import fetch_heads
-from medusa.published import published, published_file
+from medusa.io.card import write_card
+from medusa.io.hub import fetch_heads
+from medusa.io.published import published, published_file
 
 REPORT = "report.json"
 """What the demo writes into the run directory, beside the heads' own."""
@@ -59,8 +59,8 @@ def export(
         raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")
     loaded = load_heads(source, dtype=dtype)
     loaded.config = dataclasses.replace(loaded.config, base=_base_name(base, loaded.config.base, source))
-    if refusal := target.refusal(loaded.config):
-        raise ValueError(refusal)  # before a large base is loaded
+    if reason := refusal(format_name, loaded.config):
+        raise ValueError(reason)  # before a large base is loaded
     _check_size(loaded.config)
     made = Export(
         loaded,

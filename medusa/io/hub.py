@@ -24,7 +24,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 
 from medusa.formats.base import CONFIG
 from medusa.formats.native import FORMAT
-from medusa.published import published_file
+from medusa.io.published import published_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CARD = "README.md"

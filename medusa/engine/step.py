@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance import Accepted, Rule, select_path
-from medusa.base_model import BaseModel
+from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
-from medusa.drafters import DecodeState, Drafter
+from medusa.drafters import Drafter
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 LEAVE_AT = 7 / 8

@@ -1,0 +1,67 @@
+"""Documents packed into one row do not see each other, whatever a family of models makes of position ids.
+
+Most families hand position ids to transformers' masks, which then find the documents. Others do not, or let a layer see
+the place in the row. What a base does is measured (`medusa.loading.separation`), with the rows that it will read.
+
+Shapes: B rows, T tokens, N documents of a pass, L tokens of the longest of them, D hidden size, F width of
+the base's hidden states.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+
+Separation = Literal["positions", "masks", "rows"]
+"""How documents are kept apart: by the base's own masks, masks that travel with each pass, or rows of their own."""
+
+
+def document_masks(config: PreTrainedConfig, positions_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """The ``attention_mask`` argument of a pass over packed rows, windows and chunks included.
+
+    Returns:
+        {"attention_mask": a mask [B, 1, T, T], or {kind of layer: mask} where layers differ}.
+    """
+    embeddings = torch.empty(*positions_BT.shape, 0, dtype=dtype, device=positions_BT.device)  # read for their shape
+    return {"attention_mask": create_masks_for_generate(config, embeddings, None, None, positions_BT)}
+
+
+def document_rows(positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A row for each document, as few passes as have no more tokens each than the packed rows, longest first.
+
+    Returns:
+        For each pass the places [N, L] of its tokens among the B * T, a document's last one again behind its end, and
+        where they are no such repetition, bool [N, L].
+    """
+    begins_BT = positions_BT.diff(prepend=positions_BT[:, :1] - 2) != 1  # every row begins a document
+    starts = begins_BT.flatten().nonzero().squeeze(1)
+    lengths = starts.diff(append=starts.new_tensor([positions_BT.numel()]))
+    order = lengths.argsort(descending=True, stable=True)
+    passes = []
+    while len(order):
+        longest = int(lengths[order[0]])
+        here, order = order.split([count := min(len(order), positions_BT.numel() // longest), len(order) - count])
+        ramp_L = torch.arange(longest, device=starts.device)
+        ends_N1 = lengths[here, None]
+        passes.append((starts[here, None] + ramp_L.minimum(ends_N1 - 1), ramp_L < ends_N1))
+    return passes
+
+
+def separate_pass(run: Callable[..., Tensor], ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    """Hidden states [B, T, F] of packed rows, each document in a row of its own; gradients pass through.
+
+    Args:
+        run: A pass of the base: (input_ids=, use_cache=) -> hidden states.
+        ids_BT: int64.
+        positions_BT: int64.
+    """
+    places, states = [], []
+    for places_NL, real_NL in document_rows(positions_BT):
+        hidden_NLF = run(input_ids=ids_BT.flatten()[places_NL], use_cache=False)
+        places.append(places_NL[real_NL])
+        states.append(hidden_NLF[real_NL.to(hidden_NLF.device)])
+    order = torch.cat(places).argsort().to(states[0].device)
+    return torch.cat(states)[order].view(*ids_BT.shape, -1)

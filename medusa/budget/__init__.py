@@ -1,0 +1,1 @@
+"""How many nodes to draft, from measured costs."""

@@ -1,0 +1,1 @@
+"""Faster passes on a CPU."""

@@ -1,0 +1,1 @@
+"""Heads on disk and on the Hub."""

@@ -1,0 +1,1 @@
+"""Loading a model, and what is checked when it is loaded."""
