@@ -65,10 +65,26 @@ class SlotLayer(CacheLayerMixin):
                 new[:, :kept] = old[:, :kept]
                 setattr(self, name, new)
 
-    def select(self, slots: Tensor) -> None:
-        """Keep these slots alone, in this order."""
-        if self.is_initialized:
-            self.keys, self.values = (old.index_select(0, slots.to(old.device)) for old in (self.keys, self.values))
+    def take(self, other: "SlotLayer", first: int, kept: int) -> None:
+        """Copy the first ``kept`` rows of each of the other's slots into the slots from ``first`` on."""
+        if not self.is_initialized and not other.is_initialized:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys.transpose(1, 2), other.values.transpose(1, 2))
+        end = first + other.cache.slots
+        for name in ("keys", "values"):
+            ours = getattr(self, name)
+            if len(ours) < end:
+                ours = torch.cat([ours, ours.new_zeros(max(end, 2 * len(ours)) - len(ours), *ours.shape[1:])])
+                setattr(self, name, ours)
+            if other.is_initialized:
+                ours[first:end, :kept] = getattr(other, name)[: end - first, :kept]
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copy the first rows of one slot to another."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer[target, :rows] = buffer[source, :rows]
 
     def get_seq_length(self) -> int:
         """Rows that attention sees of each slot before those of this step."""
@@ -90,7 +106,8 @@ class SlotCache(Cache):
     (which moves the accepted rows together) or ``extend`` (they stand together already), and ``grow`` with the same
     counts on the host. Rows beyond a sequence's length are never read.
 
-    Buffers stay where they are until they are full; then ``reserve`` doubles them. That and ``select`` copy kept rows.
+    Sequences come with ``join`` and go with ``select``. Buffers stay where they are until they are full; then
+    ``reserve`` doubles their rows and ``join`` their slots, and what they hold is copied.
 
     Args:
         slots: Sequences.
@@ -106,7 +123,8 @@ class SlotCache(Cache):
         kv_length: Rows per slot that this step's attention reads, committed and new.
         nodes: N, rows per slot that this step writes.
         write_rows: [slots * N] rows of the flattened buffers that this step writes.
-        recorded: What ``medusa.engine.graph`` has recorded over the buffers where they are now; None once they move.
+        recorded: What ``medusa.engine.graph`` has recorded over the buffers where they are now, by the number of slots;
+            empty once they move.
     """
 
     def __init__(
@@ -115,17 +133,22 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.slots, self.capacity, self.limit = slots, capacity, sys.maxsize if limit is None else limit
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.first_rows = torch.arange(slots, device=device) * capacity
         self.host_lengths = [0] * slots
+        self._number(slots)
         self.kv_length = self.nodes = 0
-        self.recorded: Any = None
+        self.recorded: dict[int, Any] = {}
         self._fixed = False
         self.write_rows = PerDevice(self.lengths)
 
     @property
+    def first_rows(self) -> Tensor:
+        """[slots] where each slot begins in the flattened buffers; the same memory as long as these do not move."""
+        return self._first_rows[: self.slots]
+
+    @property
     def longest(self) -> int:
         """Largest committed length."""
-        return max(self.host_lengths)
+        return max(self.host_lengths, default=0)
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` rows per slot; where there is none, the capacity at least doubles.
@@ -137,12 +160,11 @@ class SlotCache(Cache):
             return
         if rows > self.limit:
             raise ValueError(f"cache rows per slot ({rows}) exceed the limit ({self.limit}); ask for a larger limit")
-        self.recorded = None
         capacity = max(rows, min(2 * self.capacity, self.limit))
         for layer in self.layers:
             layer.resize(capacity, kept=self.longest)
         self.capacity = capacity
-        self.first_rows = torch.arange(self.slots, device=self.lengths.device) * capacity
+        self._number(self.slots)
 
     def begin(self, nodes: int) -> None:
         """Prepare to write ``nodes`` rows behind the committed rows of every slot.
@@ -181,19 +203,43 @@ class SlotCache(Cache):
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Forget the rows of each slot behind its first ``lengths``, on the device and on the host."""
-        self.host_lengths = list(lengths)
-        self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
+        """Forget the rows of each slot behind its first ``lengths``, on the device and on the host.
 
+        There are as many slots afterwards as lengths: those that ``select`` has dropped, but nothing has overwritten,
+        can come back.
+        """
+        self.slots, self.host_lengths = len(lengths), list(lengths)
+        self.lengths = torch.tensor(self.host_lengths, dtype=torch.int64, device=self.lengths.device)
+        if self.slots > len(self._first_rows):
+            self._number(self.slots)
+
+    @torch.inference_mode()
+    def join(self, other: "SlotCache") -> None:
+        """Add the other's sequences behind those that are here; their rows are copied."""
+        self.limit = max(self.limit, other.longest)
+        self.reserve(other.longest)
+        places = [layer.keys.data_ptr() if layer.keys is not None else 0 for layer in self.layers]
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            ours.take(theirs, self.slots, other.longest)
+        if places != [layer.keys.data_ptr() if layer.keys is not None else 0 for layer in self.layers]:
+            self.recorded = {}
+        lengths = torch.cat([self.lengths, other.lengths])
+        self.cut([*self.host_lengths, *other.host_lengths])
+        self.lengths = lengths
+
+    @torch.inference_mode()
     def select(self, slots: Sequence[int]) -> None:
-        """Keep these slots alone, in this order, and free the memory of the others."""
-        self.recorded = None
-        index = torch.tensor(slots, device=self.lengths.device)
-        for layer in self.layers:
-            layer.select(index)
-        self.slots, self.lengths = len(slots), self.lengths[index]
-        self.host_lengths = [self.host_lengths[slot] for slot in slots]
-        self.first_rows = torch.arange(self.slots, device=self.lengths.device) * self.capacity
+        """Keep these slots alone: each takes the place of its index among them, which must not lie behind its own.
+
+        The buffers stay: the next sequences that join need no new memory.
+        """
+        for place, slot in enumerate(slots):
+            if slot != place:
+                for layer in self.layers:
+                    layer.move(slot, place, self.host_lengths[slot])
+        lengths = self.lengths[torch.tensor(slots, dtype=torch.int64, device=self.lengths.device)]
+        self.cut([self.host_lengths[slot] for slot in slots])
+        self.lengths = lengths
 
     @contextmanager
     def fixed_shapes(self) -> Iterator[None]:
@@ -207,9 +253,14 @@ class SlotCache(Cache):
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget all rows. What attention skips may not be NaN, and what was left here might be: it becomes 0."""
-        self.cut([0] * self.slots)
+        self.cut([])
         for buffer in self._buffers():
             buffer.zero_()
+
+    def _number(self, slots: int) -> None:
+        """Say where so many slots begin; what was recorded reads the old numbers."""
+        self.recorded = {}
+        self._first_rows = torch.arange(slots, device=self.lengths.device) * self.capacity
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class DecodeState:
             One buffer, which grows with the cache: every step writes its new tokens into it.
         positions: [B] int64, where the root stands in it.
         seeds: [B] int64, what all noise of a sequence is keyed by.
+        starts: [B] int64, where the completion begins in the history: the length of the prompt.
     """
 
     roots: Tensor
@@ -27,8 +29,20 @@ class DecodeState:
     history: Tensor
     positions: Tensor
     seeds: Tensor
+    starts: Tensor
 
-    def select(self, rows: Sequence[int]) -> "DecodeState":
+    def select(self, rows: Sequence[int] | Tensor) -> "DecodeState":
         """The state of these sequences alone, in this order."""
-        index = torch.tensor(rows, device=self.roots.device)
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.roots.device)
         return DecodeState(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def join(self, other: "DecodeState") -> "DecodeState":
+        """The sequences of both, the other's behind ours."""
+        width = max(self.history.shape[1], other.history.shape[1])
+        histories = [pad(state.history, (0, width - state.history.shape[1])) for state in (self, other)]
+        parts = {
+            field.name: torch.cat([getattr(self, field.name), getattr(other, field.name)])
+            for field in fields(self)
+            if field.name != "history"
+        }
+        return DecodeState(**parts, history=torch.cat(histories))

@@ -97,6 +97,7 @@ class Draft:
         depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
         probs: [B, N, V] where tokens were drawn: row n is the distribution that node n's token was drawn from, given
             what was drawn before it; the root's row is not read. None where all tokens were chosen (one-hot rows).
+        parts: Where rows drafted apart: which rows [b], and their own draft. See ``stack``.
     """
 
     tokens: Tensor
@@ -105,6 +106,26 @@ class Draft:
     ancestors: Tensor
     depth: int
     probs: Tensor | None = None
+    parts: tuple[tuple[Tensor, "Draft"], ...] = ()
+
+    @classmethod
+    def stack(cls, parts: Sequence[tuple[Tensor, "Draft"]]) -> "Draft":
+        """One draft of rows that drafted apart; small trees are filled up with copies of the root that no path takes.
+
+        Args:
+            parts: Which rows [b], and their draft; every row is in one of them. Distributions stay in the parts.
+        """
+        rows, nodes = sum(len(index) for index, _ in parts), max(part.tokens.shape[1] for _, part in parts)
+        tokens_BN = parts[0][1].tokens.new_zeros(rows, nodes)
+        ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=tokens_BN.device).repeat(rows, 1, 1)
+        parents_BN, depths_BN = torch.zeros_like(tokens_BN), torch.zeros_like(tokens_BN)
+        for index, part in parts:
+            size = part.tokens.shape[1]
+            tokens_BN[index] = part.tokens[:, :1]
+            tokens_BN[index, :size], parents_BN[index, :size] = part.tokens, part.parents
+            depths_BN[index, :size], ancestors_BNN[index, :size, :size] = part.depths, part.ancestors
+        depth = max(part.depth for _, part in parts)
+        return cls(tokens_BN, parents_BN, depths_BN, ancestors_BNN, depth, parts=tuple(parts))
 
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int, probs_BNV: Tensor | None = None) -> "Draft":

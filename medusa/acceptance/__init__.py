@@ -5,14 +5,11 @@ allowed after its parent) and one bonus token per node (the base's own next toke
 the accepted path is the deepest node all of whose edges are accepted.
 """
 
-from medusa.acceptance.build import DELTA, EPSILON, RULES, BuiltRule, build_rule
+from medusa.acceptance.build import BuiltRule, build_rule
 from medusa.acceptance.path import Accepted, Rule, Verdict, select_path
 from medusa.acceptance.rules import greedy, sampling, speculative, typical
 
 __all__ = [
-    "DELTA",
-    "EPSILON",
-    "RULES",
     "Accepted",
     "BuiltRule",
     "Rule",

@@ -4,7 +4,8 @@ Legend: B batch, N tree nodes, V vocabulary, T tokens of the text so far.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,29 +70,43 @@ class Nucleus(TopPLogitsWarper):
         return kept
 
 
-def adjusted(rule: Rule, repetition_penalty: float, logit_bias: Mapping[int, float], device: torch.device) -> Rule:
-    """The rule over adjusted logits: first the bias is added, then tokens that occurred before are made less likely.
+class Adjustment(NamedTuple):
+    """What is done to logits before anything else; the fields of ``SamplingParams``."""
 
-    The order and the arithmetic are those of vLLM and transformers (``RepetitionPenaltyLogitsProcessor``: positive
-    logits are divided by the penalty, negative ones multiplied). What occurred at a node is the text and its own path.
+    bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+def adjusted(rule: Rule, adjustment: Adjustment, device: torch.device) -> Rule:
+    """The rule over adjusted logits: the bias is added, then tokens that occurred before are made less likely.
+
+    The order and the arithmetic are those of vLLM: the repetition penalty, over prompt and completion, divides positive
+    logits and multiplies negative ones (``RepetitionPenaltyLogitsProcessor`` of transformers); the frequency penalty
+    times the count, and the presence penalty, are subtracted for tokens of the completion. What occurred at a node is
+    the text and the node's own path.
 
     Args:
         rule: Any rule.
-        repetition_penalty: Above 1 discourages, below 1 encourages, 1 is off.
-        logit_bias: Token id to what is added to its logit.
+        adjustment: What to do.
         device: Of the logits.
     """
-    ids_M = torch.tensor(list(logit_bias), dtype=torch.int64, device=device)
-    bias_M = torch.tensor(list(logit_bias.values()), dtype=torch.float32, device=device)
+    ids_M = torch.tensor([token for token, _ in adjustment.bias], dtype=torch.int64, device=device)
+    bias_M = torch.tensor([bias for _, bias in adjustment.bias], dtype=torch.float32, device=device)
+    _, repetition, frequency, presence = adjustment
 
     def adjusting(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         logits_BNV = widened(logits_BNV)
         if len(ids_M) > 0:
             logits_BNV = logits_BNV.index_add(2, ids_M, bias_M.to(logits_BNV.dtype).expand(*logits_BNV.shape[:2], -1))
-        if repetition_penalty != 1:
-            rarer_BNV = torch.where(logits_BNV < 0, logits_BNV * repetition_penalty, logits_BNV / repetition_penalty)
+        if repetition != 1:
+            rarer_BNV = torch.where(logits_BNV < 0, logits_BNV * repetition, logits_BNV / repetition)
             seen_BNV = seen_tokens(draft, state, logits_BNV.shape[-1])
             logits_BNV = torch.where(seen_BNV, rarer_BNV, logits_BNV)
+        if frequency or presence:
+            counts_BNV = completion_counts(draft, state, logits_BNV.shape[-1])
+            logits_BNV = logits_BNV - frequency * counts_BNV - presence * (counts_BNV > 0)
         return rule(draft, logits_BNV, state)
 
     return adjusting
@@ -108,3 +123,15 @@ def seen_tokens(draft: Draft, state: DecodeState, vocab_size: int) -> Tensor:
         1, text_BT, True
     )
     return seen_BV[:, None].repeat(1, path_BNN.shape[1], 1).scatter_(2, path_BNN, True)
+
+
+def completion_counts(draft: Draft, state: DecodeState, vocab_size: int) -> Tensor:
+    """[B, N, V] float32: how often the token stands in the completion and on the path from the root to the node."""
+    roots_B1, nodes = draft.tokens[:, :1], draft.tokens.shape[1]
+    index_T = torch.arange(state.history.shape[1], device=roots_B1.device)
+    new_BT = (index_T >= state.starts[:, None]) & (index_T <= state.positions[:, None])  # the root among them
+    text_BT = torch.where(new_BT, state.history, roots_B1)
+    counts_BV = torch.zeros(len(roots_B1), vocab_size, device=roots_B1.device).scatter_add_(1, text_BT, new_BT.float())
+    drafted_BNN = draft.ancestors & (draft.depths > 0)[:, None]
+    tokens_BNN = draft.tokens[:, None].expand(-1, nodes, -1)
+    return counts_BV[:, None].repeat(1, nodes, 1).scatter_add_(2, tokens_BNN, drafted_BNN.float())

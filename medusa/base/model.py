@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -350,6 +350,19 @@ class BaseModel:
     def linear(self) -> bool:
         """Whether logits are a linear function of hidden states, apart from a constant: no soft cap bends them."""
         return not self._logit_cap
+
+    def check_tokens(self, where: str, tokens: Iterable[object]) -> None:
+        """Refuse what is no token id of this base.
+
+        Raises:
+            ValueError: It is none.
+        """
+        vocab_size = self.vocab_size
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{where}: token id ({token!r}) is not a number from 0 to {vocab_size - 1}; encode the text again"
+                )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...]."""

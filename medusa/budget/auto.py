@@ -14,8 +14,8 @@ from medusa.budget.priced import Experience, PricedDrafter
 from medusa.budget.record import Average
 from medusa.budget.tree_search import grow_tree, typical_tree
 from medusa.drafters import Drafter, HybridDrafter
-from medusa.engine.generate import StartSteps
 from medusa.engine.output import Output
+from medusa.engine.step import StartSteps
 from medusa.heads import DraftHeads
 
 logger = logging.getLogger(__name__)
@@ -138,12 +138,12 @@ class AutoNodes:
                 self._watched.popitem(last=False)
         return drafter
 
-    def observe(self, drafter: Drafter, rule: BuiltRule, outputs: Sequence[Output]) -> None:
-        """Learn from answers that are over."""
-        watched = self._watched.get((id(drafter), rule.work, _bucket(len(outputs))))
+    def observe(self, drafter: Drafter, rule: BuiltRule, batch: int, output: Output) -> None:
+        """Learn from a completion that is over."""
+        watched = self._watched.get((id(drafter), rule.work, _bucket(batch)))
         if watched is not None:
             size, nodes, _ = watched  # the drafter may have fewer, where a base verifies chains only
-            size.observe(nodes, outputs)
+            size.observe(nodes, [output])
 
     def _tell(self, reason: str) -> None:
         if reason != self.reason:

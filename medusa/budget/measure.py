@@ -18,8 +18,7 @@ from medusa.acceptance import Rule, greedy
 from medusa.base.model import BaseModel
 from medusa.budget.cost import StepCosts
 from medusa.drafters import Drafter, HeadsDrafter
-from medusa.engine.generate import StartSteps
-from medusa.engine.step import EagerSteps
+from medusa.engine.step import EagerSteps, StartSteps
 from medusa.files import cache_directory, replace_file
 from medusa.heads import DraftHeads
 from medusa.state import DecodeState
@@ -207,7 +206,7 @@ def _state(base: BaseModel, batch: int, capacity: int) -> DecodeState:
     zeros_B = torch.zeros(batch, dtype=torch.int64, device=base.device)
     history_BT = zeros_B[:, None].repeat(1, capacity + 1)
     hidden_BD = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
-    return DecodeState(zeros_B, hidden_BD, zeros_B == 0, history_BT, zeros_B + _context(base), zeros_B)
+    return DecodeState(zeros_B, hidden_BD, zeros_B == 0, history_BT, zeros_B + _context(base), zeros_B, zeros_B)
 
 
 class _Levels:

@@ -79,12 +79,12 @@ class StepGraphs:
 
     @contextmanager
     def lend(self, slots: int, rows: int, limit: int) -> Generator[SlotCache]:
-        """An empty cache, the one of the last call of this batch size where it is idle: two answers never share one.
+        """An empty cache, the one of the last call of this batch size where it is idle: two calls never share one.
 
-        It comes back when the answers have ended or are given up between two steps, but not after an error.
+        It comes back when the completions have ended or are given up between two steps, but not after an error.
 
         Args:
-            slots: Sequences.
+            slots: Sequences that will join.
             rows: Rows per slot at the start.
             limit: Rows per slot at most. Both are rounded up to powers of two, so that calls of similar lengths find
                 buffers that need not move.
@@ -99,17 +99,17 @@ class StepGraphs:
         try:
             yield cache
         except GeneratorExit:
-            self._keep(cache)
+            self._keep(slots, cache)
             raise
-        self._keep(cache)
+        self._keep(slots, cache)
 
     def clear(self) -> None:
         """Free idle caches and what was recorded over them."""
         self._idle.clear()
 
-    def _keep(self, cache: SlotCache) -> None:
-        self._idle[cache.slots] = cache
-        self._idle.move_to_end(cache.slots)
+    def _keep(self, slots: int, cache: SlotCache) -> None:
+        self._idle[slots] = cache
+        self._idle.move_to_end(slots)
         while len(self._idle) > KEPT_CACHES:
             self._idle.popitem(last=False)
 
@@ -204,9 +204,23 @@ class GraphSteps:
             self._launch()
         if self._cache.longest + rows_of_two <= self._cache.capacity:
             self._launch()
+        return self._arrive()
+
+    def _arrive(self) -> list[list[int]]:
+        """The tokens of the oldest step under way."""
         tokens, counts = read_tokens(self._under_way.popleft().wait())
         self._cache.grow(counts)
         return [new if active else [] for new, active in zip(tokens, self._active, strict=True)]
+
+    @torch.inference_mode()
+    def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
+        """See ``Steps``: the step under way is waited for, and the state leaves the fixed buffers."""
+        late = self._arrive() if self._under_way else None
+        state = DecodeState(
+            **{field.name: getattr(self._state, field.name).clone() for field in dataclasses.fields(self._state)}
+        )
+        self._cache.lengths = state.positions
+        return late, state
 
     @torch.inference_mode()
     def keep(self, active: Sequence[bool]) -> None:
@@ -237,9 +251,10 @@ class GraphSteps:
 
     def _place(self) -> _Buffers:
         """The cache's fixed buffers; the state is moved there where it is not yet."""
-        if self._cache.recorded is None:
-            self._cache.recorded = _Buffers(self._state, self._cache.capacity)
-        buffers: _Buffers = self._cache.recorded
+        recorded = self._cache.recorded
+        if self._cache.slots not in recorded:
+            recorded[self._cache.slots] = _Buffers(self._state, self._cache.capacity)
+        buffers: _Buffers = recorded[self._cache.slots]
         if self._state is not buffers.state:
             buffers.load(self._state)
             self._state, self._cache.lengths = buffers.state, buffers.state.positions

@@ -1,13 +1,15 @@
-"""One growing answer on the host: tokens, text, and why it ended."""
+"""One growing completion on the host: tokens, text, and why it ended."""
 
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-FinishReason = Literal["eos", "stop", "length"]
+from medusa.sampling import SamplingParams
+
+FinishReason = Literal["eos", "stop", "length", "abort"]
 
 
 class Piece(str):
@@ -26,6 +28,15 @@ class Piece(str):
         return piece
 
 
+class TokenLogprob(NamedTuple):
+    """Log-probabilities in nats at one place of the completion, by the base's own distribution there."""
+
+    logprob: float
+    """Of the token that stands there."""
+    top: dict[int, float]
+    """Of the most likely token ids, the best first."""
+
+
 @dataclass
 class Output:
     """What ``generate`` returns for one prompt.
@@ -35,10 +46,11 @@ class Output:
         drafted: For every token whether it was accepted from the draft.
         text: The new text, without special tokens and without the stop string.
         prompt_tokens: Length of the prompt in tokens.
-        steps: Verify passes that the answer took.
-        finish_reason: "eos", "stop" (a stop string) or "length" (a limit); None while it grows.
+        steps: Verify passes that the completion took.
+        finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
         seconds: Wall-clock time from the first step to the last token.
         cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix``).
+        logprobs: Of every token, where ``SamplingParams.logprobs`` asks for them.
     """
 
     prompt_tokens: int
@@ -49,10 +61,11 @@ class Output:
     finish_reason: FinishReason | None = None
     seconds: float = 0.0
     cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens emitted per verify pass, over the whole answer."""
+        """Tokens emitted per verify pass, over the whole completion."""
         return len(self.tokens) / max(self.steps, 1)
 
     @property
@@ -61,15 +74,15 @@ class Output:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
 
-class Answer:
+class Completion:
     """Grows one ``Output`` token by token, so that an end inside an accepted span cuts exactly there.
 
     Args:
         tokenizer: Decodes the tokens.
         prompt_tokens: Length of the prompt.
-        max_new_tokens: Limit on ``output.tokens``.
-        eos_ids: Tokens that end the answer.
-        stop: Strings that end the answer; they are not part of its text.
+        params: Limits, stop strings, and whether the end-of-sequence token counts.
+        room: Tokens that the base's context has left behind the prompt.
+        eos_ids: Tokens that end the completion.
         incremental: Decode token by token, for streaming; otherwise the text is made once, at the end (decoding text
             costs about as much as a small model's layer), unless stop strings must be looked for.
     """
@@ -78,16 +91,18 @@ class Answer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         prompt_tokens: int,
-        max_new_tokens: int,
+        params: SamplingParams,
+        room: int,
         eos_ids: frozenset[int],
-        stop: SequenceOf[str] = (),
         incremental: bool = False,
     ) -> None:
-        self.output = Output(prompt_tokens)
+        self.output = Output(prompt_tokens, logprobs=None if params.logprobs is None else [])
+        self.max_new_tokens = min(params.max_new_tokens, room)
         self._tokenizer = tokenizer
-        self.max_new_tokens = max_new_tokens
-        self._eos_ids, self._stop = eos_ids, tuple(stop)
-        self._incremental = incremental or bool(stop)
+        self._max_steps = params.max_steps
+        self._eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self._stop = tuple(params.stop)
+        self._incremental = incremental or bool(self._stop)
         self._text = ""
         self._window, self._read = 0, 0
         self._shown = 0
@@ -95,14 +110,14 @@ class Answer:
 
     @property
     def active(self) -> bool:
-        """Whether the answer still grows."""
+        """Whether it still grows."""
         return self.output.finish_reason is None
 
     def start_clock(self) -> None:
         """Begin to count ``output.seconds``: the prefill is over."""
         self._begin = time.perf_counter()
 
-    def extend(self, tokens: SequenceOf[int]) -> list[Piece]:
+    def extend(self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = ()) -> list[Piece]:
         """Take the tokens of one step, the last of which is the base's own; returns the text that became final."""
         output, pieces = self.output, []
         output.steps += 1
@@ -117,11 +132,19 @@ class Answer:
                 pieces += self._new_text()
             if not self.active:
                 break
+        if output.logprobs is not None:
+            output.logprobs += logprobs[: len(output.tokens) - len(output.logprobs)]
+        if self.active and output.steps == self._max_steps:
+            pieces += self.end("length")
         output.seconds = time.perf_counter() - self._begin
         return pieces
 
+    def abort(self) -> None:
+        """End a completion that still grows; its text stays what was handed out."""
+        self.output.finish_reason = "abort"
+
     def end(self, reason: FinishReason) -> list[Piece]:
-        """End an answer that still grows, from outside; returns the text that was held back."""
+        """End a completion that still grows, from outside; returns the text that was held back."""
         self.output.finish_reason = reason
         return self._new_text()
 

@@ -1,7 +1,7 @@
 """One decode step: draft, verify, accept, commit."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,8 @@ from medusa.drafters import Drafter
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
-LEAVE_AT = 7 / 8
-"""Sequences that have ended leave a batch when at most this share of it still grows."""
+CHUNK = 512
+"""Tokens of a prompt that one pass of a prefill computes."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,37 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
     return base.tree_hidden_states(draft.tokens, positions_BN, cache, plan)
 
 
+class Reader(Protocol):
+    """Whoever wants to see more of a step than its tokens."""
+
+    def read(self, accepted: Accepted, logits_BNV: Tensor) -> None:
+        """See what was accepted, and the base's logits [B, N, V]."""
+
+
 @torch.inference_mode()
-def decode_step(base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> StepResult:
+def decode_step(
+    base: BaseModel,
+    cache: SlotCache,
+    drafter: Drafter,
+    rule: Rule,
+    state: DecodeState,
+    reader: Reader | None = None,
+) -> StepResult:
     """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
     state = _make_room(cache, state, drafter.nodes)
-    emitted, state = step_on_device(base, cache, drafter, rule, state)
+    emitted, state = step_on_device(base, cache, drafter, rule, state, reader)
     tokens, counts = read_tokens(emitted.tolist())  # the step's only copy to the host
     cache.grow(counts)
     return StepResult(tokens, state)
 
 
 def step_on_device(
-    base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState
+    base: BaseModel,
+    cache: SlotCache,
+    drafter: Drafter,
+    rule: Rule,
+    state: DecodeState,
+    reader: Reader | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """The step without the host, for a cache and a history that have room for it.
 
@@ -68,8 +87,11 @@ def step_on_device(
 
     hidden_BNF = verify(base, cache, draft)
 
-    verdict = rule(draft, base.logits(hidden_BNF), state)
+    logits_BNV = base.logits(hidden_BNF)
+    verdict = rule(draft, logits_BNV, state)
     accepted = select_path(draft, verdict)
+    if reader is not None:
+        reader.read(accepted, logits_BNV)
 
     counts_B = torch.where(state.active, accepted.counts, 0)
     if draft.depth == 0:
@@ -87,15 +109,8 @@ def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
     return tokens, counts
 
 
-@torch.inference_mode()
-def prefill(
-    base: BaseModel,
-    cache: SlotCache,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int] | None = None,
-    chunk: int = 512,
-) -> DecodeState:
-    """Cache all of each prompt but its last token, which becomes the first root.
+class Prefill:
+    """Caches all of each prompt but its last token, which becomes the first root.
 
     Args:
         base: The frozen base.
@@ -104,32 +119,70 @@ def prefill(
         prompts: Token ids of B prompts, at least one each.
         seeds: One per prompt, None = 0.
         chunk: Rows per forward pass; bounds the memory of long prompts. A base that decodes plainly gets one at a time.
-
-    Returns:
-        The state of the first step; the hidden state of a prompt of one token is zero.
     """
-    batch, width = len(prompts), max(map(len, prompts))
-    padded = [[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts]
-    history_BT = torch.tensor(padded, device=base.device)
-    hidden_BF = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
-    missing = [len(prompt) - 1 - length for prompt, length in zip(prompts, cache.host_lengths, strict=True)]
-    while any(missing):
-        counts = [min(rows, 1 if base.decoding == "plain" else chunk) for rows in missing]
-        counts_B, index_C = torch.tensor(counts, device=base.device), torch.arange(max(counts), device=base.device)
-        tokens_BC = history_BT.gather(1, (cache.lengths[:, None] + index_C).clamp(max=width - 1))
-        hidden_BCF = verify(base, cache, Draft.chain(tokens_BC))
-        last_BF = hidden_BCF[torch.arange(batch, device=base.device), (counts_B - 1).clamp(min=0)]
-        hidden_BF = torch.where(counts_B[:, None] > 0, last_BF, hidden_BF)
+
+    def __init__(
+        self,
+        base: BaseModel,
+        cache: SlotCache,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int] | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.cache, self._base, self._chunk = cache, base, 1 if base.decoding == "plain" else chunk
+        batch, width = len(prompts), max(map(len, prompts))
+        padded = [[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts]
+        self._history_BT = torch.tensor(padded, device=base.device)
+        self._hidden_BF = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
+        self._seeds_B = torch.tensor(seeds or [0] * batch, device=base.device)
+        self._missing = [len(prompt) - 1 - length for prompt, length in zip(prompts, cache.host_lengths, strict=True)]
+
+    @torch.inference_mode()
+    def advance(self) -> DecodeState | None:
+        """Compute one chunk of each prompt.
+
+        Returns:
+            The state of the first step once nothing is missing; the hidden state of a prompt of one token is zero.
+        """
+        if any(self._missing):
+            self._compute([min(rows, self._chunk) for rows in self._missing])
+        if any(self._missing):
+            return None
+        lengths_B = self.cache.lengths
+        roots_B = self._history_BT.gather(1, lengths_B[:, None])[:, 0]
+        active_B = torch.ones_like(roots_B, dtype=torch.bool)
+        return DecodeState(
+            roots_B, self._hidden_BF, active_B, self._history_BT, lengths_B, self._seeds_B, starts=lengths_B + 1
+        )
+
+    def _compute(self, counts: list[int]) -> None:
+        cache, device, width = self.cache, self._base.device, self._history_BT.shape[1]
+        counts_B, index_C = torch.tensor(counts, device=device), torch.arange(max(counts), device=device)
+        tokens_BC = self._history_BT.gather(1, (cache.lengths[:, None] + index_C).clamp(max=width - 1))
+        hidden_BCF = verify(self._base, cache, Draft.chain(tokens_BC))
+        last_BF = hidden_BCF[torch.arange(len(counts), device=device), (counts_B - 1).clamp(min=0)]
+        self._hidden_BF = torch.where(counts_B[:, None] > 0, last_BF, self._hidden_BF)
         cache.extend(counts_B)
         cache.grow(counts)
-        missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
-    roots_B = history_BT.gather(1, cache.lengths[:, None])[:, 0]
-    active_B, seeds_B = torch.ones_like(roots_B, dtype=torch.bool), torch.tensor(seeds or [0] * batch)
-    return DecodeState(roots_B, hidden_BF, active_B, history_BT, cache.lengths, seeds_B.to(base.device))
+        self._missing = [rows - count for rows, count in zip(self._missing, counts, strict=True)]
+
+
+def prefill(
+    base: BaseModel,
+    cache: SlotCache,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int] | None = None,
+    chunk: int = CHUNK,
+) -> DecodeState:
+    """The state of the first step after all of ``Prefill``."""
+    job = Prefill(base, cache, prompts, seeds, chunk)
+    while (state := job.advance()) is None:
+        pass
+    return state
 
 
 class Steps(Protocol):
-    """Decode steps of one batch in a row, each from the state that the one before left."""
+    """Decode steps of the same sequences in a row, each from the state that the one before left."""
 
     def next(self) -> list[list[int]]:
         """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
@@ -137,39 +190,50 @@ class Steps(Protocol):
     def keep(self, active: Sequence[bool]) -> None:
         """Let only these sequences go on growing."""
 
+    def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
+        """No more steps: the tokens of one that is still under way, if there is one, and the state after it."""
+
+
+StartSteps = Callable[[BaseModel, SlotCache, Drafter, Rule, DecodeState], Steps]
+"""Steps from a state on, in the cache that holds its rows: ``EagerSteps``, or ``StepGraphs.steps``."""
+
 
 class EagerSteps:
-    """``decode_step`` again and again; sequences that have ended leave the batch, a few at a time."""
+    """``decode_step`` again and again."""
 
-    def __init__(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        cache: SlotCache,
+        drafter: Drafter,
+        rule: Rule,
+        state: DecodeState,
+        reader: Reader | None = None,
+    ) -> None:
         self._parts = (base, cache, drafter, rule)
-        self._state = state
-        self._numbers = list(range(cache.slots))  # of the sequences that are still in the batch
-        self._all = len(self._numbers)
+        self._state, self._reader = state, reader
 
     def next(self) -> list[list[int]]:
         """See ``Steps``."""
-        result = decode_step(*self._parts, self._state)
+        result = decode_step(*self._parts, self._state, self._reader)
         self._state = result.state
-        tokens: list[list[int]] = [[] for _ in range(self._all)]
-        for number, new in zip(self._numbers, result.tokens, strict=True):
-            tokens[number] = new
-        return tokens
+        return result.tokens
 
     def keep(self, active: Sequence[bool]) -> None:
         """See ``Steps``."""
-        slots = [slot for slot, number in enumerate(self._numbers) if active[number]]
-        if 0 < len(slots) <= LEAVE_AT * len(self._numbers):  # leaving copies the cache of those that stay
-            self._parts[1].select(slots)
-            self._state, self._numbers = self._state.select(slots), [self._numbers[slot] for slot in slots]
-        flags = [active[number] for number in self._numbers]
-        self._state = dataclasses.replace(self._state, active=torch.tensor(flags, device=self._state.roots.device))
+        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
+
+    def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
+        """See ``Steps``."""
+        return None, self._state
 
 
 def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
     """What the base can verify of a draft, whoever drew it: any tree, or its tokens as a chain, or the root alone."""
     if base.decoding == "tree":
         return draft
+    if draft.parts:
+        return Draft.stack([(rows, _fit(base, cache, part)) for rows, part in draft.parts])
     # Where rows stand for positions, they end with the context.
     room = base.context_length - 1 - cache.longest if base.decoding == "chain" else 1
     rows = max(1, room)

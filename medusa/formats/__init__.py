@@ -22,6 +22,7 @@ __all__ = [
     "FORMATS",
     "Export",
     "Format",
+    "export_heads",
     "find_format",
     "holders",
     "load_calibration",
@@ -67,6 +68,17 @@ def load_heads(
         ValueError: It is of no known format, or damaged.
     """
     return find_format(directory).load(Path(directory)).to(device=device, dtype=dtype).eval()
+
+
+def export_heads(export: Export, name: str, directory: str | Path) -> Path:
+    """Write heads in the format of this name; returns the directory.
+
+    Raises:
+        ValueError: There is no such format, it cannot hold these heads, or the directory holds something else.
+    """
+    if reason := refusal(name, export.heads.config):
+        raise ValueError(reason)
+    return named_format(name).save(export, Path(directory))
 
 
 def named_format(name: str) -> Format:

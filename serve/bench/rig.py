@@ -79,7 +79,9 @@ class Rig:
         roots_B, positions_B = history_BT[:, context].clone(), self.cache.lengths.clone()
         hidden_BF = torch.randn(batch, base.feature_size, dtype=base.dtype, device=base.device, generator=generator)
         active_B = torch.ones_like(roots_B, dtype=torch.bool)
-        self.state = DecodeState(roots_B, hidden_BF, active_B, history_BT, positions_B, torch.zeros_like(roots_B))
+        self.state = DecodeState(
+            roots_B, hidden_BF, active_B, history_BT, positions_B, *(2 * [torch.zeros_like(roots_B)])
+        )
         self.verify(Draft.chain(roots_B[:, None]))  # the cache is allocated at its first write
         for layer in self.cache.layers:
             if layer.is_initialized:

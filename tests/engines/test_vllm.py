@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from medusa import BaseModel, DraftHeads, Tree, build_heads
-from medusa.acceptance import build_rule
 from medusa.drafters import HeadsDrafter
-from medusa.engine.generate import decode, new_answers
-from medusa.engine.step import EagerSteps
-from medusa.formats import Export, load_heads
+from medusa.engine.step import EagerSteps, prefill
+from medusa.formats import Export, export_heads, load_heads
 from tests.engines.environment import UnavailableError, vllm_python
-from tests.medusa.formats.stored import export_heads
+from tests.medusa.rules import make_rule
 from tests.train.jobs import ROOT, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -153,16 +151,15 @@ def count_accepted(
     """
     lengths: Counter[int] = Counter()
 
-    class CountedSteps(EagerSteps):
-        def next(self) -> list[list[int]]:
-            new_tokens = super().next()
-            lengths.update(len(tokens) - 1 for tokens in new_tokens if tokens)
-            return new_tokens
-
     begun = [[*prompt, text[0]] for prompt, text in zip(prompts, texts, strict=True)]
-    answers = new_answers(base, begun, MAX_NEW_TOKENS - 1)
     drafter = HeadsDrafter(heads, base, nodes=1 + DRAFTED, tree=Tree.chain(DRAFTED))
-    for _ in decode(base, drafter, build_rule("greedy"), begun, answers, start=CountedSteps):
-        pass
-    assert [answer.output.tokens for answer in answers] == [text[1:] for text in texts]
+    cache = base.new_cache(len(begun))
+    steps = EagerSteps(base, cache, drafter, make_rule("greedy"), prefill(base, cache, begun))
+    written: list[list[int]] = [[] for _ in texts]
+    while any(growing := [len(ours) < len(text) - 1 for ours, text in zip(written, texts, strict=True)]):
+        steps.keep(growing)
+        for ours, new in zip(written, steps.next(), strict=True):
+            ours += new
+            lengths.update([len(new) - 1] if new else [])
+    assert all(ours[: len(text) - 1] == text[1:] for ours, text in zip(written, texts, strict=True))
     return lengths.total(), [sum(lengths[n] for n in lengths if n >= least) for least in range(1, 1 + DRAFTED)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
-from medusa.acceptance import build_rule
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.step import prefill
+from tests.medusa.rules import make_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
@@ -42,10 +42,8 @@ def models(request, base_directory):
     heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3, architecture="recurrent"))
     for parameter in heads.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    graphed, eager = MedusaModel(base, heads), MedusaModel(base, heads, graph=False)
-    if request.param == torch.bfloat16:
-        eager.graphs = StepGraphs(base, lambda function: function)
-    return graphed, eager
+    same_buffers = StepGraphs(base, lambda function: function) if request.param == torch.bfloat16 else False
+    return MedusaModel(base, heads), MedusaModel(base, heads, graph=same_buffers)
 
 
 def contents(outputs):
@@ -56,7 +54,7 @@ def contents(outputs):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_graph_writes_what_eager_steps_write(models, drafter, settings, caplog, monkeypatch):
     graphed, eager = models
-    monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)  # buffers move on the way
+    monkeypatch.setattr("medusa.model.HEADROOM", 1)  # buffers move on the way
     options = {"max_new_tokens": 48, "drafter": DRAFTERS[drafter](graphed)} | SETTINGS[settings]
     with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[::-1]):
@@ -75,7 +73,7 @@ def test_a_conversation_reuses_its_graph(models):
 
 def test_replays_wait_for_nothing_and_keep_their_memory(models):
     base, drafter = models[0].base, DRAFTERS["hybrid"](models[0])
-    graphs, rule = StepGraphs(base), build_rule("sampling", base.device, temperature=0.9)
+    graphs, rule = StepGraphs(base), make_rule("sampling", base.device, temperature=0.9)
     with graphs.lend(2, 128, 128) as cache:
         steps = graphs.steps(base, cache, drafter, rule, prefill(base, cache, [[1, 2, 3], [4, 5]]))
         steps.next()

@@ -11,4 +11,4 @@ def state_at(positions, seeds=None):
     roots = torch.zeros_like(positions)
     history = torch.zeros(len(positions), 1, dtype=torch.int64)
     seeds = roots if seeds is None else seeds
-    return DecodeState(roots, torch.zeros(len(positions), 1), roots == 0, history, positions, seeds)
+    return DecodeState(roots, torch.zeros(len(positions), 1), roots == 0, history, positions, seeds, roots)

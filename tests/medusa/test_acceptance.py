@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from medusa.acceptance import Verdict, build_rule, greedy, select_path
+from medusa.acceptance import Verdict, greedy, select_path
 from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
 from medusa.acceptance.rejection import rejection_chances
 from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
+from tests.medusa.rules import make_rule
 from tests.medusa.states import state_at
 
 
@@ -94,7 +95,7 @@ def test_greedy_follows_the_argmax_along_the_tree():
 )
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, 0.5), (1.0, 0.9)])
 def test_typical_acceptance_on_hand_computed_entropies(probabilities, entropy, epsilon, delta):
-    rule = build_rule("typical", temperature=1.0, epsilon=epsilon, delta=delta)
+    rule = make_rule("typical", temperature=1.0, epsilon=epsilon, delta=delta)
     threshold = min(epsilon, delta * math.exp(-entropy))
     logits = torch.tensor(probabilities).log().expand(1, 5, 4)
     draft = draft_of(Tree.full([4]), [0, 0, 1, 2, 3])
@@ -105,8 +106,8 @@ def test_typical_acceptance_on_hand_computed_entropies(probabilities, entropy, e
 def test_typical_reads_the_distribution_at_temperature():
     logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(1, 2, 3)
     draft = draft_of(Tree.chain(1), [0, 2])
-    flat = build_rule("typical", temperature=10.0, epsilon=0.2, delta=10.0)
-    sharp = build_rule("typical", temperature=1.0, epsilon=0.2, delta=10.0)
+    flat = make_rule("typical", temperature=10.0, epsilon=0.2, delta=10.0)
+    sharp = make_rule("typical", temperature=1.0, epsilon=0.2, delta=10.0)
     assert flat(draft, logits, state_at([0])).edges[0, 1]
     assert not sharp(draft, logits, state_at([0])).edges[0, 1]
 
@@ -119,9 +120,9 @@ def test_typical_is_never_chosen_by_itself():
         return rule(draft, logits, state_at([position])).edges[0, 1:].sum()
 
     for temperature in (0.0, 1.0):
-        rule = build_rule(None, temperature=temperature)
+        rule = make_rule(None, temperature=temperature)
         assert all(allowed(rule, position) == 1 for position in range(8)), "lossless rules allow exactly one token"
-    assert allowed(build_rule("typical", temperature=1.0), 0) == 2
+    assert allowed(make_rule("typical", temperature=1.0), 0) == 2
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**40 + 3])
@@ -157,7 +158,7 @@ def test_streams_of_noise_are_independent():
 def test_draws_follow_the_processed_distribution():
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = 20_000
-    rule = build_rule("sampling", temperature=2.0)
+    rule = make_rule("sampling", temperature=2.0)
     draft = Draft.chain(torch.zeros(draws, 1, dtype=torch.int64))
     logits = (2 * probabilities.log()).expand(draws, 1, 4)
     counts = torch.bincount(rule(draft, logits, state_at(torch.arange(draws))).bonus[:, 0], minlength=4)
@@ -166,7 +167,7 @@ def test_draws_follow_the_processed_distribution():
 
 
 def test_one_surviving_token_is_always_drawn():
-    rule = build_rule("sampling", temperature=1.0, top_k=1)
+    rule = make_rule("sampling", temperature=1.0, top_k=1)
     draft = Draft.chain(torch.zeros(1, 1).long())
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(1, 1, 3)
     assert all(rule(draft, logits, state_at([p])).bonus.item() == 2 for p in range(50))
@@ -175,7 +176,7 @@ def test_one_surviving_token_is_always_drawn():
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
 def test_filters_leave_out_what_transformers_leaves_out(options):
-    rule = build_rule("sampling", temperature=1.0, **options)
+    rule = make_rule("sampling", temperature=1.0, **options)
     logits = torch.tensor([0.4, 0.35, 0.15, 0.1]).log().expand(1, 1, 4)
     draft = Draft.chain(torch.zeros(1, 1).long())
     seen = {rule(draft, logits, state_at([position])).bonus.item() for position in range(200)}
@@ -214,7 +215,7 @@ def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(to
 )
 def test_wrong_settings_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
-        build_rule(name, **options)
+        make_rule(name, **options)
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampling", "speculative", "typical"])
@@ -223,10 +224,10 @@ def test_rules_never_wait_for_the_device(name):
     with torch.device("meta"):
         tokens, history = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int64)
         draft = Draft.of(tokens, tokens, 2, torch.zeros(2, 5, 7))
-        state = DecodeState(tokens[:, 0], torch.zeros(2, 3), tokens[:, 0] == 0, history, tokens[:, 0], tokens[:, 0])
+        state = DecodeState(tokens[:, 0], torch.zeros(2, 3), tokens[:, 0] == 0, history, *(3 * [tokens[:, 0]]))
         logits = torch.zeros(2, 5, 7)
     settings = {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.1} if name != "greedy" else {}
-    rule = build_rule(name, "meta", repetition_penalty=1.2, logit_bias={3: 1.0}, **settings)
+    rule = make_rule(name, "meta", repetition_penalty=1.2, logit_bias={3: 1.0}, **settings)
     accepted = select_path(draft, rule(draft, logits, state))
     assert accepted.tokens.shape == (2, 3)
     assert accepted.tokens.device.type == "meta"

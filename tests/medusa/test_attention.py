@@ -18,7 +18,7 @@ from medusa.attention import (
     TreeAttention,
     TreePlan,
     attend,
-    base,
+    backends,
     choose,
 )
 from medusa.attention.backends import build
@@ -176,7 +176,7 @@ def test_mask_words(nodes):
 def test_a_layer_that_a_backend_objects_to_goes_to_the_reference(caplog):
     layer = make(FEATURES["window"], torch.float64, 1e4)
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU))
-    base._reference.cache_clear()
+    backends._reference.cache_clear()
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         for _ in range(3):
             out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
@@ -189,7 +189,7 @@ def test_a_window_that_hides_nothing_is_no_window(caplog, shorter, handed_over):
     layer = make(Case(), torch.float64, 1e4)
     spans = {None: Span(window=layer.key.shape[2] - shorter)}
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU), spans)
-    base._reference.cache_clear()
+    backends._reference.cache_clear()
     inputs = (layer.query, layer.key, layer.value)
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         out, _ = tree_attention(torch.nn.Identity(), *inputs, None, tree_plan=plan)
@@ -232,8 +232,8 @@ def test_the_best_backend_is_chosen_with_its_reason(monkeypatch, runs, dtype, ch
     def fake_try(backend: Fake, device: torch.device, dtype: torch.dtype, layers: object) -> str | None:
         return try_out(backend, CPU, dtype)
 
-    monkeypatch.setattr(base, "build", fake_build)
-    monkeypatch.setattr("medusa.attention.trial.try_out", fake_try)
+    monkeypatch.setattr(backends, "build", fake_build)
+    monkeypatch.setattr("medusa.attention.backends.try_out", fake_try)
     backend, why = choose("auto", torch.device("cuda"), dtype)
     assert backend.name == chosen
     assert reason in why

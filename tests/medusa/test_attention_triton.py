@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
-from medusa.attention import BackendUnavailableError, TreePlan, attend, base, choose  # noqa: E402
+from medusa.attention import BackendUnavailableError, TreePlan, attend, backends, choose  # noqa: E402
 from medusa.attention import triton as backend_module  # noqa: E402
 from medusa.attention.contract import KernelError  # noqa: E402
 from medusa.attention.kernels import merge_kernel, split_kernel  # noqa: E402
@@ -216,7 +216,7 @@ def test_a_kernel_that_cannot_be_launched_leaves_its_layers_to_the_reference(ref
     backend, launcher = refusing
     layer = make(Case(), torch.float32, 1e4)
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
-    base._reference.cache_clear()
+    backends._reference.cache_clear()
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         for _ in range(3):
             out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
@@ -240,7 +240,7 @@ def test_while_a_graph_is_captured_nothing_else_is_computed_instead(refusing, mo
     backend, _ = refusing
     layer = make(Case(), torch.float32, 1e4)
     plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
-    monkeypatch.setattr(base, "_capturing", lambda query: True)
+    monkeypatch.setattr(backends, "_capturing", lambda query: True)
     with pytest.raises(KernelError, match="cannot be launched") as error:
         attend(plan, layer.query, layer.key, layer.value, layer.scoring)
     assert isinstance(error.value, RuntimeError)

@@ -52,7 +52,7 @@ def test_growth_keeps_the_rows_of_every_slot():
 @pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 16}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
 def test_growth_in_the_middle_of_an_answer_changes_no_token(model, monkeypatch, headroom, options):
     expected = model.generate(PROMPTS, max_new_tokens=90, **options)
-    monkeypatch.setattr("medusa.engine.generate.HEADROOM", headroom)
+    monkeypatch.setattr("medusa.engine.batch.HEADROOM", headroom)
     assert [o.tokens for o in model.generate(PROMPTS, max_new_tokens=90, **options)] == [o.tokens for o in expected]
 
 

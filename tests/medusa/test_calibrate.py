@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from medusa import Calibration, MedusaModel
-from medusa.budget.calibrate import calibrate
-from medusa.budget.calibration import RANKS, _answer_counts, count_ranks, rank_counts
+from medusa.budget.calibrate import _answer_counts, calibrate
+from medusa.budget.calibration import RANKS, count_ranks, rank_counts
 from medusa.formats.native import CALIBRATION, load_calibration, save_heads
 from medusa.heads import ARCHITECTURES
 

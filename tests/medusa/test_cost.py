@@ -17,7 +17,6 @@ from medusa.budget.auto import FixedSize
 from medusa.budget.cost import StepCosts, best_fixed
 from medusa.budget.measure import GRID, facts, known_costs, measure_passes, with_drafting
 from medusa.budget.tree_search import typical_tree
-from medusa.drafters import PlainDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
 from medusa.engine.step import decode_step
@@ -214,10 +213,10 @@ def test_what_a_rule_computes_at_each_node_is_part_of_the_cost(base, make_heads,
 
 
 def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
-    def small(base, cache, drafter, rule, state):
+    def small(base, cache, drafter, *rest):
         if drafter.nodes > 4:
             raise torch.OutOfMemoryError
-        return decode_step(base, cache, drafter, rule, state)
+        return decode_step(base, cache, drafter, *rest)
 
     monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
@@ -243,8 +242,7 @@ def test_costs_belong_to_what_they_depend_on(base, make_heads):
 
 @pytest.mark.parametrize("seconds", [(1.0, 1.1, 1.2), (1.0, 9.0, 9.0)])
 def test_where_shapes_are_fixed_a_whole_answer_has_one_size(base, make_heads, monkeypatch, caplog, seconds):
-    model, plain = MedusaModel(base, make_heads()), MedusaModel(base)
-    model.graphs = StepGraphs(base, Recorder())
+    model, plain = MedusaModel(base, make_heads(), StepGraphs(base, Recorder())), MedusaModel(base)
     monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 8, 16), seconds))
     with caplog.at_level(logging.INFO, "medusa.budget.auto"):
         output = model.generate([5, 6, 7], max_new_tokens=20)
@@ -257,14 +255,12 @@ def test_recorded_steps_are_measured_too(base, make_heads, monkeypatch):
     monkeypatch.setattr("medusa.budget.measure.FIXED_GRID", (1, 4))
     monkeypatch.setattr("medusa.budget.measure.ROUNDS", 1)
     monkeypatch.setattr("medusa.budget.auto.known_costs", known_costs)
-    model, graphs = MedusaModel(base, make_heads()), StepGraphs(base, recorder := Recorder())
-    model.graphs = graphs
+    model = MedusaModel(base, make_heads(), StepGraphs(base, recorder := Recorder()))
     prompts = [[5, 6, 7], [8]]
     assert [o.tokens for o in model.generate(prompts, max_new_tokens=12)] == [
         o.tokens for o in model.generate(prompts, max_new_tokens=12, nodes=1)
     ]
     assert recorder.recorded >= 2
-    assert isinstance(model._plain, PlainDrafter)
 
 
 def test_a_base_that_verifies_chains_learns_what_its_chains_bring(base, make_heads, monkeypatch):
@@ -274,7 +270,7 @@ def test_a_base_that_verifies_chains_learns_what_its_chains_bring(base, make_hea
     monkeypatch.setattr(base, "decoding", "chain")
     model = MedusaModel(base, make_heads())
     output = model.generate([5, 6, 7], max_new_tokens=40, drafter="heads")
-    (size,) = model._auto._fixed.values()
+    (size,) = model.drafters._auto._fixed.values()
     assert size.tokens_per_step(64) == pytest.approx(output.tokens_per_step, rel=1e-3)
 
 

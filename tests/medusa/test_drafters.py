@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from medusa import Draft, MedusaModel, Tree
-from medusa.acceptance import build_rule, greedy
+from medusa.acceptance import greedy
 from medusa.drafters import (
-    DecodeState,
     HeadsDrafter,
     HybridDrafter,
     PlainDrafter,
@@ -23,6 +22,9 @@ from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.engine.step import _fit, decode_step, prefill
 from medusa.heads import ARCHITECTURES
+from medusa.sampling import Speculation
+from medusa.state import DecodeState
+from tests.medusa.rules import make_rule
 from tests.medusa.trees import LOPSIDED
 
 
@@ -32,7 +34,7 @@ def decode_state(histories, base, seeds=None):
     history = torch.tensor([[*history, *([0] * (30 - len(history)))] for history in histories])
     roots, hidden = history.gather(1, positions[:, None])[:, 0], torch.randn(len(histories), base.hidden_size)
     active, seeds = torch.ones_like(roots, dtype=torch.bool), torch.zeros_like(roots) if seeds is None else seeds
-    return DecodeState(roots, hidden.to(base.dtype), active, history, positions, seeds)
+    return DecodeState(roots, hidden.to(base.dtype), active, history, positions, seeds, torch.zeros_like(roots))
 
 
 def unbounded(drafter):
@@ -309,22 +311,23 @@ def test_wrong_drafters_are_refused(model, base):
 
 def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads, monkeypatch):
     """Each temperature of drawn drafts is another drafter; an interface with a slider tries hundreds."""
-    monkeypatch.setattr("medusa.model.KEPT_DRAFTERS", 3)
+    monkeypatch.setattr("medusa.drafters.choose.KEPT_DRAFTERS", 3)
     monkeypatch.setattr("medusa.budget.auto.WATCHED", 2)
     model = MedusaModel(base, make_heads())
 
     def drafter(temperature, nodes=None):
-        return model._drafter("heads-sampled", nodes, None, temperature, 1, build_rule(None, temperature=temperature))
+        drafting = Speculation(drafter="heads-sampled", nodes=nodes)
+        return model.drafters.choose(drafting, temperature, 1, make_rule(None, temperature=temperature))
 
     kept = drafter(0.5, nodes=4)
     for percent in range(60, 100):
         drafter(percent / 100)
         assert drafter(0.5, nodes=4) is kept, "what is used stays"
-    assert len(model._drafters) == 3
-    assert len(model._auto._watched) == 2
+    assert len(model.drafters._kept) == 3
+    assert len(model.drafters._auto._watched) == 2
     output = model.generate([5, 6, 7], max_new_tokens=12, drafter="heads-sampled", temperature=0.7)
     assert len(output.tokens) == 12
-    (size,) = model._auto._fixed.values()
+    (size,) = model.drafters._auto._fixed.values()
     assert size._share.value != 1.0, "its answer was learned from"
 
 
@@ -335,9 +338,8 @@ def test_lookup_on_the_host_finds_what_fixed_shapes_find():
         history = torch.randint(vocabulary, (batch, length + 1), generator=generator)
         positions = torch.randint(length, (batch,), generator=generator)
         roots = history.gather(1, positions[:, None])[:, 0]
-        state = DecodeState(
-            roots, torch.zeros(batch, 1), torch.rand(batch, generator=generator) > 0.1, history, positions, positions
-        )
+        active = torch.rand(batch, generator=generator) > 0.1
+        state = DecodeState(roots, torch.zeros(batch, 1), active, history, positions, positions, positions)
         for min_match in (1, 2, 4):
             host, fixed = (PromptLookupDrafter(7, min_match, decides).look_up(state) for decides in (True, False))
             assert host[1].tolist() == fixed[1].tolist()

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
-from medusa.acceptance import build_rule
 from medusa.drafters import HeadsDrafter, PlainDrafter
-from medusa.engine.generate import decode, new_answers
+from medusa.sampling import SamplingParams, Speculation
 from tests.medusa.trees import LOPSIDED
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -166,7 +165,7 @@ def test_saved_and_loaded_models_decode_the_same(model, tmp_path):
         ("abc", {"tree": Tree.chain(2), "nodes": 1}, "takes the place of nodes"),
         ("abc", {"tree": Tree.chain(2), "drafter": PlainDrafter()}, "takes the place of nodes and drafter"),
         ("abc", {"tree": Tree.full([300])}, "exceeds the tokens that the heads can draft"),
-        ("abc", {"stop": ["x", ""]}, "end every answer at once"),
+        ("abc", {"stop": ["x", ""]}, "end every completion at once"),
         ("abc", {"seed": -1}, "seed"),
         ("abc", {"seed": 2**70}, "seed"),
         ("abc", {"seed": [1, 2]}, "one per prompt"),
@@ -325,14 +324,16 @@ def test_the_lowest_temperature_is_greedy(model):
 def test_sequences_that_have_ended_leave_the_batch_and_change_nothing(model, base, drafter):
     prompts = [list(base.tokenizer(f"{number}: ").input_ids) for number in range(12)]
     limits = [3 + 4 * number for number in range(12)]
-    options = {"nodes": 1} if drafter == "plain" else {"nodes": 6, "drafter": drafter}
-    rule = build_rule(None, base.device, temperature=1.0)
-    seeds, cache = list(range(12)), base.new_cache(12)
-    answers = [new_answers(base, [prompt], limit)[0] for prompt, limit in zip(prompts, limits, strict=True)]
-    proposer = model._drafter(options.get("drafter"), options["nodes"], None, 1.0, 12, rule)
-    slots = [cache.slots for _ in decode(base, proposer, rule, prompts, answers, seeds=seeds, cache=cache)]
-    assert min(slots) == 1 and slots == sorted(slots, reverse=True)
-    for prompt, limit, seed, answer in zip(prompts, limits, seeds, answers, strict=True):
-        alone = model.generate(prompt, max_new_tokens=limit, temperature=1.0, seed=seed, nodes=1)
-        assert answer.output.tokens == alone.tokens
-        assert answer.output.finish_reason == alone.finish_reason
+    drafting = Speculation(nodes=1) if drafter == "plain" else Speculation(nodes=6, drafter=drafter)
+    params = [SamplingParams(max_new_tokens=limit, temperature=1.0, seed=seed) for seed, limit in enumerate(limits)]
+    batch = model.batch()
+    completions = [batch.add(prompt, each, drafting) for prompt, each in zip(prompts, params, strict=True)]
+    slots = []
+    while len(batch):
+        batch.step()
+        slots.append(len(batch))
+    assert slots[-1] == 0 and slots == sorted(slots, reverse=True)
+    for prompt, each, completion in zip(prompts, params, completions, strict=True):
+        alone = model.generate(prompt, sampling=each, speculation=Speculation(nodes=1))
+        assert completion.output.tokens == alone.tokens
+        assert completion.output.finish_reason == alone.finish_reason

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from medusa import BaseModel, MedusaModel, Prefix
-from medusa.acceptance import build_rule
 from medusa.cache import SlotLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.step import prefill, step_on_device
 from medusa.heads import ARCHITECTURES
 from tests.medusa.known_text import Chain
+from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder, Strict, Tape
 from tests.medusa.test_conformance import tiny
 from tests.medusa.trees import LOPSIDED
@@ -53,9 +53,9 @@ DRAFTERS = {
 
 def graphed(base, heads, record=None):
     """A model that records tapes."""
-    model = MedusaModel(base, heads)
-    model.graphs = StepGraphs(base, record or Recorder())
-    model.recorder = record or model.graphs._record
+    recorder = record or Recorder()
+    model = MedusaModel(base, heads, StepGraphs(base, recorder))
+    model.recorder = recorder
     return model
 
 
@@ -116,7 +116,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
         layer._hf_hook = SimpleNamespace(execution_device="meta")
     meta, heads = BaseModel(model, None), make_heads().float().to("meta")
     meta.spans = base.spans  # rules of masks cannot be asked for without values
-    drafter, rule = DRAFTERS[name](heads, meta), build_rule(SETTINGS[settings].get("acceptance"), "meta", **config)
+    drafter, rule = DRAFTERS[name](heads, meta), make_rule(SETTINGS[settings].get("acceptance"), "meta", **config)
     cache = meta.new_cache(2, 64)
     with torch.inference_mode():
         state = prefill(meta, cache, [[1, 2, 3], [4, 5]])
@@ -129,7 +129,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
 
 @pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
 def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch, options):
-    monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)
+    monkeypatch.setattr("medusa.model.HEADROOM", 1)
     options = {"max_new_tokens": 60, "drafter": "heads"} | options
     assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     grown = fresh.recorder.recorded
@@ -281,7 +281,7 @@ def objection(model, base, drafter, caplog):
     with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for _ in range(2):
             cache = base.new_cache(1)
-            model.graphs.steps(base, cache, drafter, build_rule("greedy"), None)
+            model.graphs.steps(base, cache, drafter, make_rule("greedy"), None)
     assert len(caplog.records) == 1
     return caplog.text
 
@@ -320,7 +320,7 @@ def test_families_that_look_at_their_cache(family, monkeypatch):
         {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
     )
     monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
-    monkeypatch.setattr("medusa.engine.output.Answer._new_text", lambda answer: [])
+    monkeypatch.setattr("medusa.engine.output.Completion._new_text", lambda answer: [])
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     assert model.recorder.recorded == 1
 

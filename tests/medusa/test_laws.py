@@ -10,10 +10,11 @@ import itertools
 import pytest
 import torch
 
-from medusa.acceptance import build_rule, rules, select_path
+from medusa.acceptance import rules, select_path
 from medusa.acceptance.rejection import rejection_chances
 from medusa.tree import Draft
 from tests.medusa.biased import forgetful, generous
+from tests.medusa.rules import make_rule
 from tests.medusa.states import state_at
 
 V = 5
@@ -92,7 +93,7 @@ def speculative_error(base, monkeypatch, draft, weights, chances=rejection_chanc
     monkeypatch.setattr(rules, "rejection_chances", spy)
     monkeypatch.setattr(rules, "uniform_noise", lambda *_: now["uniform"].expand(len(rows), -1))
     monkeypatch.setattr(rules, "_draw", draw)
-    rule = build_rule("speculative", temperature=1.0)
+    rule = make_rule("speculative", temperature=1.0)
     law, logits = torch.zeros(V, V, V, dtype=torch.float64), target_probs(base, draft).log()
     for *missed, now["bonus"] in itertools.product(*[[0.0, 1.0]] * (draft.tokens.shape[1] - 1), range(V)):
         now["uniform"] = torch.tensor([0.0, *missed], dtype=torch.float64)
@@ -130,7 +131,7 @@ def sampling_error(base, monkeypatch, parents, tokens, shared=True):
         if shared and path in paths[:node]:
             factors[:, node] = (outcomes[:, node] == outcomes[:, paths.index(path)]).double()
     monkeypatch.setattr(rules, "_draw", lambda *_: outcomes)
-    rule = build_rule("sampling", temperature=1.0)
+    rule = make_rule("sampling", temperature=1.0)
     law = torch.zeros(V, V, V, dtype=torch.float64)
     accepted = select_path(draft, rule(draft, target.log(), state_at(torch.arange(len(outcomes)))))
     add_emitted(law, base, accepted, factors.prod(-1))
@@ -149,7 +150,7 @@ def test_equal_paths_must_share_their_draw_and_do(base, monkeypatch):
     parents, tokens = [0, 0, 0, 1, 2], torch.tensor([0, 3, 3, 0, 4])
     logits = torch.zeros(64, 5, V)
     draft = Draft.of(tokens.expand(64, -1), torch.tensor(parents).expand(64, -1), 2)
-    bonus = build_rule("sampling", temperature=1.0)(draft, logits, state_at([5] * 64, torch.arange(64))).bonus
+    bonus = make_rule("sampling", temperature=1.0)(draft, logits, state_at([5] * 64, torch.arange(64))).bonus
     assert torch.equal(bonus[:, 1], bonus[:, 2])
     assert len(bonus[:, 1].unique()) == V
     assert sampling_error(base, monkeypatch, parents, tokens) < 1e-12

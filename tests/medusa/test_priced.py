@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -65,7 +66,7 @@ class Engine:
         positions, active = torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
         while active.any():
             roots = self.history.gather(1, positions[:, None])[:, 0]
-            state = DecodeState(roots, torch.zeros(batch, 1), active, self.history, positions, roots)
+            state = DecodeState(roots, torch.zeros(batch, 1), active, self.history, positions, roots, roots)
             draft = drafter.propose(state)
             texts = [row[p + 1 :].tolist() for row, p in zip(self.history, positions.tolist(), strict=True)]
             accepted = torch.tensor(agreement(draft, texts))
@@ -171,7 +172,7 @@ def test_finished_sequences_have_no_say(base, make_heads):
     history = torch.randint(base.vocab_size, (2, 40), generator=generator)
     positions = torch.tensor([20, 20])
     hidden = torch.randn(2, base.hidden_size, dtype=base.dtype, generator=generator)
-    both = DecodeState(history[:, 20], hidden, torch.tensor([True, True]), history, positions, positions)
+    both = DecodeState(history[:, 20], hidden, torch.tensor([True, True]), history, positions, positions, positions)
     for row in (0, 1):
         alone = DecodeState(*(getattr(both, field.name)[row : row + 1] for field in dataclasses.fields(both)))
         others = dataclasses.replace(both, active=torch.arange(2) == row)
@@ -220,8 +221,8 @@ def test_answers_that_grow_side_by_side_learn_all_the_same(base, make_heads, mon
     begin = model.heads.begin
     monkeypatch.setattr(model.heads, "begin", lambda *args: drafts.append(args) or begin(*args))
     options = {"max_new_tokens": 120, "drafter": "heads", "logit_bias": {0: -100.0}}
-    answers, steps = zip(*(model.start([prompt], **options) for prompt in PROMPTS[:2]), strict=True)
-    for _ in zip(*steps, strict=False):
+    streams = [model.stream(prompt, **options) for prompt in PROMPTS[:2]]
+    for _ in zip_longest(*streams):
         pass
-    assert min(answer.output.steps for (answer,) in answers) > 60
+    assert min(stream.output.steps for stream in streams) > 60
     assert 0 < len(drafts) < 40

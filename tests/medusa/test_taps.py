@@ -257,8 +257,8 @@ def test_one_token_before_the_root_is_missing_or_not(base, make_heads, model):
 
 
 def test_recorded_steps_write_what_eager_ones_write(base, make_heads):
-    eager, recorded = (MedusaModel(base, make_heads(feature_layers=(1,))) for _ in range(2))
-    recorded.graphs = StepGraphs(recorded.base, Recorder())
+    eager = MedusaModel(base, make_heads(feature_layers=(1,)))
+    recorded = MedusaModel(eager.base, make_heads(feature_layers=(1,)), StepGraphs(eager.base, Recorder()))
     tree = Tree.full([3, 2])
     ours, theirs = (model.generate(PROMPTS, max_new_tokens=12, tree=tree) for model in (recorded, eager))
     assert [(o.tokens, o.steps) for o in ours] == [(o.tokens, o.steps) for o in theirs]

@@ -107,7 +107,7 @@ def test_where_heads_know_their_chances_dynamic_trees_beat_the_best_static_ones(
     accuracies = Calibration.of(counts, {}).accuracies
 
     zeros = torch.zeros(batch, dtype=torch.int64)
-    state = DecodeState(texts[batch:, 0], hidden[batch:], zeros == 0, texts[batch:], zeros, zeros)
+    state = DecodeState(texts[batch:, 0], hidden[batch:], zeros == 0, texts[batch:], zeros, zeros, zeros)
 
     def tokens_per_step(drafter):
         draft = drafter.propose(state)

@@ -12,10 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, Tree, build_heads
-from medusa.acceptance import build_rule, rules
+from medusa.acceptance import rules
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.step import decode_step, prefill
 from tests.medusa.biased import forgetful, generous
+from tests.medusa.rules import make_rule
 
 V, SAMPLES = 8, 4000
 PROMPT = [1, 5, 3, 1, 5]
@@ -106,14 +107,14 @@ def drafters(base, heads):
     [("sampling", "best"), ("sampling", "drawn"), ("speculative", "drawn"), ("speculative", "looked up and drawn")],
 )
 def test_pairs_follow_the_law_of_the_base(base, heads, law, name, drafter):
-    counts = two_grams(base, drafters(base, heads)[drafter], build_rule(name, **SETTINGS))
+    counts = two_grams(base, drafters(base, heads)[drafter], make_rule(name, **SETTINGS))
     assert chi_square(counts, law) < LIMIT
 
 
 def test_pairs_follow_the_law_where_heads_draft_a_part_of_the_vocabulary(base, law):
     heads = random_heads(base, draft_vocab_size=4)
     heads.draft_ids.copy_(torch.tensor([1, 2, 5, 6]))
-    counts = two_grams(base, drafters(base, heads)["drawn"], build_rule("speculative", **SETTINGS))
+    counts = two_grams(base, drafters(base, heads)["drawn"], make_rule("speculative", **SETTINGS))
     assert chi_square(counts, law) < LIMIT
 
 
@@ -121,7 +122,7 @@ def test_pairs_follow_the_law_where_heads_draft_a_part_of_the_vocabulary(base, l
 @pytest.mark.parametrize("drafter", ["drawn", "looked up and drawn"])
 def test_a_bias_of_the_speculative_rule_is_seen(base, heads, law, monkeypatch, biased, drafter):
     monkeypatch.setattr(rules, "rejection_chances", biased)
-    counts = two_grams(base, drafters(base, heads)[drafter], build_rule("speculative", **SETTINGS))
+    counts = two_grams(base, drafters(base, heads)[drafter], make_rule("speculative", **SETTINGS))
     assert chi_square(counts, law) > LIMIT
 
 
@@ -129,5 +130,5 @@ def test_a_bias_of_the_sampling_rule_is_seen(base, heads, law, monkeypatch):
     """Draws with 0.8 of the noise: a temperature that is too low."""
     noise = rules.gumbel_noise
     monkeypatch.setattr(rules, "gumbel_noise", lambda *arguments: 0.8 * noise(*arguments))
-    counts = two_grams(base, drafters(base, heads)["best"], build_rule("sampling", **SETTINGS))
+    counts = two_grams(base, drafters(base, heads)["best"], make_rule("sampling", **SETTINGS))
     assert chi_square(counts, law) > LIMIT

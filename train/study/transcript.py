@@ -61,6 +61,7 @@ class Transcript:
             history=self.tokens[rows_b],
             positions=roots_b,
             seeds=torch.zeros_like(rows_b),
+            starts=torch.zeros_like(rows_b),
         )
 
 

@@ -27,13 +27,12 @@ from transformers import (
 
 from medusa import build_heads
 from medusa.drafters import HeadsDrafter
-from medusa.formats import Export, find_format, load_heads
+from medusa.formats import Export, export_heads, find_format, load_heads
 from medusa.formats.custom_generate import ARCHITECTURES
 from medusa.formats.repository import generate as code
 from medusa.formats.repository.heads import Base, Heads, Tree
 from medusa.heads import ARCHITECTURES as KNOWN
 from medusa.heads import HeadsConfig
-from tests.medusa.formats.stored import export_heads
 
 VARIANTS = {
     "medusa": {"architecture": "medusa"},

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from medusa import BaseModel, Calibration, HeadsConfig, MedusaModel, build_heads
 from medusa.base.model import resolve_base
-from medusa.formats import FORMATS, Export, find_format, holders, load_calibration, load_heads, refusal
+from medusa.formats import FORMATS, Export, export_heads, find_format, holders, load_calibration, load_heads, refusal
 from tests.medusa.formats import engines
-from tests.medusa.formats.stored import export_heads, load_config
+from tests.medusa.formats.stored import load_config
 
 SHAPES = {
     "shared": {},

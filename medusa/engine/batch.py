@@ -1,0 +1,262 @@
+"""Sequences that decode together: they join and leave between steps, each with parameters of its own.
+
+batch.add(prompt, ...)       a request waits; its prompt is computed in chunks, one between two steps
+batch.step()                 one decode step of all sequences that are ready          (medusa/engine/step.py)
+batch.remove(completion)     a request leaves, and frees its rows of the KV cache
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from medusa.acceptance import BuiltRule, Rule, build_rule
+from medusa.base.model import BaseModel
+from medusa.cache import SlotCache
+from medusa.clock import synchronize
+from medusa.drafters import Drafter
+from medusa.drafters.choose import Drafters
+from medusa.engine.graph import StepGraphs
+from medusa.engine.logprobs import LogprobReader
+from medusa.engine.mixed import Group, MixedDrafter, MixedRule
+from medusa.engine.output import Completion, Piece
+from medusa.engine.step import CHUNK, EagerSteps, Prefill, Steps
+from medusa.sampling import SamplingParams, Speculation
+from medusa.state import DecodeState
+
+HEADROOM = 256
+"""Rows that a new cache has for a completion; a longer one makes it grow."""
+LEAVE_AT = 1 / 4
+"""Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
+belongs to a number of sequences."""
+
+Pieces = list[tuple[Completion, list[Piece]]]
+"""The text that became final, for completions that grew."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One request: what it asks for, and its completion."""
+
+    prompt: list[int]
+    params: SamplingParams
+    speculation: Speculation
+    rule: BuiltRule
+    completion: Completion
+
+    @property
+    def drafting(self) -> tuple[object, ...]:
+        """What rows with one drafter have in common."""
+        wanted = self.speculation
+        name = wanted.drafter if isinstance(wanted.drafter, str) else id(wanted.drafter)
+        return name, wanted.nodes, wanted.tree, self.params.temperature
+
+
+class Batch:
+    """Requests that share every pass of the base; for one thread.
+
+    Greedy and sampled completions have the tokens that they would have alone, whatever stands beside them.
+
+    Args:
+        base: Prepared for decoding.
+        drafters: Chooses what drafts for a row.
+        graphs: Runs the steps as CUDA graphs; None = eagerly.
+        cache: An empty cache that was lent for the batch (``StepGraphs.lend``); None = its own.
+    """
+
+    def __init__(
+        self, base: BaseModel, drafters: Drafters, graphs: StepGraphs | None = None, cache: SlotCache | None = None
+    ) -> None:
+        self._base, self._drafters, self._graphs, self._lent = base, drafters, graphs, cache
+        self._waiting: list[Row] = []
+        self._prefills: deque[tuple[list[Row], Prefill]] = deque()
+        self._rows: list[Row] = []  # those that decode, in the order of the cache's slots
+        self._cache: SlotCache | None = None
+        self._state: DecodeState | None = None
+        self._steps: Steps | None = None
+        self._chosen: list[Drafter] = []
+        self._reader: LogprobReader | None = None
+        self._late: Pieces = []
+
+    def __len__(self) -> int:
+        """Requests that have not ended: waiting, in prefill, or growing."""
+        in_prefill = [row for rows, _ in self._prefills for row in rows]
+        return sum(row.completion.active for row in (*self._waiting, *in_prefill, *self._rows))
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        incremental: bool = False,
+        cache: SlotCache | None = None,
+    ) -> Completion:
+        """Let a request join; its completion grows with every ``step``.
+
+        Args:
+            prompt: Token ids, at least one.
+            params: How its tokens are chosen; None = the defaults.
+            speculation: How they are drafted; None = the defaults.
+            incremental: Make text token by token, for streaming.
+            cache: One slot with the rows of the prompt's first tokens (``Prefix``), for a request that stays alone.
+
+        Raises:
+            ValueError: An empty prompt, one that fills the context, or parameters that this model cannot serve.
+        """
+        base, prompt = self._base, list(prompt)
+        params, speculation = params or SamplingParams(), speculation or Speculation()
+        base.check_tokens("logit_bias", params.logit_bias or ())
+        rule = build_rule(params, speculation, base.device)
+        self._drafters.check(speculation, params.temperature)
+        if not prompt:
+            raise ValueError("prompt (0 tokens) is empty; give at least one token")
+        room = base.context_length - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens);"
+                " shorten the prompt"
+            )
+        completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
+        row = Row(prompt, params, speculation, rule, completion)
+        if cache is None:
+            self._waiting.append(row)
+        else:
+            completion.output.cached_tokens = cache.host_lengths[0]
+            self._prefills.append(([row], Prefill(base, cache, [prompt], [params.seed])))
+        return completion
+
+    def remove(self, completion: Completion) -> None:
+        """End a request that waits or grows and free its rows; one that has ended is left alone."""
+        if not completion.active:
+            return
+        completion.abort()
+        self._waiting = [row for row in self._waiting if row.completion.active]
+        self._late += self._leave()
+
+    def step(self) -> Pieces:
+        """Compute a chunk of the prompts that wait, then one decode step of the sequences that are ready."""
+        pieces, self._late = self._late, []
+        arrived = self._prefill()
+        if arrived is not None:
+            pieces += self._stop()
+            self._join(*arrived)
+            pieces += self._leave()  # some may have been removed meanwhile
+        if self._rows:
+            steps = self._steps or self._begin()
+            pieces += self._extend(steps.next())
+            pieces += self._leave()
+        return pieces
+
+    def _prefill(self) -> tuple[list[Row], SlotCache, DecodeState] | None:
+        """One chunk of the oldest prompts; those that are ready to decode, once they are."""
+        # Prompts of as many chunks are computed together, the short ones first.
+        for _, group in groupby(sorted(self._waiting, key=_chunks), _chunks):
+            rows = list(group)
+            cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows))
+            prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
+            self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))
+        self._waiting = []
+        while self._prefills:
+            rows, prefill = self._prefills[0]
+            if any(row.completion.active for row in rows):
+                state = prefill.advance()
+                if state is not None:
+                    self._prefills.popleft()
+                    return rows, prefill.cache, state
+                return None
+            self._prefills.popleft()
+        return None
+
+    def _join(self, rows: list[Row], cache: SlotCache, state: DecodeState) -> None:
+        """Let rows whose prompts are computed decode with the others."""
+        if self._cache is None and self._lent is None:
+            self._cache = cache
+        else:
+            self._cache = self._cache or self._lent
+            assert self._cache is not None, "its own or lent"
+            self._cache.join(cache)
+        self._state = state if self._state is None else self._state.join(state)
+        self._rows = self._rows + rows
+        synchronize(self._base.device)
+        for row in rows:
+            row.completion.start_clock()
+
+    def _begin(self) -> Steps:
+        """Steps of the rows as they are now: who drafts for each, and which of them share a drafter and a rule."""
+        assert self._cache is not None and self._state is not None, "rows have both"
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, row in enumerate(self._rows):
+            alike.setdefault((row.rule, *row.drafting), []).append(index)
+        groups = []
+        for rows in alike.values():
+            row = self._rows[rows[0]]
+            drafter = self._drafters.choose(row.speculation, row.params.temperature, len(self._rows), row.rule)
+            groups.append(Group(rows, drafter, row.rule))
+        drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, self._base.device)
+        rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)
+        by_row = {index: group.drafter for group in groups for index in group.rows}
+        self._chosen = [by_row[index] for index in range(len(self._rows))]
+        longest = max(len(row.prompt) + row.completion.max_new_tokens for row in self._rows)
+        # The last tree stands behind the longest text; beside others, a text that has ended may be longer by a step,
+        # and by one more where steps run ahead.
+        needed = longest + 4 * drafter.nodes
+        self._cache.limit = needed if self._lent is None else max(needed, self._lent.limit)
+        if any(row.params.logprobs is not None for row in self._rows):
+            self._reader = LogprobReader([row.params.logprobs for row in self._rows])
+            self._steps = EagerSteps(self._base, self._cache, drafter, rule, self._state, self._reader)
+        else:
+            self._reader = None
+            self._steps = self._drafters.start(self._base, self._cache, drafter, rule, self._state)
+        return self._steps
+
+    def _extend(self, tokens: list[list[int]]) -> Pieces:
+        """Hand every row its new tokens."""
+        logprobs = self._reader.take() if self._reader is not None else {}
+        return [
+            (row.completion, row.completion.extend(new, logprobs.get(index, [])))
+            for index, (row, new) in enumerate(zip(self._rows, tokens, strict=True))
+            if new and row.completion.active
+        ]
+
+    def _stop(self) -> Pieces:
+        """No more steps of the rows as they are; a step that is still under way counts."""
+        if self._steps is None:
+            return []
+        late, self._state = self._steps.stop()
+        self._steps = None
+        return self._extend(late) if late is not None else []
+
+    def _leave(self) -> Pieces:
+        """Let rows that have ended go; the last ones take their places in the cache."""
+        growing = [row.completion.active for row in self._rows]
+        if all(growing):
+            return []
+        if self._steps is not None:
+            self._steps.keep(growing)
+            if self._graphs is not None and sum(growing) > LEAVE_AT * len(growing):
+                return []
+        pieces = self._stop()
+        for row, drafter in zip(self._rows, self._chosen, strict=False):
+            if not row.completion.active:
+                self._drafters.observe(drafter, row.rule, len(self._rows), row.completion.output)
+        kept = [index for index, row in enumerate(self._rows) if row.completion.active]
+        if not kept:
+            self._rows, self._cache, self._state = [], None, None
+            if self._lent is not None:
+                self._lent.cut([])
+            return pieces
+        tail = [index for index in kept if index >= len(kept)]
+        order = [index if self._rows[index].completion.active else tail.pop() for index in range(len(kept))]
+        assert self._cache is not None and self._state is not None, "rows have both"
+        self._cache.select(order)
+        self._state = self._state.select(order)
+        self._rows = [self._rows[index] for index in order]
+        return pieces
+
+
+def _chunks(row: Row) -> int:
+    return -(-len(row.prompt) // CHUNK)
+
+
+def _headroom(row: Row) -> int:
+    return min(row.completion.max_new_tokens, HEADROOM)

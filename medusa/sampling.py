@@ -1,0 +1,212 @@
+"""What a request asks for: how tokens are chosen (`SamplingParams`) and how they are drafted (`Speculation`).
+
+Both are checked when they are made, and nowhere else.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from medusa.tree import Tree
+
+RULES = ("greedy", "sampling", "speculative", "typical")
+"""Names of acceptance rules."""
+EPSILON, DELTA = 0.09, 0.3
+"""Thresholds of typical acceptance."""
+MAX_BIAS = 100.0
+"""Largest logit bias either way; enough to force or forbid a token (the range of OpenAI's API)."""
+MAX_PENALTY = 2.0
+"""Largest presence and frequency penalty either way (the range of OpenAI's API)."""
+MAX_LOGPROBS = 20
+"""Most alternatives per token (the range of OpenAI's API)."""
+NO_LIMIT = ("max_steps", "nodes", "logprobs")
+"""Whole numbers that may be None."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of ``MedusaModel.generate``, which says what they are."""
+
+    max_new_tokens: int
+    max_steps: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | Sequence[int]
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: int | None
+    acceptance: str | None
+    epsilon: float
+    delta: float
+    nodes: int | None
+    tree: Tree | None
+    drafter: Any
+    prefix: Any
+    sampling: Any
+    speculation: Any
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one completion are chosen, and when it ends.
+
+    Raises:
+        ValueError: A value out of its range.
+    """
+
+    max_new_tokens: int = 512
+    """Limit on new tokens, at least 1; the base's context limits them too."""
+    max_steps: int | None = None
+    """Limit on verify passes, at least 1; None = no limit."""
+    temperature: float = 0.0
+    """0 = greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this probability, above 0 to 1; 1 = all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the best one's probability, 0 to 1; 0 = all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of prompt and completion become less likely, below 1 more; 1 = off. It holds at temperature 0
+    too, as do the next three."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that stands in the completion, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it stands in the completion, -2 to 2."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id to a number from -100 to 100 that is added to its logit."""
+    seed: int = 0
+    """Fixes sampled output, whatever drafts, tree or batch: 0 to 2**63 - 1. Equal prompts with equal seeds get equal
+    texts."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the completion; not part of its text."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    logprobs: int | None = None
+    """Report the log-probability of every new token and of so many of the most likely ones there, 0 to 20; None = no
+    report. They are those of the base's own distribution, before temperature, filters, penalties and bias."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_steps", "top_k", "logprobs"):
+            check_whole(name, getattr(self, name))
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed ({self.seed!r}) must be a number from 0 to 2**63 - 1; correct it")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if "" in stop:
+            raise ValueError("stop ('') is empty and would end every completion at once; leave it out")
+        object.__setattr__(self, "stop", stop)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1; raise it")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps ({self.max_steps}) must be at least 1; leave it out for no limit")
+        ranges = {
+            "temperature": (0.0, math.inf),
+            "top_k": (0, math.inf),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+            "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+        }
+        for name, (low, high) in ranges.items():
+            check_range(name, getattr(self, name), low, high)
+        for token, bias in self.biases:
+            check_range(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        if self.logprobs is not None:
+            check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.top_p == 0:
+            raise ValueError("top_p (0) leaves no token; give a value above 0, or 1 to switch it off")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty ({self.repetition_penalty}) must be above 0; give 1 to switch it off")
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` by token id."""
+        return tuple(sorted((self.logit_bias or {}).items(), key=lambda pair: str(pair[0])))
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How the tokens of one completion are drafted, and which drafts stand.
+
+    Greedy and sampled text does not depend on it; under speculative and typical acceptance it does.
+
+    Raises:
+        ValueError: A value out of its range.
+    """
+
+    drafter: Any = None
+    """"heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no heads;
+    "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature, for speculative
+    acceptance; or an object with the contract of ``medusa.drafters.Drafter``. None = hybrid where there are heads.
+    Where the base verifies chains only (``BaseModel.decoding``), every draft is taken as a chain."""
+    acceptance: str | None = None
+    """None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in distribution,
+    but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy."""
+    epsilon: float = EPSILON
+    """Threshold of typical acceptance, 0 to 1."""
+    delta: float = DELTA
+    """Entropy factor of typical acceptance, at least 0."""
+    nodes: int | None = None
+    """Tree budget N with the root; 1 = plain decoding. None = what brings most tokens per second here, by step costs
+    that the first call of its kind measures (a second or two, or some twenty steps of a slow base; later starts read
+    them from ~/.cache/medusa) and by what is accepted; plain decoding is among the choices. Under speculative and
+    typical acceptance only a number makes the text repeat for a seed."""
+    tree: Tree | None = None
+    """A static tree instead of a dynamic one of ``nodes`` nodes."""
+
+    def __post_init__(self) -> None:
+        check_whole("nodes", self.nodes)
+        if self.acceptance is not None and self.acceptance not in RULES:
+            raise ValueError(f"acceptance ({self.acceptance!r}) is not known; choose one of: {', '.join(RULES)}")
+        check_range("epsilon", self.epsilon, 0.0, 1.0)
+        check_range("delta", self.delta, 0.0, math.inf)
+        if self.tree is not None and self.drafter is not None and not isinstance(self.drafter, str):
+            raise ValueError("tree takes the place of nodes and drafter; give one of them, on a model with heads")
+        if self.nodes is not None and self.nodes < 1:
+            raise ValueError(f"nodes ({self.nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
+
+
+SAMPLING, SPECULATION = (frozenset(field.name for field in fields(kind)) for kind in (SamplingParams, Speculation))
+"""Names of options."""
+
+
+def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[SamplingParams], Speculation]:
+    """Keyword arguments as parameters for each of ``prompts`` prompts; ``seed`` may be one number or one per prompt.
+
+    Raises:
+        TypeError: There is no such option.
+        ValueError: A value out of its range.
+    """
+    for name in options:
+        if name not in SAMPLING | SPECULATION:
+            raise TypeError(f"option {name!r} is not known; see SamplingParams and Speculation")
+    speculation = Speculation(**{name: value for name, value in options.items() if name in SPECULATION})
+    chosen = {name: value for name, value in options.items() if name in SAMPLING}
+    seed = chosen.pop("seed", 0)
+    seeds = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed] * prompts
+    if len(seeds) != prompts:
+        raise ValueError(f"seed ({seed}) must be a number from 0 to 2**63 - 1, or one per prompt; correct it")
+    return [SamplingParams(**chosen, seed=each) for each in seeds], speculation
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number, or None where a limit may be left out."""
+    if not is_whole(value) and (value is not None or name not in NO_LIMIT):
+        raise ValueError(f"{name} ({value!r}) must be a whole number; correct it")
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Refuse what is out of its range, or no number."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} ({value}) must be between {low} and {high}; correct it")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)

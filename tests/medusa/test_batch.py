@@ -1,0 +1,159 @@
+"""Rows that join and leave at random write what they write alone."""
+
+import random
+
+import pytest
+import torch
+
+from medusa import MedusaModel
+from medusa.engine.graph import StepGraphs
+from medusa.engine.step import Prefill
+from medusa.sampling import SamplingParams, Speculation
+from tests.medusa.tape import Recorder
+
+SCHEDULES = 60
+"""Of each kind; ``test_many_schedules`` runs 500 in all."""
+
+
+@pytest.fixture(scope="module")
+def speaker(base, make_heads):
+    return MedusaModel(base, make_heads())
+
+
+def request(chance, vocab_size):
+    """A prompt, and parameters of every kind whose text does not depend on the batch."""
+    prompt = [chance.randrange(3, vocab_size) for _ in range(chance.choice([1, 2, 3, 5, 9, 20]))]
+    temperature = chance.choice([0.0, 0.0, 0.7, 1.3])
+    params = SamplingParams(
+        max_new_tokens=chance.randrange(1, 14),
+        temperature=temperature,
+        top_k=chance.choice([0, 0, 5]),
+        top_p=chance.choice([1.0, 0.8]),
+        repetition_penalty=chance.choice([1.0, 1.2]),
+        presence_penalty=chance.choice([0.0, 0.5]),
+        frequency_penalty=chance.choice([0.0, -0.3]),
+        logit_bias=chance.choice([None, {5: 2.0}]),
+        seed=chance.randrange(100),
+        ignore_eos=chance.random() < 0.3,
+    )
+    rules = ["greedy", None] if temperature == 0 else ["sampling", "speculative", "typical"]
+    drafter = chance.choice(["heads", "prompt-lookup", "hybrid", *(["heads-sampled"] if temperature else [])])
+    return prompt, params, Speculation(drafter, chance.choice(rules), nodes=chance.choice([1, 3, 6]))
+
+
+def run(batch, requests, chance):
+    """The completions of requests that join at random, some of which are removed."""
+    waiting, completions, removed = list(requests), [], set()
+    while waiting or len(batch):
+        while waiting and chance.random() < 0.5:
+            completions.append(batch.add(*waiting.pop(0)))
+        batch.step()
+        growing = [number for number, completion in enumerate(completions) if completion.active]
+        if growing and chance.random() < 0.05:
+            removed.add(number := chance.choice(growing))
+            batch.remove(completions[number])
+    return completions, removed
+
+
+def check(speaker, batch, seed):
+    chance = random.Random(seed)
+    requests = [request(chance, speaker.base.vocab_size) for _ in range(chance.randrange(2, 7))]
+    completions, removed = run(batch, requests, chance)
+    for number, ((prompt, params, speculation), completion) in enumerate(zip(requests, completions, strict=True)):
+        alone = speaker.generate(prompt, sampling=params, speculation=speculation)
+        output = completion.output
+        if number in removed:
+            assert output.finish_reason == "abort"
+            assert output.tokens == alone.tokens[: len(output.tokens)]
+        else:
+            assert (output.tokens, output.finish_reason, output.text) == (alone.tokens, alone.finish_reason, alone.text)
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+def test_rows_write_what_they_write_alone(speaker, seed):
+    check(speaker, speaker.batch(), seed)
+
+
+@pytest.mark.slow
+def test_many_schedules(speaker):
+    batch = speaker.batch()
+    for seed in range(SCHEDULES, 500):
+        check(speaker, batch, seed)
+
+
+def test_recorded_steps_too(base, speaker):
+    graphed = MedusaModel(base, speaker.heads, StepGraphs(base, Recorder()))
+    for seed in range(20):
+        check(graphed, graphed.batch(), seed)  # typical acceptance depends on drafts, and these have fixed shapes
+
+
+def test_long_prompts_do_not_hold_up_others(speaker, monkeypatch):
+    monkeypatch.setattr("medusa.engine.batch.CHUNK", 4)
+    monkeypatch.setattr("medusa.engine.batch.Prefill", lambda *args: Prefill(*args, chunk=4))
+    batch = speaker.batch()
+    first = batch.add([5, 6], SamplingParams(max_new_tokens=30, ignore_eos=True), Speculation(nodes=1))
+    batch.step()
+    batch.add(list(range(3, 43)), SamplingParams(max_new_tokens=2, ignore_eos=True), Speculation(nodes=1))
+    short = batch.add([7, 8, 9], SamplingParams(max_new_tokens=2, ignore_eos=True), Speculation(nodes=1))
+    grown = len(first.output.tokens)
+    batch.step()
+    batch.step()
+    assert len(first.output.tokens) == grown + 2, "a step of those that decode between two chunks"
+    assert not short.active, "prompts of fewer chunks come first"
+    while len(batch):
+        batch.step()
+
+
+def test_rows_that_leave_free_the_cache_at_once(speaker):
+    batch = speaker.batch()
+    completions = [batch.add([5, 6, 7 + n], SamplingParams(max_new_tokens=50, ignore_eos=True)) for n in range(3)]
+    for _ in range(3):
+        batch.step()
+    batch.remove(completions[0])
+    assert batch._cache.slots == 2
+    for completion in completions:
+        batch.remove(completion)
+    assert batch._cache is None and len(batch) == 0 and batch.step() == []
+
+
+def test_log_probabilities_are_the_bases_own(speaker):
+    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, temperature=0.8, seed=3, logprobs=3, top_p=0.9)
+    outputs = [speaker.generate(prompt, sampling=params, nodes=nodes) for nodes in (1, 8)]
+    text = torch.tensor([[*prompt, *outputs[0].tokens]])
+    expected = speaker.base.logits(speaker.base.hidden_states(text)).log_softmax(-1)[0, len(prompt) - 1 :]
+    for output in outputs:
+        assert len(output.logprobs) == len(output.tokens)
+        for place, (token, told) in enumerate(zip(output.tokens, output.logprobs, strict=True)):
+            assert told.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+            best = expected[place].topk(3)
+            assert list(told.top) == best.indices.tolist()
+            assert list(told.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_presence_and_frequency_penalties_count_the_completion_alone(speaker):
+    """One token at a time by hand, from the base's logits."""
+    prompt = [5, 6, 7]
+    params = SamplingParams(max_new_tokens=20, presence_penalty=1.5, frequency_penalty=0.7, ignore_eos=True)
+    text, new = list(prompt), []
+    for _ in range(20):
+        logits = speaker.base.logits(speaker.base.hidden_states(torch.tensor([text])))[0, -1].float()
+        for token in set(new):
+            logits[token] -= 1.5 + 0.7 * new.count(token)
+        new.append(int(logits.argmax()))
+        text.append(new[-1])
+    for nodes in (1, 8):
+        assert speaker.generate(prompt, sampling=params, nodes=nodes).tokens == new
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"presence_penalty": 3.0}, r"presence_penalty \(3.0\) must be between -2.0 and 2.0"),
+        ({"logprobs": 21}, r"logprobs \(21\) must be between 0 and 20"),
+        ({"sampling": SamplingParams(), "top_k": 3}, "fields of it beside it"),
+        ({"sampling": [SamplingParams()] * 2}, r"sampling \(2\) must be one, or one per prompt \(1\)"),
+    ],
+)
+def test_wrong_parameters_are_named(speaker, options, message):
+    with pytest.raises(ValueError, match=message):
+        speaker.generate([5, 6], **options)
