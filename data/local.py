@@ -1,9 +1,13 @@
 """The base answers in this process, through ``medusa``."""
 
+from collections import deque
 from collections.abc import Generator, Sequence
 
 from data.exchange import BATCH, Answered, Exchange, Message, Prompt, Settings, named, warn_of_ends
-from medusa import MedusaModel, Output
+from medusa import Completion, MedusaModel, Output, SamplingParams, Speculation
+
+JOIN = 8
+"""Places that must be free before further conversations join."""
 
 
 class _Conversation:
@@ -23,7 +27,7 @@ class _Conversation:
 
 
 class LocalAnswerer:
-    """Answers batches of conversations, turn by turn.
+    """Answers conversations turn by turn; when one ends, the next takes its place in the batch.
 
     Args:
         model: The base (heads, where it has any, make single conversations faster).
@@ -35,29 +39,41 @@ class LocalAnswerer:
         self._model, self._settings, self._batch = model, settings, batch
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """See ``Answerer``; prompts need token ids, and batches of similar lengths are fastest.
+        """See ``Answerer``; prompts need token ids.
 
         A conversation ends before a turn that the base's chat template refuses, or that leaves no room for an answer.
         """
         refused: list[str] = []
-        for start in range(0, len(prompts), self._batch):
-            batch = [_Conversation(number, prompt) for number, prompt in prompts[start : start + self._batch]]
-            growing = batch
-            while growing:
-                for conversation, output in zip(growing, self._generate(growing), strict=True):
-                    conversation.take(output)
-                growing = [conversation for conversation in growing if self._ask(conversation, refused)]
-            yield from ((conversation.number, conversation.exchanges) for conversation in batch)
+        waiting = deque(_Conversation(number, prompt) for number, prompt in prompts)
+        speculation = Speculation(nodes=1 if min(self._batch, len(prompts)) > 1 else None)
+        batch, growing = self._model.batch(), dict[Completion, _Conversation]()
+        try:
+            while waiting or growing:
+                # Several prompts at once: a pass over few tokens costs as much as one over more.
+                if self._batch - len(growing) >= min(JOIN, self._batch) or not growing:
+                    while waiting and len(growing) < self._batch:
+                        conversation = waiting.popleft()
+                        growing[batch.add(conversation.ids, self._params(conversation), speculation)] = conversation
+                for completion in batch.step():
+                    if completion.active:
+                        continue
+                    conversation = growing.pop(completion)
+                    conversation.take(completion.output)
+                    if self._ask(conversation, refused):
+                        waiting.appendleft(conversation)
+                    else:
+                        yield conversation.number, conversation.exchanges
+        finally:
+            for completion in growing:
+                batch.remove(completion)
         warn_of_ends(refused)
 
-    def _generate(self, batch: Sequence[_Conversation]) -> list[Output]:
-        return self._model.generate(
-            [conversation.ids for conversation in batch],
+    def _params(self, conversation: _Conversation) -> SamplingParams:
+        return SamplingParams(
             max_new_tokens=self._settings.max_new_tokens,
             temperature=self._settings.temperature,
             top_p=self._settings.top_p,
-            seed=[self._settings.seed + conversation.number for conversation in batch],
-            nodes=1 if len(batch) > 1 else None,
+            seed=self._settings.seed + conversation.number,
         )
 
     def _ask(self, conversation: _Conversation, refused: list[str]) -> bool:

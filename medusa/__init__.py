@@ -2,18 +2,22 @@
 
 from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
-from medusa.engine.output import Output, Piece
+from medusa.engine.batch import Batch
+from medusa.engine.output import Completion, Output, Piece
 from medusa.engine.prefix import Prefix
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.io.tree_file import load_tree
 from medusa.model import MedusaModel, Stream
+from medusa.sampling import SamplingParams, Speculation
 from medusa.tree import Draft, Tree
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BaseModel",
+    "Batch",
     "Calibration",
+    "Completion",
     "Draft",
     "DraftHeads",
     "HeadsConfig",
@@ -21,6 +25,8 @@ __all__ = [
     "Output",
     "Piece",
     "Prefix",
+    "SamplingParams",
+    "Speculation",
     "Stream",
     "Tree",
     "build_heads",

@@ -14,22 +14,20 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
 from medusa.drafters.choose import Drafters
-from medusa.engine.batch import HEADROOM, Batch
-from medusa.engine.generate import decode
+from medusa.engine.batch import Batch
+from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Completion, Output, Piece
-from medusa.engine.step import EagerSteps
+from medusa.engine.steps import EagerSteps
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
 from medusa.io.card import write_card
 from medusa.io.hub import push
 from medusa.loading.load import load_base_and_heads
-from medusa.sampling import Options, SamplingParams, Speculation, from_options
+from medusa.sampling import Options, from_options
 
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
-LARGE_TREE = 64
-"""Nodes that a lent cache has room for behind the longest text, four times over."""
 
 
 class Stream:
@@ -79,8 +77,8 @@ class MedusaModel:
         self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
         own = StepGraphs(base) if base.device.type == "cuda" and graph in (None, True) else None
         self.graphs = graph if isinstance(graph, StepGraphs) else own
-        start = self.graphs.steps if self.graphs is not None else EagerSteps
-        self.drafters = Drafters(base, self.heads, calibration, start, self.graphs is not None)
+        steps = self.graphs.steps if self.graphs is not None else EagerSteps
+        self.drafters = Drafters(base, self.heads, calibration, steps, self.graphs is not None)
 
     @classmethod
     def from_pretrained(
@@ -202,7 +200,7 @@ class MedusaModel:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
         batch, single = self._encode(prompts)
-        completions, steps = self._start(batch, False, **options)
+        completions, steps = self._start(batch, False, options)
         for _ in steps:
             pass
         return completions[0].output if single else [completion.output for completion in completions]
@@ -212,7 +210,7 @@ class MedusaModel:
         batch, single = self._encode(prompt)
         if not single:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
-        (completion,), steps = self._start(batch, True, **options)
+        (completion,), steps = self._start(batch, True, options)
         return Stream(steps, completion.output)
 
     def batch(self) -> Batch:
@@ -245,31 +243,12 @@ class MedusaModel:
         return ids
 
     def _start(
-        self, prompts: list[list[int]], incremental: bool, **options: Unpack[Options]
+        self, prompts: list[list[int]], incremental: bool, options: Options
     ) -> tuple[list[Completion], Generator[list[list[Piece]]]]:
-        """Check everything; the completions, and the loop that grows them."""
         prefix = options.pop("prefix", None)
-        sampling, speculation = _parameters(options, len(prompts))
-        if prefix is not None and len(prompts) != 1:
-            raise ValueError(f"prefix holds one text and there are {len(prompts)} prompts; give each its own call")
-        with contextlib.ExitStack() as stack:
-            lent = cache = None
-            if prefix is not None:
-                cache = prefix.take(self.base, prompts[0])
-            elif self.graphs is not None:
-                longest, most = max(map(len, prompts)), max(params.max_new_tokens for params in sampling)
-                limit = longest + min(most, self.base.context_length) + 4 * LARGE_TREE
-                lent = stack.enter_context(self.graphs.lend(len(prompts), min(limit, longest + HEADROOM), limit))
-            batch = Batch(self.base, self.drafters, self.graphs, lent)
-            completions = [
-                batch.add(prompt, params, drafting, incremental, cache)
-                for prompt, params, drafting in zip(prompts, sampling, speculation, strict=True)
-            ]
-            if prefix is not None and cache is not None:
-                text, output = prompts[0], completions[0].output
-                stack.callback(lambda: prefix.keep(self.base, cache, [*text, *output.tokens]))
-            held = stack.pop_all()
-        return completions, _held(held, decode(batch, completions))
+        sampling, speculation = from_options(options, len(prompts))
+        requests = zip(prompts, sampling, speculation, strict=True)
+        return start(self.base, self.drafters, self.graphs, list(requests), prefix, incremental)
 
     def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether there was one prompt rather than a batch."""
@@ -286,24 +265,3 @@ class MedusaModel:
         encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
         self.base.check_tokens("prompt", (token for ids in encoded for token in ids))
         return encoded, single
-
-
-def _held(held: contextlib.ExitStack, steps: Generator[list[list[Piece]]]) -> Generator[list[list[Piece]]]:
-    """The steps, with what they need given back at the end."""
-    with held:
-        yield from steps
-
-
-def _parameters(options: Any, prompts: int) -> tuple[list[SamplingParams], list[Speculation]]:
-    """Parameters of every prompt, from objects or from keyword arguments."""
-    given = {name: options.pop(name, None) for name in ("sampling", "speculation")}
-    sampling, speculation = from_options(options, prompts)
-    for name, kind in (("sampling", SamplingParams), ("speculation", Speculation)):
-        value = given[name]
-        if value is not None and any(key in options for key in kind.__dataclass_fields__):
-            raise ValueError(f"{name} is given, and fields of it beside it; give one of them")
-        values = [value] * prompts if isinstance(value, kind) else list(value or [])
-        if value is not None and len(values) != prompts:
-            raise ValueError(f"{name} ({len(values)}) must be one, or one per prompt ({prompts})")
-        given[name] = values
-    return given["sampling"] or sampling, given["speculation"] or [speculation] * prompts

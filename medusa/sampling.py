@@ -176,23 +176,39 @@ SAMPLING, SPECULATION = (frozenset(field.name for field in fields(kind)) for kin
 """Names of options."""
 
 
-def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[SamplingParams], Speculation]:
-    """Keyword arguments as parameters for each of ``prompts`` prompts; ``seed`` may be one number or one per prompt.
+def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[SamplingParams], list[Speculation]]:
+    """Keyword arguments as parameters of each of ``prompts`` prompts.
+
+    Args:
+        options: Fields of both classes, ``seed`` as one number or one per prompt; or ``sampling`` and ``speculation``
+            as objects, one or one per prompt.
+        prompts: How many.
 
     Raises:
         TypeError: There is no such option.
-        ValueError: A value out of its range.
+        ValueError: A value out of its range, or not as many values as prompts.
     """
-    for name in options:
-        if name not in SAMPLING | SPECULATION:
-            raise TypeError(f"option {name!r} is not known; see SamplingParams and Speculation")
-    speculation = Speculation(**{name: value for name, value in options.items() if name in SPECULATION})
+    if unknown := options.keys() - SAMPLING - SPECULATION - {"sampling", "speculation"}:
+        raise TypeError(f"option {min(unknown)!r} is not known; see SamplingParams and Speculation")
+    drafting = {name: value for name, value in options.items() if name in SPECULATION}
     chosen = {name: value for name, value in options.items() if name in SAMPLING}
-    seed = chosen.pop("seed", 0)
-    seeds = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed] * prompts
-    if len(seeds) != prompts:
-        raise ValueError(f"seed ({seed}) must be a number from 0 to 2**63 - 1, or one per prompt; correct it")
-    return [SamplingParams(**chosen, seed=each) for each in seeds], speculation
+    for name, fields_of in (("sampling", chosen), ("speculation", drafting)):
+        if options.get(name) is not None and fields_of:
+            raise ValueError(f"{name} is given, and fields of it beside it ({min(fields_of)}); give one of them")
+    seeds = _per_prompt("seed", chosen.pop("seed", 0), prompts)
+    sampling = options.get("sampling") or [SamplingParams(**chosen, seed=seed) for seed in seeds]
+    return _per_prompt("sampling", sampling, prompts), _per_prompt(
+        "speculation", options.get("speculation") or Speculation(**drafting), prompts
+    )
+
+
+def _per_prompt(name: str, value: Any, prompts: int) -> list[Any]:
+    """A value for each prompt, from one of them or one for each."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value] * prompts
+    if len(value) != prompts:
+        raise ValueError(f"{name} ({value}) must be one, or one per prompt ({prompts}); correct it")
+    return list(value)
 
 
 def check_whole(name: str, value: object) -> None:

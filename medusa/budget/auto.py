@@ -15,7 +15,7 @@ from medusa.budget.record import Average
 from medusa.budget.tree_search import grow_tree, typical_tree
 from medusa.drafters import Drafter, HybridDrafter
 from medusa.engine.output import Output
-from medusa.engine.step import StartSteps
+from medusa.engine.steps import StartSteps
 from medusa.heads import DraftHeads
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from medusa.acceptance import Rule, greedy
 from medusa.base.model import BaseModel
 from medusa.budget.cost import StepCosts
 from medusa.drafters import Drafter, HeadsDrafter
-from medusa.engine.step import EagerSteps, StartSteps
+from medusa.engine.steps import EagerSteps, StartSteps
 from medusa.files import cache_directory, replace_file
 from medusa.heads import DraftHeads
 from medusa.state import DecodeState

@@ -13,7 +13,7 @@ from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 from medusa.engine.output import Output
-from medusa.engine.step import StartSteps
+from medusa.engine.steps import StartSteps
 from medusa.heads import DraftHeads
 from medusa.sampling import SamplingParams, Speculation
 from medusa.tree import Tree

@@ -20,7 +20,8 @@ from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
 from medusa.engine.mixed import Group, MixedDrafter, MixedRule
 from medusa.engine.output import Completion, Piece
-from medusa.engine.step import CHUNK, EagerSteps, Prefill, Steps
+from medusa.engine.prefill import CHUNK, Prefill
+from medusa.engine.steps import EagerSteps, Steps
 from medusa.sampling import SamplingParams, Speculation
 from medusa.state import DecodeState
 
@@ -29,9 +30,6 @@ HEADROOM = 256
 LEAVE_AT = 1 / 4
 """Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
 belongs to a number of sequences."""
-
-Pieces = list[tuple[Completion, list[Piece]]]
-"""The text that became final, for completions that grew."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +74,7 @@ class Batch:
         self._steps: Steps | None = None
         self._chosen: list[Drafter] = []
         self._reader: LogprobReader | None = None
-        self._late: Pieces = []
+        self._grown: dict[Completion, list[Piece]] = {}
 
     def __len__(self) -> int:
         """Requests that have not ended: waiting, in prefill, or growing."""
@@ -131,21 +129,25 @@ class Batch:
             return
         completion.abort()
         self._waiting = [row for row in self._waiting if row.completion.active]
-        self._late += self._leave()
+        self._leave()
 
-    def step(self) -> Pieces:
-        """Compute a chunk of the prompts that wait, then one decode step of the sequences that are ready."""
-        pieces, self._late = self._late, []
+    def step(self) -> dict[Completion, list[Piece]]:
+        """Compute a chunk of the prompts that wait, then one decode step of the sequences that are ready.
+
+        Returns:
+            The completions that grew, with the text that became final.
+        """
         arrived = self._prefill()
         if arrived is not None:
-            pieces += self._stop()
+            self._stop()
             self._join(*arrived)
-            pieces += self._leave()  # some may have been removed meanwhile
+            self._leave()  # some may have been removed meanwhile
         if self._rows:
             steps = self._steps or self._begin()
-            pieces += self._extend(steps.next())
-            pieces += self._leave()
-        return pieces
+            self._extend(steps.next())
+            self._leave()
+        grown, self._grown = self._grown, {}
+        return grown
 
     def _prefill(self) -> tuple[list[Row], SlotCache, DecodeState] | None:
         """One chunk of the oldest prompts; those that are ready to decode, once they are."""
@@ -209,33 +211,30 @@ class Batch:
             self._steps = self._drafters.start(self._base, self._cache, drafter, rule, self._state)
         return self._steps
 
-    def _extend(self, tokens: list[list[int]]) -> Pieces:
+    def _extend(self, tokens: list[list[int]]) -> None:
         """Hand every row its new tokens."""
         logprobs = self._reader.take() if self._reader is not None else {}
-        return [
-            (row.completion, row.completion.extend(new, logprobs.get(index, [])))
-            for index, (row, new) in enumerate(zip(self._rows, tokens, strict=True))
-            if new and row.completion.active
-        ]
+        for index, (row, new) in enumerate(zip(self._rows, tokens, strict=True)):
+            if new and row.completion.active:
+                self._grown.setdefault(row.completion, []).extend(row.completion.extend(new, logprobs.get(index, [])))
 
-    def _stop(self) -> Pieces:
+    def _stop(self) -> None:
         """No more steps of the rows as they are; a step that is still under way counts."""
-        if self._steps is None:
-            return []
-        late, self._state = self._steps.stop()
-        self._steps = None
-        return self._extend(late) if late is not None else []
+        if self._steps is not None:
+            late, self._state = self._steps.stop()
+            self._steps = None
+            self._extend(late or [[]] * len(self._rows))
 
-    def _leave(self) -> Pieces:
+    def _leave(self) -> None:
         """Let rows that have ended go; the last ones take their places in the cache."""
         growing = [row.completion.active for row in self._rows]
         if all(growing):
-            return []
+            return
         if self._steps is not None:
             self._steps.keep(growing)
             if self._graphs is not None and sum(growing) > LEAVE_AT * len(growing):
-                return []
-        pieces = self._stop()
+                return
+        self._stop()
         for row, drafter in zip(self._rows, self._chosen, strict=False):
             if not row.completion.active:
                 self._drafters.observe(drafter, row.rule, len(self._rows), row.completion.output)
@@ -244,14 +243,13 @@ class Batch:
             self._rows, self._cache, self._state = [], None, None
             if self._lent is not None:
                 self._lent.cut([])
-            return pieces
+            return
         tail = [index for index in kept if index >= len(kept)]
         order = [index if self._rows[index].completion.active else tail.pop() for index in range(len(kept))]
         assert self._cache is not None and self._state is not None, "rows have both"
         self._cache.select(order)
         self._state = self._state.select(order)
         self._rows = [self._rows[index] for index in order]
-        return pieces
 
 
 def _chunks(row: Row) -> int:

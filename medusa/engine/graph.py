@@ -22,7 +22,8 @@ from medusa.acceptance import Rule
 from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.drafters import Drafter, is_recordable
-from medusa.engine.step import EagerSteps, Steps, read_tokens, step_on_device
+from medusa.engine.step import read_tokens, step_on_device
+from medusa.engine.steps import EagerSteps, Steps
 from medusa.state import DecodeState
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
-from medusa.engine.step import prefill, verify
+from medusa.engine.prefill import prefill
+from medusa.engine.step import verify
 from medusa.loading.layer_check import LayerCheck
 from medusa.tree import Draft, Tree
 

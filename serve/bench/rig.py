@@ -13,7 +13,8 @@ from medusa.budget.tree_search import typical_tree
 from medusa.clock import seconds
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 from medusa.engine.graph import GraphSteps, Record, StepGraphs, cuda_recorder
-from medusa.engine.step import EagerSteps, Steps, verify
+from medusa.engine.step import verify
+from medusa.engine.steps import EagerSteps, Steps
 from medusa.state import DecodeState
 from serve.bench.timing import SAMPLE_SECONDS
 

@@ -10,6 +10,7 @@ from data.local import LocalAnswerer
 from data.prompts import conversations, file_prompts, fitting
 from data.regenerate import Part, regenerate
 from data.sources import Source
+from medusa.engine.batch import Batch
 
 
 def lines(path):
@@ -117,21 +118,21 @@ def test_exchanges_join_while_each_prompt_begins_with_all_that_was_said():
 def test_a_stopped_run_goes_on_and_gives_the_same_file(model, prompts, run, tmp_path, monkeypatch):
     whole = run(prompts, "whole.jsonl")
     calls = []
-    generate = model.generate
+    add = Batch.add
 
-    def stop_at_the_second(*args, **options):
+    def stop_at_the_fourth(*args, **options):
         calls.append(args)
-        if len(calls) == 2:
+        if len(calls) == 4:
             raise KeyboardInterrupt
-        return generate(*args, **options)
+        return add(*args, **options)
 
-    monkeypatch.setattr(model, "generate", stop_at_the_second)
+    monkeypatch.setattr(Batch, "add", stop_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
         run(prompts, "cut.jsonl")
     part = tmp_path / "cut.jsonl.part"
     part.write_text(part.read_text() + '{"prompt": 1, "sam')
     assert run(prompts, "cut.jsonl") == whole
-    assert len(calls) == 4, "the first batch was not answered again"
+    assert len(calls) == 7, "the first two were not answered again"
     assert not part.exists()
 
 
@@ -146,11 +147,10 @@ def test_prompts_without_room_for_an_answer_are_left_out(run, prompts, tmp_path,
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"top_p": 0.5}, {"first": 7}])
 def test_an_unfinished_file_of_other_prompts_or_settings_is_refused(model, prompts, run, monkeypatch, changed):
-    generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        run(prompts)
-    monkeypatch.setattr(model, "generate", generate)
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "add", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(prompts)
     first = changed.pop("first", None)
     with pytest.raises(ValueError, match=r"a.jsonl.part\) was begun with other prompts or settings; remove it"):
         run([Prompt(ids=(first,)), *prompts[1:]] if first else prompts, **changed)

@@ -15,7 +15,8 @@ import torch
 
 from medusa import BaseModel, DraftHeads, Tree, build_heads
 from medusa.drafters import HeadsDrafter
-from medusa.engine.step import EagerSteps, prefill
+from medusa.engine.prefill import prefill
+from medusa.engine.steps import EagerSteps
 from medusa.formats import Export, export_heads, load_heads
 from tests.engines.environment import UnavailableError, vllm_python
 from tests.medusa.rules import make_rule

@@ -9,7 +9,8 @@ from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS, BackendUnavailableError
 from medusa.drafters import HeadsDrafter
-from medusa.engine.step import decode_step, prefill, verify
+from medusa.engine.prefill import prefill
+from medusa.engine.step import decode_step, verify
 from medusa.heads import ARCHITECTURES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]

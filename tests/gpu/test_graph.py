@@ -8,7 +8,7 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
-from medusa.engine.step import prefill
+from medusa.engine.prefill import prefill
 from tests.medusa.rules import make_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -54,7 +54,7 @@ def contents(outputs):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_graph_writes_what_eager_steps_write(models, drafter, settings, caplog, monkeypatch):
     graphed, eager = models
-    monkeypatch.setattr("medusa.model.HEADROOM", 1)  # buffers move on the way
+    monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)  # buffers move on the way
     options = {"max_new_tokens": 48, "drafter": DRAFTERS[drafter](graphed)} | SETTINGS[settings]
     with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[::-1]):

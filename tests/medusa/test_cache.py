@@ -10,7 +10,8 @@ from medusa.acceptance import greedy
 from medusa.attention import TreePlan, choose
 from medusa.cache import SlotCache
 from medusa.drafters import HeadsDrafter, PlainDrafter, PromptLookupDrafter
-from medusa.engine.step import decode_step, prefill
+from medusa.engine.prefill import prefill
+from medusa.engine.step import decode_step
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
 

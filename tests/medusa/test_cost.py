@@ -185,7 +185,7 @@ def test_a_slow_base_is_stepped_few_times(base, monkeypatch):
         return decode_step(*args)
 
     monkeypatch.setattr("medusa.budget.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr("medusa.engine.step.decode_step", slow)
+    monkeypatch.setattr("medusa.engine.steps.decode_step", slow)
     costs = measure_passes(base, batch=1)
     assert costs.nodes == GRID
     assert set(costs.seconds) == {1.0}
@@ -220,7 +220,7 @@ def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
 
     monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
-    monkeypatch.setattr("medusa.engine.step.decode_step", small)
+    monkeypatch.setattr("medusa.engine.steps.decode_step", small)
     assert max(measure_passes(base, batch=1).nodes) == 4
 
 

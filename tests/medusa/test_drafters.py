@@ -20,7 +20,8 @@ from medusa.drafters import (
 from medusa.drafters.heads import WIDTH
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
-from medusa.engine.step import _fit, decode_step, prefill
+from medusa.engine.prefill import prefill
+from medusa.engine.step import _fit, decode_step
 from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
 from medusa.state import DecodeState

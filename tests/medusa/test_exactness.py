@@ -13,7 +13,7 @@ from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.attention.backends import choose
 from medusa.cpu import build as native
 from medusa.cpu.packed import PackedLinear, available
-from medusa.engine.step import prefill
+from medusa.engine.prefill import prefill
 from medusa.loading import exactness
 from medusa.loading.self_test import compile_base
 from tests.medusa.attention_cases import FEATURES, Case, make

@@ -14,7 +14,8 @@ from medusa import BaseModel, MedusaModel, Prefix
 from medusa.cache import SlotLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
-from medusa.engine.step import prefill, step_on_device
+from medusa.engine.prefill import prefill
+from medusa.engine.step import step_on_device
 from medusa.heads import ARCHITECTURES
 from tests.medusa.known_text import Chain
 from tests.medusa.rules import make_rule
@@ -129,7 +130,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
 
 @pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
 def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch, options):
-    monkeypatch.setattr("medusa.model.HEADROOM", 1)
+    monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)
     options = {"max_new_tokens": 60, "drafter": "heads"} | options
     assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     grown = fresh.recorder.recorded

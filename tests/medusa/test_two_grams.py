@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel, HeadsConfig, Tree, build_heads
 from medusa.acceptance import rules
 from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter, SampledHeadsDrafter
-from medusa.engine.step import decode_step, prefill
+from medusa.engine.prefill import prefill
+from medusa.engine.step import decode_step
 from tests.medusa.biased import forgetful, generous
 from tests.medusa.rules import make_rule
 

@@ -115,5 +115,5 @@ def test_load_refuses(tmp_path: Path, content: Any, complaint: str) -> None:
 
 
 def test_the_names_are_those_of_the_model() -> None:
-    assert ACCEPTANCE_RULES == acceptance.RULES
+    assert ACCEPTANCE_RULES == sampling.RULES
     assert DRAFTERS == model.DRAFTERS

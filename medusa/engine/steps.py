@@ -1,0 +1,61 @@
+"""Steps of the same sequences in a row: eagerly here, as CUDA graphs in ``medusa.engine.graph``."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from medusa.acceptance import Rule
+from medusa.base.model import BaseModel
+from medusa.cache import SlotCache
+from medusa.drafters import Drafter
+from medusa.engine.step import Reader, decode_step
+from medusa.state import DecodeState
+
+
+class Steps(Protocol):
+    """Decode steps of the same sequences in a row, each from the state that the one before left."""
+
+    def next(self) -> list[list[int]]:
+        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
+
+    def keep(self, active: Sequence[bool]) -> None:
+        """Let only these sequences go on growing."""
+
+    def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
+        """No more steps: the tokens of one that is still under way, if there is one, and the state after it."""
+
+
+StartSteps = Callable[[BaseModel, SlotCache, Drafter, Rule, DecodeState], Steps]
+"""Steps from a state on, in the cache that holds its rows: ``EagerSteps``, or ``StepGraphs.steps``."""
+
+
+class EagerSteps:
+    """``decode_step`` again and again."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        cache: SlotCache,
+        drafter: Drafter,
+        rule: Rule,
+        state: DecodeState,
+        reader: Reader | None = None,
+    ) -> None:
+        self._parts = (base, cache, drafter, rule)
+        self._state, self._reader = state, reader
+
+    def next(self) -> list[list[int]]:
+        """See ``Steps``."""
+        result = decode_step(*self._parts, self._state, self._reader)
+        self._state = result.state
+        return result.tokens
+
+    def keep(self, active: Sequence[bool]) -> None:
+        """See ``Steps``."""
+        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
+
+    def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
+        """See ``Steps``."""
+        return None, self._state
