@@ -6,12 +6,17 @@ Both are checked when they are made, and nowhere else.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
-from medusa.tree import Tree
+if TYPE_CHECKING:  # this module is read without torch, for the options of a command line
+    from medusa.tree import Tree
 
 RULES = ("greedy", "sampling", "speculative", "typical")
 """Names of acceptance rules."""
+GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
+"""Names of drafters that work at temperature 0."""
+DRAFTERS = (*GREEDY_DRAFTERS, "heads-sampled")
+"""All of them."""
 EPSILON, DELTA = 0.09, 0.3
 """Thresholds of typical acceptance."""
 MAX_BIAS = 100.0
@@ -45,7 +50,7 @@ class Options(TypedDict, total=False):
     epsilon: float
     delta: float
     nodes: int | None
-    tree: Tree | None
+    tree: "Tree | None"
     drafter: Any
     prefix: Any
     sampling: Any
@@ -120,7 +125,7 @@ class SamplingParams:
         if self.logprobs is not None:
             check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.top_p == 0:
-            raise ValueError("top_p (0) leaves no token; give a value above 0, or 1 to switch it off")
+            raise ValueError(f"top_p ({self.top_p}) must be above 0, it leaves no token; give 1 to switch it off")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty ({self.repetition_penalty}) must be above 0; give 1 to switch it off")
 
@@ -157,7 +162,7 @@ class Speculation:
     that the first call of its kind measures (a second or two, or some twenty steps of a slow base; later starts read
     them from ~/.cache/medusa) and by what is accepted; plain decoding is among the choices. Under speculative and
     typical acceptance only a number makes the text repeat for a seed."""
-    tree: Tree | None = None
+    tree: "Tree | None" = None
     """A static tree instead of a dynamic one of ``nodes`` nodes."""
 
     def __post_init__(self) -> None:
@@ -166,6 +171,8 @@ class Speculation:
             raise ValueError(f"acceptance ({self.acceptance!r}) is not known; choose one of: {', '.join(RULES)}")
         check_range("epsilon", self.epsilon, 0.0, 1.0)
         check_range("delta", self.delta, 0.0, math.inf)
+        if isinstance(self.drafter, str) and self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter ({self.drafter!r}) is not known; choose one of: {', '.join(DRAFTERS)}")
         if self.tree is not None and self.drafter is not None and not isinstance(self.drafter, str):
             raise ValueError("tree takes the place of nodes and drafter; give one of them, on a model with heads")
         if self.nodes is not None and self.nodes < 1:
@@ -217,10 +224,15 @@ def check_whole(name: str, value: object) -> None:
         raise ValueError(f"{name} ({value!r}) must be a whole number; correct it")
 
 
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Refuse what is out of its range, or no number."""
-    if not low <= value <= high:
+def check_range(name: str, value: object, low: float, high: float) -> None:
+    """Refuse what is out of its range, or no finite number."""
+    if not is_number(value) or not low <= value <= high or value == math.inf:
         raise ValueError(f"{name} ({value}) must be between {low} and {high}; correct it")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number, and not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_whole(value: object) -> bool:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.arguments import show_messages
+from medusa.sampling import DRAFTERS, RULES
 from serve.commands import COMMANDS
-from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, tree_budget
+from serve.conversation import Conversation, Settings, tree_budget
 from serve.repl import Repl
 from serve.terminal import Terminal
 
@@ -127,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--acceptance",
-        choices=ACCEPTANCE_RULES,
+        choices=RULES,
         default=settings.acceptance,
         help="how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."
         " speculative is lossless in distribution: answers are as likely as those of the base alone, but for a seed"

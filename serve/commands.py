@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, load, save, tree_budget
+from medusa.sampling import DRAFTERS, RULES
+from serve.conversation import Conversation, Settings, load, save, tree_budget
 from serve.repl import Command, Repl
 from serve.terminal import count
 
@@ -113,7 +114,7 @@ COMMANDS = {
     "temp": Command("X", "Set the temperature; 0 is greedy.", _setting("temperature", float)),
     "penalty": Command("X", "Set the repetition penalty; 1 is off.", _setting("repetition_penalty", float)),
     "max": Command("N", "Set the longest answer, in tokens.", _setting("max_new_tokens", int)),
-    "acceptance": Command("RULE", f"{', '.join(ACCEPTANCE_RULES)} (LOSSY) or auto.", _setting("acceptance", _rule)),
+    "acceptance": Command("RULE", f"{', '.join(RULES)} (LOSSY) or auto.", _setting("acceptance", _rule)),
     "nodes": Command(
         "N", "Set the tree budget per step, in tokens, or auto; 1 is plain.", _setting("nodes", tree_budget)
     ),

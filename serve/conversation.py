@@ -1,45 +1,17 @@
 """State of a chat: what was said, and how answers are generated. Nothing here knows a model or a terminal."""
 
 import json
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from medusa.sampling import SAMPLING, SamplingParams, Speculation
 
 Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""
-
-ACCEPTANCE_RULES = ("greedy", "sampling", "speculative", "typical")
-GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
-"""Those that work at temperature 0."""
-DRAFTERS = (*GREEDY_DRAFTERS, "heads-sampled")
-
-
-def _is_int(value: object, least: int) -> bool:
-    return type(value) is int and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-_SETTING_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: _is_int(value, 1), "a whole number of tokens, at least 1"),
-    "temperature": (lambda value: _is_number(value) and 0 <= value < math.inf, "a number, 0 (greedy) or more"),
-    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a probability above 0 and at most 1 (1 = off)"),
-    "top_k": (lambda value: _is_int(value, 0), "a whole number of tokens (0 = off)"),
-    "repetition_penalty": (
-        lambda value: _is_number(value) and 0 < value < math.inf,
-        "a number above 0 (above 1 repeats less, 1 = off)",
-    ),
-    "seed": (lambda value: _is_int(value, 0) and value < 2**62, "a whole number from 0 to 2**62 - 1"),
-    "acceptance": (lambda value: value in (None, *ACCEPTANCE_RULES), f"auto, or one of {', '.join(ACCEPTANCE_RULES)}"),
-    "nodes": (lambda value: value is None or _is_int(value, 1), "auto, or a whole number, at least 1 (1 = plain)"),
-    "drafter": (lambda value: value in (None, *DRAFTERS), f"auto, or one of {', '.join(DRAFTERS)}"),
-}
 
 
 @dataclass(frozen=True)
@@ -70,10 +42,9 @@ class Settings:
     drafter: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (holds, rule) in _SETTING_RULES.items():
-            value = getattr(self, name)
-            if not holds(value):
-                raise ValueError(f"{name} ({value}) must be {rule}")
+        chosen = {name: value for name, value in asdict(self).items() if name in SAMPLING}
+        SamplingParams(**chosen)
+        Speculation(drafter=self.drafter, acceptance=self.acceptance, nodes=self.nodes)
         if self.acceptance and (self.acceptance == "greedy") != (self.temperature == 0):
             raise ValueError(
                 f"acceptance ({self.acceptance}) does not go with temperature {self.temperature}: greedy needs 0, the"

@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train-prompts",
         type=at_least(16),
-        default=4000,
+        default=2500,
         help="prompts answered for training",
     )
     parser.add_argument("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")

@@ -1,4 +1,4 @@
-"""What every rule answers, and what follows from it: the accepted path of a tree.
+"""What every rule says, and what follows from it: the accepted path of a tree.
 
 Legend: B batch, N tree nodes, V vocabulary, A longest path (depth of the draft + 1).
 """

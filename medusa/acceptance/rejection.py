@@ -33,12 +33,12 @@ def rejection_chances(draft: Draft, draft_probs_BNV: Tensor, target_probs_BNV: T
         # A node that lost its parent was not drawn there: it is never tried.
         q_BV = torch.where(draft.linked[:, node, None], draft_probs_BNV[:, node], 0.0)
         p_BV = left_BNV.gather(1, parent_B1V)[:, 0]
-        p_B, q_B = (law_BV.gather(1, draft.tokens[:, node, None])[:, 0] for law_BV in (p_BV, q_BV))
+        p_B, q_B = (probs_BV.gather(1, draft.tokens[:, node, None])[:, 0] for probs_BV in (p_BV, q_BV))
         chances.append(torch.where(q_B > 0, p_B / q_B, 0.0).clamp(max=1.0))
-        rest_BV = (p_BV - q_BV).clamp(min=0.0)
-        mass_B1 = rest_BV.sum(-1, keepdim=True)
-        rest_BV = torch.where(mass_B1 > 0, rest_BV / mass_B1, p_BV)  # no mass: p = q, which is never refused
-        left_BNV.scatter_(1, parent_B1V, rest_BV[:, None])
+        residual_BV = (p_BV - q_BV).clamp(min=0.0)
+        mass_B1 = residual_BV.sum(-1, keepdim=True)
+        residual_BV = torch.where(mass_B1 > 0, residual_BV / mass_B1, p_BV)  # no mass: p = q, which is never refused
+        left_BNV.scatter_(1, parent_B1V, residual_BV[:, None])
     return torch.stack(chances, dim=1), left_BNV
 
 

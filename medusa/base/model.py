@@ -225,7 +225,7 @@ class BaseModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and answer together that the base was made for.
+        """Tokens of prompt and completion together that the base was made for.
 
         "longrope" turns all keys differently once a text is longer than the original context, cached ones too: such a
         base is used up to there.
@@ -239,7 +239,7 @@ class BaseModel:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Token ids that end an answer."""
+        """Token ids that end a completion."""
         ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
         ids = self.tokenizer.eos_token_id if ids is None else ids
         return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

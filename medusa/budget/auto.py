@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 TokensPerStep = Callable[[int], float]
 """Expected tokens of a step by its number of nodes."""
 DOUBT = 64.0
-"""Expected drafted tokens after which answers count more than what is expected of heads."""
+"""Expected drafted tokens after which completions count more than what is expected of heads."""
 WATCHED = 64
-"""Drafters of fixed sizes whose answers are learned from, the latest ones."""
+"""Drafters of fixed sizes whose completions are learned from, the latest ones."""
 
 
 class FixedSize:
-    """One tree size for whole answers, where shapes are fixed: the best by what answers before have shown.
+    """One tree size for whole completions, where shapes are fixed: the best by what completions before have shown.
 
-    N = 1 is among the sizes. Then drafts are tried again after 1, 2, 4, ... answers.
+    N = 1 is among the sizes. Then drafts are tried again after 1, 2, 4, ... completions.
 
     Args:
         costs: Of whole steps.
-        tokens_per_step: What is expected, before there are answers.
+        tokens_per_step: What is expected, before there are completions.
     """
 
     def __init__(self, costs: StepCosts, tokens_per_step: TokensPerStep) -> None:
@@ -44,7 +44,7 @@ class FixedSize:
         self._left, self._next = 1, 1
 
     def choose(self) -> int:
-        """The size for the next answers."""
+        """The size for the next completions."""
         best = best_fixed(self.costs, self.tokens_per_step)
         if best > 1 or self.costs.most == 1:
             self._left = self._next = 1
@@ -57,11 +57,11 @@ class FixedSize:
         return max(self.costs.nodes[1:], key=lambda size: self.tokens_per_step(size) / self.costs.step(size))
 
     def tokens_per_step(self, nodes: int) -> float:
-        """What is expected now, after the answers that were seen."""
+        """What is expected now, after the completions that were seen."""
         return 1.0 + self._share.value * (self._expected(nodes) - 1.0)
 
     def observe(self, nodes: int, outputs: Sequence[Output]) -> None:
-        """Learn from answers of this size."""
+        """Learn from completions of this size."""
         steps = sum(output.steps for output in outputs)
         drafted = sum(len(output.tokens) for output in outputs) - steps
         self._share.add(drafted, steps * (self._expected(nodes) - 1.0))
@@ -89,27 +89,28 @@ class AutoNodes:
         self.reason = ""
 
     def priced(self, name: str, batch: int, rule: BuiltRule) -> PricedDrafter:
-        """A drafter of that name for the next answers, sized step by step; it knows what others have learned."""
+        """A drafter of that name for the next completions, sized step by step; it knows what others have learned."""
         slots, heads = _bucket(batch), None if name == "prompt-lookup" else self._heads
         key = (name, rule.work, slots)
         if key not in self._priced:
-            costs = self._costs(heads, slots, rule)
+            costs = self._costs(heads, rule).batched(slots)
             self._priced[key] = costs, Experience(costs.step(1))
         costs, experience = self._priced[key]
         self._tell(f"nodes auto: in each step as many of at most {costs.most} as pay; {costs}")
         return PricedDrafter(costs, self._base, heads, name != "heads", experience)
 
-    def _costs(self, heads: DraftHeads | None, slots: int, rule: BuiltRule) -> StepCosts:
-        known_by = facts(self._base, heads, slots, "host", rule.work)
+    def _costs(self, heads: DraftHeads | None, rule: BuiltRule) -> StepCosts:
+        """Of one sequence; known once for all that share a base, heads and a rule."""
+        known_by = facts(self._base, heads, 1, "host", rule.work)
         if heads is None:
-            return known_costs(known_by, lambda: measure_passes(self._base, slots, rule))
-        passes = self._costs(None, slots, rule)  # what prompt lookup costs alone
-        return known_costs(known_by, lambda: with_drafting(passes, self._base, heads, slots))
+            return known_costs(known_by, lambda: measure_passes(self._base, rule))
+        passes = self._costs(None, rule)  # what prompt lookup costs alone
+        return known_costs(known_by, lambda: with_drafting(passes, self._base, heads))
 
     def fixed(
         self, name: str, batch: int, rule: BuiltRule, start: StartSteps, build: Callable[[int], Drafter]
     ) -> Drafter:
-        """The drafter of that name with the size that is best for the next answers.
+        """The drafter of that name with the size that is best for the next completions.
 
         Args:
             name: Of the drafter.
@@ -125,7 +126,7 @@ class AutoNodes:
             costs = known_costs(
                 known_by, lambda: measure_fixed(self._base, slots, start, lambda n: _whole(build(n)), rule)
             )
-            self._fixed[key] = FixedSize(costs, cache(self._expected))  # it is asked for with every answer
+            self._fixed[key] = FixedSize(costs, cache(self._expected))  # it is asked for with every completion
         size = self._fixed[key]
         nodes = size.choose()
         self._tell(f"nodes auto: {nodes} for {name}, batch of {batch}; {size.costs}")

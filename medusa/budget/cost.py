@@ -20,10 +20,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+STEEP = 4.0
+"""Larger trees are left out once a step takes so many times a plain one."""
+BEAM = 4
+"""Nodes of a sequence that a level of a draft is computed for."""
+
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds on this machine, for one size of batch.
+    """Seconds on this machine.
 
     Attributes:
         nodes: Tree sizes that were measured, ascending from 1.
@@ -70,6 +75,30 @@ class StepCosts:
             return self.seconds[place]
         (low, high), (before, after) = self.nodes[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
         return before + (after - before) * (nodes - low) / (high - low)
+
+    def batched(self, sequences: int) -> "StepCosts":
+        """Costs of steps of so many sequences, from those of one: a pass costs what its rows cost, whoever's they are.
+
+        Beyond the largest size that was measured, rows cost what they cost between the last sizes.
+        """
+        if sequences == 1:
+            return self
+        plain, sizes = self._rows(sequences), [1]
+        for size in self.nodes[1:]:
+            if self._rows(size * sequences) > STEEP * plain:
+                break
+            sizes.append(size)
+        scale = self._rows(BEAM * sequences) / self._rows(BEAM)
+        seconds = tuple(self._rows(size * sequences) for size in sizes)
+        return StepCosts(tuple(sizes), seconds, scale * self.begin, scale * self.level)
+
+    def _rows(self, rows: int) -> float:
+        """Seconds of a step over so many rows, on a straight line behind the last measured size."""
+        if rows <= self.most or self.most == 1:
+            return self.step(min(rows, self.most))
+        before = max(1, self.most // 2)
+        slope = (self.step(self.most) - self.step(before)) / (self.most - before)
+        return self.step(self.most) + slope * (rows - self.most)
 
     def draft(self, levels: int) -> float:
         """Seconds of drafting ``levels`` levels."""

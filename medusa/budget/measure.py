@@ -16,7 +16,7 @@ import transformers
 
 from medusa.acceptance import Rule, greedy
 from medusa.base.model import BaseModel
-from medusa.budget.cost import StepCosts
+from medusa.budget.cost import STEEP, StepCosts
 from medusa.drafters import Drafter, HeadsDrafter
 from medusa.engine.steps import EagerSteps, StartSteps
 from medusa.files import cache_directory, replace_file
@@ -41,8 +41,6 @@ SLOW = 0.1
 """Seconds after which enough was seen of what takes so long."""
 MOST_DRAFTED = 32
 """Nodes of the draft whose levels are timed."""
-STEEP = 4.0
-"""Larger trees are left out once a step takes so many times a plain one."""
 FORMAT = 1
 """Of the files; changes with what is measured and how."""
 
@@ -106,28 +104,26 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
     return costs
 
 
-def measure_passes(base: BaseModel, batch: int, rule: Rule = greedy) -> StepCosts:
-    """Costs where the host decides: steps of drafts that cost nothing.
+def measure_passes(base: BaseModel, rule: Rule = greedy) -> StepCosts:
+    """Costs of one sequence where the host decides: steps of drafts that cost nothing.
 
     Args:
         base: Prepared for decoding.
-        batch: Sequences B.
         rule: Decides in every step: a small rule is cheap, and one that sorts the vocabulary at every node is not.
     """
-    rig = _Rig(base, batch, EagerSteps, rule)
+    rig = _Rig(base, 1, EagerSteps, rule)
     return StepCosts(*rig.sweep(GRID, rig.given))
 
 
-def with_drafting(passes: StepCosts, base: BaseModel, heads: DraftHeads, batch: int) -> StepCosts:
+def with_drafting(passes: StepCosts, base: BaseModel, heads: DraftHeads) -> StepCosts:
     """The same costs, and those of drafting with heads before the passes.
 
     Args:
         passes: See ``measure_passes``.
         base: Prepared for decoding.
         heads: Its heads, frozen.
-        batch: Sequences B.
     """
-    state, depth = _state(base, batch, _context(base)), heads.config.num_heads
+    state, depth = _state(base, 1, _context(base)), heads.config.num_heads
     shallow, deep = (_drafting(heads, base, state, levels) for levels in (1, depth))
     level = max(0.0, deep - shallow) / (depth - 1) if depth > 1 else shallow
     return replace(passes, begin=shallow, level=level)

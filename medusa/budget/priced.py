@@ -21,12 +21,13 @@ from medusa.tree import Draft
 
 NEXT_RIGHT = 0.6
 """How often a level is right below one that was right, before anything was seen."""
-TRIAL, RETRIAL = 4.0, 2.0
-"""Plain steps' time that heads are trusted for at the start, and after a rest; half of it they may lose each time."""
-HOPE = 1.5
-"""What they are trusted to earn in it, as a multiple of plain decoding."""
-FIRST_REST, LONGEST_REST = 32, 1024
-"""Steps without heads; a rest is twice as long as the one before, until heads have paid for ``PROVEN`` steps on end."""
+FIRST_CREDIT, LATER_CREDIT = 4.0, 2.0
+"""Weight of the prior at the start and after a pause, in plain steps' time; half of it heads may lose each time."""
+PRIOR_EARNINGS = 1.5
+"""What heads are taken to earn before anything was seen, as a multiple of plain decoding."""
+FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
+"""Steps without heads (exponential back-off): each pause is twice as long as the one before, until heads have paid for
+``PROVEN`` steps on end."""
 PROVEN = 64
 
 
@@ -35,11 +36,11 @@ class PricedDrafter:
 
     A chain that was found in the text before is as likely as such chains were lately, by the number of tokens that
     agreed. Heads add a tree if that chain leaves them enough to win. Their probabilities are corrected by what was
-    accepted of what they predicted. Heads that lose time rest, for longer and longer, and are tried again. The rate
+    accepted of what they predicted. Heads that lose time pause, for longer and longer (exponential back-off). The rate
     that time is worth is kept apart for steps with a chain and without: tokens that a chain brings are cheap, and what
     heads add is worth what it saves in the other steps.
 
-    For one answer, or one batch of them, at a time; what is learned is shared with those of the same ``experience``.
+    For one completion, or one batch of them, at a time; those of the same ``experience`` share what is learned.
     For a CPU, where shapes cost nothing. Of a batch, a node costs rows of all sequences: what counts is its mean
     probability over those that still grow.
 
@@ -48,7 +49,7 @@ class PricedDrafter:
         vocabulary: Both ends of the base.
         heads: The trained heads; None = lookup alone.
         lookup: Whether to look back.
-        experience: What other answers with the same costs, heads and lookup have shown; None = nothing yet.
+        experience: What other completions with the same costs, heads and lookup have shown; None = nothing yet.
     """
 
     recordable = False
@@ -90,7 +91,7 @@ class PricedDrafter:
 
     def _drafts_heads(self, guesses: int, first: float, rate: float) -> bool:
         """Whether heads draft; beside a chain they win only where it is wrong at once."""
-        return self._known.trials.draft(rate) and (not guesses or (1 - first) * self._known.trials.earnings > rate)
+        return self._known.back_off.draft(rate) and (not guesses or (1 - first) * self._known.back_off.earnings > rate)
 
     def _look_up(self, state: DecodeState) -> tuple[Draft, list[int]]:
         """The whole chain that was found, and the tokens that agreed for each sequence."""
@@ -133,7 +134,7 @@ class PricedDrafter:
         self._known.trust.add(depth, self._sizes.predicted)
         self._known.next_right.add(depth, fmean(min(right[row] + 1, levels) for row in rows))
         if not last.guesses:
-            self._known.trials.add(depth, last.seconds - self.costs.step(1))
+            self._known.back_off.add(depth, last.seconds - self.costs.step(1))
 
 
 class PricedSizes:
@@ -175,16 +176,16 @@ class PricedSizes:
         return (best_BC.sum(0) * (self._known.trust.value / self._active)).clamp(max=1.0)
 
 
-class Trials:
-    """Says when heads draft: while they earn their time, and after rests, in order to see.
+class BackOff:
+    """Says when heads draft: while they earn their time, and again after each pause.
 
     Args:
         plain: Seconds of a plain step.
     """
 
     def __init__(self, plain: float) -> None:
-        self._plain, self._average = plain, Average(HOPE / plain, TRIAL * plain)
-        self._rest, self._left, self._paid = FIRST_REST, 0, 0
+        self._plain, self._average = plain, Average(PRIOR_EARNINGS / plain, FIRST_CREDIT * plain)
+        self._pause, self._left, self._paid = FIRST_PAUSE, 0, 0
 
     @property
     def earnings(self) -> float:
@@ -192,14 +193,14 @@ class Trials:
         return self._average.value
 
     def draft(self, rate: float) -> bool:
-        """Whether this step is not one of a rest; asked once per step."""
+        """Whether this step is not one of a pause; asked once per step."""
         if self._left > 0:
             self._left -= 1
             if self._left <= 0:
-                self._average = Average(HOPE / self._plain, RETRIAL * self._plain)
+                self._average = Average(PRIOR_EARNINGS / self._plain, LATER_CREDIT * self._plain)
         elif self.earnings <= rate:
-            self._left, self._paid = self._rest, 0
-            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._left, self._paid = self._pause, 0
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return self._left <= 0
 
     def add(self, tokens: float, seconds: float) -> None:
@@ -207,7 +208,7 @@ class Trials:
         self._average.add(tokens, seconds)
         self._paid += 1
         if self._paid >= PROVEN:
-            self._rest = FIRST_REST
+            self._pause = FIRST_PAUSE
 
 
 class Experience:
@@ -221,14 +222,14 @@ class Experience:
         next_right: Levels that were right / levels below a right one.
         odds: By the number of tokens that agreed, how often the next token of a chain was right.
         paces: Tokens per second of steps without a chain and with one.
-        trials: Whether heads draft at all.
+        back_off: Whether heads draft at all.
     """
 
     def __init__(self, plain: float) -> None:
         self.trust, self.next_right = Average(1.0, 8.0), Average(NEXT_RIGHT, 8.0)
         self.odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
         self.paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
-        self.trials = Trials(plain)
+        self.back_off = BackOff(plain)
 
 
 class _Step(NamedTuple):

@@ -32,7 +32,7 @@ class Average:
 
 
 def written(before: DecodeState, now: DecodeState) -> list[list[int]] | None:
-    """The tokens of each sequence since an earlier state of the same answers; None where it is of other answers.
+    """The tokens of each sequence since an earlier state of the same completions; None where it is of others.
 
     Both share one buffer, until the cache grows and it is moved: then what was drafted last is not judged.
     """

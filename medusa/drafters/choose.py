@@ -1,4 +1,4 @@
-"""Who drafts: from what a request asks for to a drafter, and to its tree size where that is left open."""
+"""The drafter of a request, from its name, and its tree size where that is left open."""
 
 import logging
 from collections import OrderedDict
@@ -20,7 +20,6 @@ from medusa.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-DRAFTERS = ("hybrid", "heads", "prompt-lookup", "heads-sampled")
 SURE_MATCH = 4
 """Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
 KEPT_DRAFTERS = 64
@@ -58,7 +57,7 @@ class Drafters:
         """Refuse what this model cannot draft.
 
         Raises:
-            ValueError: An unknown drafter, one that needs heads where there are none, or a tree that does not fit.
+            ValueError: A drafter that needs heads where there are none, or a tree that does not fit.
         """
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
         if name is not None and not isinstance(name, str):
@@ -68,8 +67,6 @@ class Drafters:
             raise ValueError(
                 "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
             )
-        if name is not None and name not in DRAFTERS:
-            raise ValueError(f"drafter ({name!r}) is not known; choose one of: {', '.join(DRAFTERS)}")
         if self._heads is None and name not in (None, "prompt-lookup"):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if nodes is not None or tree is not None:

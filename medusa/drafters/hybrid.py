@@ -6,7 +6,7 @@ from medusa.tree import Draft
 
 
 class HybridDrafter:
-    """Proposes what both drafters propose; a lossless rule picks the longer right path, whoever guessed it.
+    """Proposes what both drafters propose; a lossless rule picks the longer right path, from either drafter.
 
     Args:
         first: One drafter, the heads for example.

@@ -1,6 +1,6 @@
 """Drafting by looking back: what followed the last words when they stood in the text before (Saxena 2023).
 
-Costs next to nothing and needs no training. Answers that quote their prompt, code, and small models that repeat
+Costs next to nothing and needs no training. Completions that quote their prompt, code, and small models that repeat
 themselves are full of it; new text is not, so it is at its best beside heads (``HybridDrafter``).
 """
 

@@ -95,19 +95,19 @@ class SampledHeadsDrafter:
             logprobs_BmV = logprobs_BmV.expand(-1, len(level.inner), -1)
             drawn_BmW = (logprobs_BmV + noise_BKV[:, head, None]).topk(self.tree.width).indices
             tokens_BN[:, level.children] = self.heads.token_ids(drawn_BmW[:, level.places, level.ranks])
-            probs.append(_laws(logprobs_BmV[:, level.places], drawn_BmW[:, level.places], level.ranks))
+            probs.append(_distributions(logprobs_BmV[:, level.places], drawn_BmW[:, level.places], level.ranks))
         parents_BN = self._parents_N.expand(batch, -1)
         return Draft.of(tokens_BN, parents_BN, self.tree.depth, self._over_all_tokens(torch.cat(probs, dim=1)))
 
     def _over_all_tokens(self, probs_BNV: Tensor) -> Tensor:
-        """Laws over the whole vocabulary: tokens that heads cannot draft have probability 0."""
+        """Distributions over the whole vocabulary: tokens that heads cannot draft have probability 0."""
         if self.heads.draft_ids is None:
             return probs_BNV
         whole = probs_BNV.new_zeros(*probs_BNV.shape[:2], self.heads.config.vocab_size)
         return whole.index_copy_(2, self.heads.draft_ids, probs_BNV)
 
 
-def _laws(logprobs_BCV: Tensor, drawn_BCW: Tensor, ranks_C: Tensor) -> Tensor:
+def _distributions(logprobs_BCV: Tensor, drawn_BCW: Tensor, ranks_C: Tensor) -> Tensor:
     """[B, C, V]: what the draw of each rank was drawn from, the tokens drawn before it taken out."""
     before_CW = torch.arange(drawn_BCW.shape[-1], device=ranks_C.device) < ranks_C[:, None]
     taken_BCV = torch.zeros_like(logprobs_BCV).scatter_add_(2, drawn_BCW, before_CW.float().expand_as(drawn_BCW))

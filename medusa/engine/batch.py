@@ -184,7 +184,7 @@ class Batch:
             row.completion.start_clock()
 
     def _begin(self) -> Steps:
-        """Steps of the rows as they are now: who drafts for each, and which of them share a drafter and a rule."""
+        """Start steps for the rows as they are now: choose drafters, and group rows that share a drafter and a rule."""
         assert self._cache is not None and self._state is not None, "rows have both"
         alike: dict[tuple[object, ...], list[int]] = {}
         for index, row in enumerate(self._rows):

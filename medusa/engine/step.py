@@ -42,7 +42,7 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
 
 
 class Reader(Protocol):
-    """Whoever wants to see more of a step than its tokens."""
+    """Sees more of a step than its tokens."""
 
     def read(self, accepted: Accepted, logits_BNV: Tensor) -> None:
         """See what was accepted, and the base's logits [B, N, V]."""
@@ -106,7 +106,7 @@ def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
 
 
 def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
-    """What the base can verify of a draft, whoever drew it: any tree, or its tokens as a chain, or the root alone."""
+    """What the base can verify of a draft: any tree, or its tokens as a chain, or the root alone."""
     if base.decoding == "tree":
         return draft
     if draft.parts:
@@ -115,7 +115,7 @@ def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
     room = base.context_length - 1 - cache.longest if base.decoding == "chain" else 1
     rows = max(1, room)
     chain = Draft.chain(draft.tokens[:, :rows])
-    if draft.probs is not None and torch.equal(draft.parents[:, :rows], chain.parents):  # its laws are still true
+    if draft.probs is not None and torch.equal(draft.parents[:, :rows], chain.parents):  # they still hold
         return dataclasses.replace(chain, probs=draft.probs[:, :rows])
     return chain
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from data import EMBEDDED
 from data.arguments import at_least
+from medusa.sampling import GREEDY_DRAFTERS
 from serve.chat import ATTENTION
-from serve.conversation import GREEDY_DRAFTERS
 
 TREE_HELP = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -165,8 +165,8 @@ def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
     monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.budget.measure.GRID", (1, 2, 4))
     monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
-    passes = measure_passes(base, batch=2)
-    costs = with_drafting(passes, base, make_heads(), batch=2)
+    passes = measure_passes(base)
+    costs = with_drafting(passes, base, make_heads())
     assert costs.nodes == passes.nodes == (1, 2, 4)
     assert costs.seconds == passes.seconds
     assert min(costs.seconds) > 1e-5
@@ -186,7 +186,7 @@ def test_a_slow_base_is_stepped_few_times(base, monkeypatch):
 
     monkeypatch.setattr("medusa.budget.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("medusa.engine.steps.decode_step", slow)
-    costs = measure_passes(base, batch=1)
+    costs = measure_passes(base)
     assert costs.nodes == GRID
     assert set(costs.seconds) == {1.0}
     assert len(steps) <= 2 * len(GRID)
@@ -202,7 +202,7 @@ def test_what_a_rule_computes_at_each_node_is_part_of_the_cost(base, make_heads,
     clock, asked = [0.0], []
     monkeypatch.setattr("medusa.budget.measure.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
-    costs = measure_passes(base, batch=1, rule=dear)
+    costs = measure_passes(base, rule=dear)
     assert costs.seconds == tuple(map(float, costs.nodes))
     monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, _: asked.append(known_by["work"]) or LINE)
     model = MedusaModel(base, make_heads())
@@ -221,13 +221,22 @@ def test_trees_that_do_not_fit_into_memory_are_no_choice(base, monkeypatch):
     monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.budget.measure.STEEP", math.inf)
     monkeypatch.setattr("medusa.engine.steps.decode_step", small)
-    assert max(measure_passes(base, batch=1).nodes) == 4
+    assert max(measure_passes(base).nodes) == 4
+
+
+def test_several_sequences_cost_what_their_rows_cost():
+    costs = StepCosts((1, 2, 4, 8), (1.0, 1.0, 1.5, 2.5), begin=0.5, level=0.25)
+    assert costs.batched(1) is costs
+    two = costs.batched(2)
+    assert (two.nodes, two.seconds) == ((1, 2, 4), (1.0, 1.5, 2.5)), "8 x 2 rows: 4.5 s, steeper than 4 plain steps"
+    assert (two.begin, two.level) == (0.5 * 2.5 / 1.5, 0.25 * 2.5 / 1.5)
+    assert costs.batched(16).seconds[0] == pytest.approx(2.5 + 8 * 0.25), "beyond what was measured on a straight line"
 
 
 def test_steep_trees_are_not_measured(base, monkeypatch):
     monkeypatch.setattr("medusa.budget.measure.SECONDS", 0.0)
     monkeypatch.setattr("medusa.budget.measure.STEEP", 1e-9)
-    assert measure_passes(base, batch=1).nodes == (1,)
+    assert measure_passes(base).nodes == (1,)
 
 
 def test_costs_belong_to_what_they_depend_on(base, make_heads):

@@ -1,6 +1,6 @@
 """Token identity: every lossless rule writes what plain decoding writes, whoever drafts, in every dtype.
 
-tests/medusa/test_laws.py proves the rules by enumeration, tests/medusa/test_two_grams.py by counting what is decoded.
+test_distributions.py proves the rules by enumeration, test_two_grams.py by counting what is decoded.
 """
 
 import pytest

@@ -10,7 +10,7 @@ import torch
 
 from medusa import MedusaModel
 from medusa.budget.cost import StepCosts
-from medusa.budget.priced import PricedDrafter, Trials
+from medusa.budget.priced import BackOff, PricedDrafter
 from medusa.budget.record import Average, agreement
 from medusa.drafters import HeadsDrafter, PlainDrafter
 from medusa.state import DecodeState
@@ -115,7 +115,7 @@ def test_useless_heads_are_hardly_ever_asked():
 
 
 def test_rests_grow_and_end_when_heads_earn_again():
-    trials, rests = Trials(1.0), []
+    trials, rests = BackOff(1.0), []
     for _ in range(5):
         while trials.draft(1.0):
             trials.add(0.0, 0.5)

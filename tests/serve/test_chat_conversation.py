@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from medusa import acceptance, model
-from serve.conversation import ACCEPTANCE_RULES, DRAFTERS, Conversation, Settings, Turn, load, save
+from serve.conversation import Conversation, Settings, Turn, load, save
 
 THREE_TURNS = [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")]
 
@@ -31,7 +30,7 @@ THREE_TURNS = [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")]
     ],
 )
 def test_settings_refuse(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be"):
+    with pytest.raises(ValueError, match=rf"{name} \('?{value}'?\) (must be|is not known)"):
         Settings(**{name: value})
 
 
@@ -112,8 +111,3 @@ def test_load_refuses(tmp_path: Path, content: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint) as raised:
         load(path)
     assert str(path) in str(raised.value)
-
-
-def test_the_names_are_those_of_the_model() -> None:
-    assert ACCEPTANCE_RULES == sampling.RULES
-    assert DRAFTERS == model.DRAFTERS

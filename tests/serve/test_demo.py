@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from medusa.formats import save_heads
+from medusa.sampling import GREEDY_DRAFTERS
 from serve import demo
 from serve.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
-from serve.conversation import GREEDY_DRAFTERS
 from serve.demo_report import publish
 from serve.labels import LABELS
 from serve.picture import draw
