@@ -38,7 +38,7 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for key and value states [B, Hkv, N, D]."""
-        rows = (self.cache.slots, self.cache.capacity)
+        rows = (self.cache.numbered, self.cache.capacity)
         self.keys = key_states.new_zeros(*rows, key_states.shape[1], key_states.shape[3])
         self.values = value_states.new_zeros(*rows, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
@@ -146,6 +146,11 @@ class SlotCache(Cache):
         return self._first_rows[: self.slots]
 
     @property
+    def numbered(self) -> int:
+        """Slots that buffers have room for, at least."""
+        return len(self._first_rows)
+
+    @property
     def longest(self) -> int:
         """Largest committed length."""
         return max(self.host_lengths, default=0)
@@ -210,7 +215,7 @@ class SlotCache(Cache):
         """
         self.slots, self.host_lengths = len(lengths), list(lengths)
         self.lengths = torch.tensor(self.host_lengths, dtype=torch.int64, device=self.lengths.device)
-        if self.slots > len(self._first_rows):
+        if self.slots > self.numbered:
             self._number(self.slots)
 
     @torch.inference_mode()
@@ -240,6 +245,17 @@ class SlotCache(Cache):
         lengths = self.lengths[torch.tensor(slots, dtype=torch.int64, device=self.lengths.device)]
         self.cut([self.host_lengths[slot] for slot in slots])
         self.lengths = lengths
+
+    @contextmanager
+    def leading(self, slots: int) -> Iterator[None]:
+        """Until the end a pass is over the first ``slots`` sequences alone; room for its rows is there already."""
+        behind, lengths = self.host_lengths[slots:], self.lengths[slots:]
+        self.slots, self.host_lengths, self.lengths = slots, self.host_lengths[:slots], self.lengths[:slots]
+        try:
+            yield
+        finally:
+            self.host_lengths, self.lengths = [*self.host_lengths, *behind], torch.cat([self.lengths, lengths])
+            self.slots = len(self.host_lengths)
 
     @contextmanager
     def fixed_shapes(self) -> Iterator[None]:

@@ -153,7 +153,7 @@ class Batch:
         """One chunk of the oldest prompts; those that are ready to decode, once they are."""
         # Prompts of as many chunks are computed together, the short ones first.
         for _, group in groupby(sorted(self._waiting, key=_chunks), _chunks):
-            rows = list(group)
+            rows = sorted(group, key=lambda row: -len(row.prompt))
             cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows))
             prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
             self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))

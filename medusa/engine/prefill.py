@@ -11,7 +11,9 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 CHUNK = 512
-"""Tokens of a prompt that one pass of a prefill computes."""
+"""Tokens of a prompt that one pass of a prefill computes, at most."""
+ROUND_TO = 16
+"""Prompts that end within so many tokens of each other end in one pass."""
 
 
 class Prefill:
@@ -21,9 +23,11 @@ class Prefill:
         base: The frozen base.
         cache: A cache of B slots: empty, or with the rows of the first tokens of each prompt; at least its last two
             tokens must be missing, since the pass over the last but one gives the state's hidden state.
-        prompts: Token ids of B prompts, at least one each.
+        prompts: Token ids of B prompts, at least one each; the longest first, where there is a choice: then no pass
+            computes more than ``ROUND_TO`` rows of padding per prompt.
         seeds: One per prompt, None = 0.
-        chunk: Rows per forward pass; bounds the memory of long prompts. A base that decodes plainly gets one at a time.
+        chunk: Tokens of a prompt per forward pass, at most; bounds the memory of long prompts. A base that decodes
+            plainly gets one at a time.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Prefill:
             The state of the first step once nothing is missing; the hidden state of a prompt of one token is zero.
         """
         if any(self._missing):
-            self._compute([min(rows, self._chunk) for rows in self._missing])
+            self._compute()
         if any(self._missing):
             return None
         lengths_B = self.cache.lengths
@@ -60,16 +64,25 @@ class Prefill:
             roots_B, self._hidden_BF, active_B, self._history_BT, lengths_B, self._seeds_B, starts=lengths_B + 1
         )
 
-    def _compute(self, counts: list[int]) -> None:
+    def _compute(self) -> None:
+        """One pass as far as the shortest prompt reaches that is not complete, without those that are behind it."""
         cache, device, width = self.cache, self._base.device, self._history_BT.shape[1]
-        counts_B, index_C = torch.tensor(counts, device=device), torch.arange(max(counts), device=device)
-        tokens_BC = self._history_BT.gather(1, (cache.lengths[:, None] + index_C).clamp(max=width - 1))
-        hidden_BCF = verify(self._base, cache, Draft.chain(tokens_BC))
-        last_BF = hidden_BCF[torch.arange(len(counts), device=device), (counts_B - 1).clamp(min=0)]
-        self._hidden_BF = torch.where(counts_B[:, None] > 0, last_BF, self._hidden_BF)
-        cache.extend(counts_B)
-        cache.grow(counts)
-        self._missing = [rows - count for rows, count in zip(self._missing, counts, strict=True)]
+        shortest = min(rows for rows in self._missing if rows)
+        length = min(self._chunk, -(-shortest // ROUND_TO) * ROUND_TO)
+        counts = [min(rows, length) for rows in self._missing]
+        slots = max(slot for slot, count in enumerate(counts) if count) + 1
+        counts = counts[:slots]
+        cache.reserve(cache.longest + max(counts))
+        counts_b, index_C = torch.tensor(counts, device=device), torch.arange(max(counts), device=device)
+        with cache.leading(slots):
+            places_bC = (cache.lengths[:, None] + index_C).clamp(max=width - 1)
+            hidden_bCF = verify(self._base, cache, Draft.chain(self._history_BT[:slots].gather(1, places_bC)))
+            cache.extend(counts_b)
+            cache.grow(counts)
+        last_bF = hidden_bCF[torch.arange(slots, device=device), (counts_b - 1).clamp(min=0)]
+        self._hidden_BF[:slots] = torch.where(counts_b[:, None] > 0, last_bF, self._hidden_BF[:slots])
+        for slot, count in enumerate(counts):
+            self._missing[slot] -= count
 
 
 def prefill(
