@@ -75,8 +75,9 @@ class MedusaModel:
         if graph is True and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
-        own = StepGraphs(base) if base.device.type == "cuda" and graph in (None, True) else None
-        self.graphs = graph if isinstance(graph, StepGraphs) else own
+        if not isinstance(graph, StepGraphs):
+            graph = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
+        self.graphs = graph
         steps = self.graphs.steps if self.graphs is not None else EagerSteps
         self.drafters = Drafters(base, self.heads, calibration, steps, self.graphs is not None)
 
@@ -199,7 +200,7 @@ class MedusaModel:
         Raises:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
-        batch, single = self._encode(prompts)
+        batch, single = _encode(self.base, prompts)
         completions, steps = self._start(batch, False, options)
         for _ in steps:
             pass
@@ -207,7 +208,7 @@ class MedusaModel:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Complete one prompt; the result iterates over pieces of text as they become final."""
-        batch, single = self._encode(prompt)
+        batch, single = _encode(self.base, prompt)
         if not single:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
         (completion,), steps = self._start(batch, True, options)
@@ -250,18 +251,19 @@ class MedusaModel:
         requests = zip(prompts, sampling, speculation, strict=True)
         return start(self.base, self.drafters, self.graphs, list(requests), prefix, incremental)
 
-    def _encode(self, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether there was one prompt rather than a batch."""
-        values: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-        if not isinstance(values, str | list | tuple):
-            raise ValueError(f"prompts ({values!r}) are neither text nor token ids; give a string or a list")
-        if isinstance(values, list | tuple):
-            values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-        single = isinstance(values, str) or (len(values) > 0 and not isinstance(values[0], str | list | tuple))
-        batch = [values] if single else list(values)
-        if not batch:
-            raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
-        tokenizer = self.base.tokenizer
-        encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
-        self.base.check_tokens("prompt", (token for ids in encoded for token in ids))
-        return encoded, single
+
+def _encode(base: BaseModel, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
+    """Token ids of every prompt, and whether there was one prompt rather than a batch."""
+    values: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(values, str | list | tuple):
+        raise ValueError(f"prompts ({values!r}) are neither text nor token ids; give a string or a list")
+    if isinstance(values, list | tuple):
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    single = isinstance(values, str) or (len(values) > 0 and not isinstance(values[0], str | list | tuple))
+    batch = [values] if single else list(values)
+    if not batch:
+        raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
+    tokenizer = base.tokenizer
+    encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
+    base.check_tokens("prompt", (token for ids in encoded for token in ids))
+    return encoded, single

@@ -72,7 +72,7 @@ class Batch:
         self._cache: SlotCache | None = None
         self._state: DecodeState | None = None
         self._steps: Steps | None = None
-        self._chosen: list[Drafter] = []
+        self._chosen: dict[Row, Drafter] = {}
         self._reader: LogprobReader | None = None
         self._grown: dict[Completion, list[Piece]] = {}
 
@@ -174,7 +174,7 @@ class Batch:
         if self._cache is None and self._lent is None:
             self._cache = cache
         else:
-            self._cache = self._cache or self._lent
+            self._cache = self._lent if self._cache is None else self._cache
             assert self._cache is not None, "its own or lent"
             self._cache.join(cache)
         self._state = state if self._state is None else self._state.join(state)
@@ -196,8 +196,7 @@ class Batch:
             groups.append(Group(rows, drafter, row.rule))
         drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, self._base.device)
         rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)
-        by_row = {index: group.drafter for group in groups for index in group.rows}
-        self._chosen = [by_row[index] for index in range(len(self._rows))]
+        self._chosen = {self._rows[index]: group.drafter for group in groups for index in group.rows}
         longest = max(len(row.prompt) + row.completion.max_new_tokens for row in self._rows)
         # The last tree stands behind the longest text; beside others, a text that has ended may be longer by a step,
         # and by one more where steps run ahead.
@@ -235,9 +234,9 @@ class Batch:
             if self._graphs is not None and sum(growing) > LEAVE_AT * len(growing):
                 return
         self._stop()
-        for row, drafter in zip(self._rows, self._chosen, strict=False):
-            if not row.completion.active:
-                self._drafters.observe(drafter, row.rule, len(self._rows), row.completion.output)
+        for row in self._rows:
+            if not row.completion.active and row in self._chosen:
+                self._drafters.observe(self._chosen[row], row.rule, len(self._rows), row.completion.output)
         kept = [index for index, row in enumerate(self._rows) if row.completion.active]
         if not kept:
             self._rows, self._cache, self._state = [], None, None
