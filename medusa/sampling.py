@@ -221,7 +221,7 @@ def _per_prompt(name: str, value: Any, prompts: int) -> list[Any]:
 def check_whole(name: str, value: object) -> None:
     """Refuse what is no whole number, or None where a limit may be left out."""
     if not is_whole(value) and (value is not None or name not in NO_LIMIT):
-        raise ValueError(f"{name} ({value!r}) must be a whole number; correct it")
+        raise ValueError(f"{name} ({value}) must be a whole number; correct it")
 
 
 def check_range(name: str, value: object, low: float, high: float) -> None:

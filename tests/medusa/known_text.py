@@ -6,7 +6,10 @@ from medusa.tree import Draft
 
 
 class Chain:
-    """A chain of the next tokens of known texts, each shifted by ``off``: 0 is always right, 1 never."""
+    """A chain of the next tokens of known texts, each shifted by ``off``: 0 is always right, 1 never.
+
+    Texts are known by their first tokens: sequences of a batch stand in any order.
+    """
 
     def __init__(self, texts, vocab_size, off=0, depth=4):
         longest = max(map(len, texts)) + 2 * depth
@@ -15,7 +18,8 @@ class Chain:
 
     def propose(self, state):
         ahead = (state.positions[:, None] + torch.arange(1, self.depth + 1)).clamp(max=self.texts.shape[1] - 1)
-        guesses = (self.texts.gather(1, ahead) + self.off) % self.vocab_size
+        rows = (self.texts[:, 0] == state.history[:, :1]).int().argmax(1)
+        guesses = (self.texts[rows].gather(1, ahead) + self.off) % self.vocab_size
         return Draft.chain(torch.cat([state.roots[:, None], guesses], dim=1))
 
 
