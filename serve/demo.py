@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train-prompts",
         type=at_least(16),
-        default=2500,
+        default=2400,
         help="prompts answered for training",
     )
     parser.add_argument("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")
@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compare without compiling the base's pass: saves up to a minute, and both of our speeds drop",
     )
     parser.add_argument("--real-rounds", type=at_least(1), default=1, help="of the real model")
-    parser.add_argument("--rounds", type=at_least(1), default=3, help="measured repetitions; the median counts")
+    parser.add_argument("--rounds", type=at_least(1), default=2, help="measured repetitions; the median counts")
     return parser
 
 

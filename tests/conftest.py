@@ -29,6 +29,7 @@ def step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     costs = StepCosts((1, 8, 64), (1.0, 1.2, 2.5), begin=0.05, level=0.05)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: costs)
+        patch.setattr("medusa.budget.auto.CLOCK", None)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

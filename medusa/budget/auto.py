@@ -1,6 +1,7 @@
 """Tree sizes that nobody has to give (``nodes=None``): from what steps cost on this machine."""
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,6 +25,8 @@ TokensPerStep = Callable[[int], float]
 """Expected tokens of a step by its number of nodes."""
 DOUBT = 64.0
 """Expected drafted tokens after which completions count more than what is expected of heads."""
+CLOCK: Callable[[], float] | None = time.perf_counter
+"""Tells how long steps take; None = as long as they are priced."""
 WATCHED = 64
 """Drafters of fixed sizes whose completions are learned from, the latest ones."""
 
@@ -97,7 +100,7 @@ class AutoNodes:
             self._priced[key] = costs, Experience(costs.step(1))
         costs, experience = self._priced[key]
         self._tell(f"nodes auto: in each step as many of at most {costs.most} as pay; {costs}")
-        return PricedDrafter(costs, self._base, heads, name != "heads", experience)
+        return PricedDrafter(costs, self._base, heads, name != "heads", experience, CLOCK)
 
     def _costs(self, heads: DraftHeads | None, rule: BuiltRule) -> StepCosts:
         """Of one sequence; known once for all that share a base, heads and a rule."""

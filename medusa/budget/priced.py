@@ -1,8 +1,10 @@
 """Drafting no more than pays: heads beside prompt lookup, both sized by what steps cost here (``medusa.budget.cost``).
 
-Decisions follow from measured costs, scores and what was accepted, never from a clock: a run can be repeated.
+Decisions follow from measured costs, scores, what was accepted, and how long steps really take;
+greedy and sampled text depends on none of it.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from statistics import fmean
@@ -50,6 +52,7 @@ class PricedDrafter:
         heads: The trained heads; None = lookup alone.
         lookup: Whether to look back.
         experience: What other completions with the same costs, heads and lookup have shown; None = nothing yet.
+        clock: Tells how long steps really take; None = as long as they are priced, so that a run can be repeated.
     """
 
     recordable = False
@@ -61,8 +64,9 @@ class PricedDrafter:
         heads: DraftHeads | None = None,
         lookup: bool = True,
         experience: "Experience | None" = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.costs, self.nodes = costs, costs.most
+        self.costs, self.nodes, self._clock = costs, costs.most, clock
         heads, lookup = (heads, lookup) if costs.most > 1 else (None, False)
         self._known = experience or Experience(costs.step(1))
         self._sizes = PricedSizes(costs, self._known)
@@ -72,21 +76,22 @@ class PricedDrafter:
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft below ``state.roots``."""
-        self._learn(state)
+        now = self._clock() if self._clock is not None else None
+        self._learn(state, now)
         chain, found = self._look_up(state)
         # The engine can always decode plainly.
-        plain = 1 / self.costs.step(1)
+        plain, dearer = 1 / self.costs.step(1), self._known.dearer
         easy, rate = (max(self._known.paces[known].value, plain) for known in (True, False))
-        guesses, first = self._price_chain(state, chain, found, easy)
+        guesses, first = self._price_chain(state, chain, found, dearer * easy)
         draft = Draft.chain(chain.tokens[:, : 1 + guesses])
         tree = None
         if self._heads is not None and self._drafts_heads(guesses, first, rate):
-            self._sizes.open(rate, 1 + guesses, int(state.active.sum()))
+            self._sizes.open(dearer * rate, 1 + guesses, int(state.active.sum()))
             tree = self._heads.propose(state)
             draft = tree.join(draft) if guesses else tree
         levels = 0 if tree is None else self._sizes.levels
         seconds = self.costs.step(draft.tokens.shape[1]) + self.costs.draft(levels)
-        self._last = _Step(state, chain, found, guesses, tree, seconds)
+        self._last = _Step(state, chain, found, guesses, tree, seconds, now)
         return draft
 
     def _drafts_heads(self, guesses: int, first: float, rate: float) -> bool:
@@ -114,14 +119,18 @@ class PricedDrafter:
         """How likely each token of a chain is right after those before it: they count as agreeing tokens too."""
         return [self._known.odds[min(match + ahead, MAX_MATCH)].value for ahead in range(length)]
 
-    def _learn(self, state: DecodeState) -> None:
-        """See what became of the last step."""
+    def _learn(self, state: DecodeState, now: float | None) -> None:
+        """See what became of the last step, and how long it took."""
         last, self._last = self._last, None
         texts = written(last.state, state) if last is not None else None
         if last is None or texts is None or not any(texts):
             return
         rows = [row for row, text in enumerate(texts) if text]
-        self._known.paces[any(last.found)].add(fmean(len(texts[row]) for row in rows), last.seconds)
+        drafted = last.guesses > 0 or last.tree is not None
+        if now is not None and last.began is not None:
+            self._known.time(drafted, now - last.began, last.seconds)
+        seconds = last.seconds * (self._known.dearer if drafted else 1.0)
+        self._known.paces[any(last.found)].add(fmean(len(texts[row]) for row in rows), seconds)
         chained, length = agreement(last.chain, texts), last.chain.tokens.shape[1] - 1
         for row in rows:
             judged = min(chained[row] + 1, len(texts[row]), length) if last.found[row] else 0
@@ -134,7 +143,7 @@ class PricedDrafter:
         self._known.trust.add(depth, self._sizes.predicted)
         self._known.next_right.add(depth, fmean(min(right[row] + 1, levels) for row in rows))
         if not last.guesses:
-            self._known.back_off.add(depth, last.seconds - self.costs.step(1))
+            self._known.back_off.add(depth, max(seconds - self.costs.step(1), 0.0))
 
 
 class PricedSizes:
@@ -230,6 +239,17 @@ class Experience:
         self.odds = [Average(1 - 0.5 ** max(1, match - 1), 8.0) for match in range(MAX_MATCH + 1)]
         self.paces = [Average(1 / plain, 8 * plain) for _ in (False, True)]
         self.back_off = BackOff(plain)
+        self._times = [Average(1.0, 8 * plain) for _ in (False, True)]
+
+    @property
+    def dearer(self) -> float:
+        """How much more a drafted step takes than it is priced at, beside what a plain step takes more."""
+        return self._times[True].value / self._times[False].value
+
+    def time(self, drafted: bool, seconds: float, priced: float) -> None:
+        """See how long a step took; one that something else held up counts three times as much as usual at most."""
+        average = self._times[drafted]
+        average.add(min(seconds, 3 * average.value * priced), priced)
 
 
 class _Step(NamedTuple):
@@ -241,3 +261,4 @@ class _Step(NamedTuple):
     guesses: int
     tree: Draft | None
     seconds: float
+    began: float | None

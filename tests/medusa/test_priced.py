@@ -58,11 +58,11 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
         self.costs, self.heads, self.tokens = costs, heads, tokens
         self.history = torch.multinomial(torch.tensor(law), batch * (tokens + 50), True, generator=generator)
-        self.history = self.history.view(batch, -1)
+        self.history, self.seconds = self.history.view(batch, -1), 0.0
 
     def speed(self, drafter):
         """Tokens per second and sequence."""
-        batch, seconds = len(self.history), 0.0
+        batch, self.seconds = len(self.history), 0.0
         positions, active = torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
         while active.any():
             roots = self.history.gather(1, positions[:, None])[:, 0]
@@ -74,8 +74,8 @@ class Engine:
             active = positions < self.tokens
             levels = getattr(drafter, "_sizes", None)
             levels = levels.levels if levels and drafter._last.tree is not None else self.fixed_levels(drafter)
-            seconds += self.costs.step(draft.tokens.shape[1]) + self.costs.draft(levels)
-        return float(positions.float().mean()) / seconds
+            self.seconds += self.costs.step(draft.tokens.shape[1]) + self.costs.draft(levels)
+        return float(positions.float().mean()) / self.seconds
 
     def fixed_levels(self, drafter):
         return drafter._shape.depth if isinstance(drafter, HeadsDrafter) else 0
@@ -114,7 +114,23 @@ def test_useless_heads_are_hardly_ever_asked():
     assert first.speed(PricedDrafter(SHAPES["line"], None, first.heads, lookup=False)) >= 0.95
 
 
-def test_rests_grow_and_end_when_heads_earn_again():
+def test_drafts_that_take_longer_than_they_are_priced_are_left_out():
+    """Priced by one machine, stepped on another where trees are dear: the clock finds it out."""
+    priced, real = SHAPES["knee"], StepCosts((1, 8, 32), (1.0, 3.0, 9.0), begin=0.3, level=0.3)
+    engine = Engine(real, LawHeads(), tokens=1500)
+    blind = engine.speed(PricedDrafter(priced, None, engine.heads, lookup=False))
+    seeing = engine.speed(PricedDrafter(priced, None, engine.heads, lookup=False, clock=lambda: engine.seconds))
+    assert blind < 0.8
+    assert seeing > 0.95, "plain decoding is 1"
+    same = Engine(priced, LawHeads(), tokens=1500)
+    speeds = [
+        same.speed(PricedDrafter(priced, None, same.heads, lookup=False, clock=clock))
+        for clock in (None, lambda: same.seconds)
+    ]
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.02), "prices that hold are left alone"
+
+
+def test_pauses_grow_and_end_when_heads_earn_again():
     trials, rests = BackOff(1.0), []
     for _ in range(5):
         while trials.draft(1.0):
