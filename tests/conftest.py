@@ -30,6 +30,7 @@ def step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: costs)
         patch.setattr("medusa.budget.auto.CLOCK", None)
+        patch.setattr("medusa.budget.measure.busy", lambda: False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

@@ -86,6 +86,7 @@ class AutoNodes:
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None, calibration: Calibration | None = None) -> None:
         self._base, self._heads, self._calibration = base, heads, calibration
+        self._known: dict[tuple[bool, str], StepCosts] = {}
         self._priced: dict[tuple[str, str, int], tuple[StepCosts, Experience]] = {}
         self._fixed: dict[tuple[str, str, int], FixedSize] = {}
         self._watched: OrderedDict[tuple[int, str, int], tuple[FixedSize, int, Drafter]] = OrderedDict()
@@ -104,11 +105,15 @@ class AutoNodes:
 
     def _costs(self, heads: DraftHeads | None, rule: BuiltRule) -> StepCosts:
         """Of one sequence; known once for all that share a base, heads and a rule."""
-        known_by = facts(self._base, heads, 1, "host", rule.work)
-        if heads is None:
-            return known_costs(known_by, lambda: measure_passes(self._base, rule))
-        passes = self._costs(None, rule)  # what prompt lookup costs alone
-        return known_costs(known_by, lambda: with_drafting(passes, self._base, heads))
+        key = (heads is None, rule.work)
+        if key not in self._known:
+            known_by = facts(self._base, heads, 1, "host", rule.work)
+            if heads is None:
+                self._known[key] = known_costs(known_by, lambda: measure_passes(self._base, rule))
+            else:
+                passes = self._costs(None, rule)  # what prompt lookup costs alone
+                self._known[key] = known_costs(known_by, lambda: with_drafting(passes, self._base, heads))
+        return self._known[key]
 
     def fixed(
         self, name: str, batch: int, rule: BuiltRule, start: StartSteps, build: Callable[[int], Drafter]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import platform
 import threading
 import time
@@ -41,6 +42,8 @@ SLOW = 0.1
 """Seconds after which enough was seen of what takes so long."""
 MOST_DRAFTED = 32
 """Nodes of the draft whose levels are timed."""
+BUSY = 1.5
+"""Load average per core from which costs are not kept; measuring itself brings up to 1."""
 FORMAT = 1
 """Of the files; changes with what is measured and how."""
 
@@ -82,8 +85,9 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
 
     One thread measures at a time: others would slow it down, and find what it has found.
 
-    They are kept under ``XDG_CACHE_HOME``, ~/.cache where it is not set. A file that cannot be read or written is as
-    good as none: the log says so, and nothing fails.
+    Those that were measured on a busy machine serve this process alone; others are kept under ``XDG_CACHE_HOME``,
+    ~/.cache where it is not set. A file that cannot be read or written is as good as none: the log says so, and nothing
+    fails.
 
     Args:
         known_by: See ``facts``.
@@ -100,8 +104,17 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
         logger.info("batch of %s: measuring what steps cost here, once for this machine", batch)
         costs = measure()
         logger.info("batch of %s: %s (measured now)", batch, costs)
-        _write(path, costs)
+        if busy():
+            logger.warning("step costs are measured again at the next start: this machine is busy with other work")
+        else:
+            _write(path, costs)
     return costs
+
+
+def busy() -> bool:
+    """Whether much more wants to run than there are cores: what is measured now says little of other hours."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * cores
 
 
 def measure_passes(base: BaseModel, rule: Rule = greedy) -> StepCosts:

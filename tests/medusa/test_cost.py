@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -15,7 +16,7 @@ from medusa import MedusaModel
 from medusa.acceptance import greedy
 from medusa.budget.auto import FixedSize
 from medusa.budget.cost import StepCosts, best_fixed
-from medusa.budget.measure import GRID, facts, known_costs, measure_passes, with_drafting
+from medusa.budget.measure import GRID, busy, facts, known_costs, measure_passes, with_drafting
 from medusa.budget.tree_search import typical_tree
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
@@ -159,6 +160,26 @@ def test_a_cache_that_cannot_be_written_fails_nothing(tmp_path, monkeypatch, cap
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert known_costs({"batch": 1}, lambda: LINE) == LINE
     assert "are not kept for the next start" in caplog.text
+
+
+def test_costs_of_a_busy_machine_are_not_kept(monkeypatch, caplog):
+    measured = []
+    monkeypatch.setattr("medusa.budget.measure.busy", lambda: True)
+    for _ in range(2):
+        known_costs({"batch": "busy"}, lambda: measured.append(1) or LINE)
+    assert len(measured) == 2
+    assert "busy with other work" in caplog.text
+    monkeypatch.setattr("medusa.budget.measure.busy", lambda: False)
+    for _ in range(2):
+        known_costs({"batch": "busy"}, lambda: measured.append(1) or LINE)
+    assert len(measured) == 3
+
+
+def test_a_machine_is_busy_by_its_load(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    for load, expected in ((1.9, False), (3.5, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert busy() == expected
 
 
 def test_costs_are_measured_with_the_loaded_base(base, make_heads, monkeypatch):
