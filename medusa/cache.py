@@ -65,20 +65,26 @@ class SlotLayer(CacheLayerMixin):
                 new[:, :kept] = old[:, :kept]
                 setattr(self, name, new)
 
-    def take(self, other: "SlotLayer", first: int, kept: int) -> None:
-        """Copy the first ``kept`` rows of each of the other's slots into the slots from ``first`` on."""
+    def take(self, other: "SlotLayer", first: int, kept: int) -> bool:
+        """Copy the first ``kept`` rows of each of the other's slots into the slots from ``first`` on.
+
+        Returns:
+            Whether the buffers are new ones: there was no room for so many slots.
+        """
         if not self.is_initialized and not other.is_initialized:
-            return
+            return False
+        end, moved = first + other.cache.slots, not self.is_initialized
         if not self.is_initialized:
             self.lazy_initialization(other.keys.transpose(1, 2), other.values.transpose(1, 2))
-        end = first + other.cache.slots
         for name in ("keys", "values"):
             ours = getattr(self, name)
             if len(ours) < end:
                 ours = torch.cat([ours, ours.new_zeros(max(end, 2 * len(ours)) - len(ours), *ours.shape[1:])])
                 setattr(self, name, ours)
+                moved = True
             if other.is_initialized:
                 ours[first:end, :kept] = getattr(other, name)[: end - first, :kept]
+        return moved
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first rows of one slot to another."""
@@ -223,10 +229,9 @@ class SlotCache(Cache):
         """Add the other's sequences behind those that are here; their rows are copied."""
         self.limit = max(self.limit, other.longest)
         self.reserve(other.longest)
-        places = [layer.keys.data_ptr() if layer.keys is not None else 0 for layer in self.layers]
-        for ours, theirs in zip(self.layers, other.layers, strict=True):
-            ours.take(theirs, self.slots, other.longest)
-        if places != [layer.keys.data_ptr() if layer.keys is not None else 0 for layer in self.layers]:
+        pairs = zip(self.layers, other.layers, strict=True)
+        moved = [ours.take(theirs, self.slots, other.longest) for ours, theirs in pairs]
+        if any(moved):
             self.recorded = {}
         lengths = torch.cat([self.lengths, other.lengths])
         self.cut([*self.host_lengths, *other.host_lengths])

@@ -1,5 +1,6 @@
 """Clocks for a noisy machine: what is compared is measured alternately, and compared within a round."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -7,6 +8,11 @@ from typing import TypeVar
 import torch
 
 Key = TypeVar("Key")
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def synchronize(device: torch.device) -> None:

@@ -18,7 +18,6 @@ from medusa.engine.batch import Batch
 from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Completion, Output, Piece
-from medusa.engine.steps import EagerSteps
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
 from medusa.io.card import write_card
@@ -78,8 +77,7 @@ class MedusaModel:
         if not isinstance(graph, StepGraphs):
             graph = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self.graphs = graph
-        steps = self.graphs.steps if self.graphs is not None else EagerSteps
-        self.drafters = Drafters(base, self.heads, calibration, steps, self.graphs is not None)
+        self.drafters = Drafters(base, self.heads, calibration, self.graphs)
 
     @classmethod
     def from_pretrained(
@@ -265,5 +263,4 @@ def _encode(base: BaseModel, prompts: Prompt | Prompts) -> tuple[list[list[int]]
         raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
     tokenizer = base.tokenizer
     encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
-    base.check_tokens("prompt", (token for ids in encoded for token in ids))
     return encoded, single

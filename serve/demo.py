@@ -84,8 +84,10 @@ def _make_heads(run: Path, train_prompts: int) -> None:
     overrides = [word for key, path in paths.items() for word in (f"--recipe.{key}", str(path))]
     import torch
 
+    from medusa.clock import cores
+
     # Two processes are faster than two threads on two cores; with GPUs launch.sh starts one process for each.
-    processes = {} if torch.cuda.is_available() or _cores() != 2 else {"NPROC": os.environ.get("NPROC", "2")}
+    processes = {} if torch.cuda.is_available() or cores() != 2 else {"NPROC": os.environ.get("NPROC", "2")}
     recipe = ("--recipe", str(ROOT / "train/recipes/embedded.yaml"))
     _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, **processes)
 
@@ -141,10 +143,6 @@ def _quiet_transformers() -> None:
 
 def _run(*words: str, **environment: str) -> None:
     subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _say(text: str) -> None:

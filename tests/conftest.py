@@ -93,7 +93,7 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def model(base: BaseModel, make_heads: Callable[..., DraftHeads]) -> MedusaModel:
-    """The base with three random heads."""
+    """The base with three random heads, which know nothing of other tests' completions."""
     return MedusaModel(base, make_heads())

@@ -18,6 +18,7 @@ import transformers
 from medusa.acceptance import Rule, greedy
 from medusa.base.model import BaseModel
 from medusa.budget.cost import STEEP, StepCosts
+from medusa.clock import cores
 from medusa.drafters import Drafter, HeadsDrafter
 from medusa.engine.steps import EagerSteps, StartSteps
 from medusa.files import cache_directory, replace_file
@@ -113,8 +114,7 @@ def known_costs(known_by: Mapping[str, object], measure: Callable[[], StepCosts]
 
 def busy() -> bool:
     """Whether much more wants to run than there are cores: what is measured now says little of other hours."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * cores
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * cores()
 
 
 def measure_passes(base: BaseModel, rule: Rule = greedy) -> StepCosts:

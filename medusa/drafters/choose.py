@@ -12,8 +12,9 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
+from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
-from medusa.engine.steps import StartSteps
+from medusa.engine.steps import EagerSteps, StartSteps
 from medusa.heads import DraftHeads
 from medusa.sampling import SamplingParams, Speculation
 from medusa.tree import Tree
@@ -33,11 +34,10 @@ class Drafters:
         base: Prepared for decoding.
         heads: Its heads, frozen; None = there are none.
         calibration: How often they are right; None = as typical heads.
-        start: What runs the steps.
-        graphs: Whether that records them: shapes are fixed then.
+        graphs: Runs the steps as CUDA graphs, and shapes are fixed; None = eagerly.
 
     Attributes:
-        start: See above.
+        start: Runs the steps.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Drafters:
         base: BaseModel,
         heads: DraftHeads | None,
         calibration: Calibration | None,
-        start: StartSteps,
-        graphs: bool,
+        graphs: StepGraphs | None,
     ) -> None:
-        self._base, self._heads, self.start, self._graphs = base, heads, start, graphs
+        self._base, self._heads, self._graphs = base, heads, graphs
+        self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
         self._plain = PlainDrafter()
         self._auto = AutoNodes(base, heads, calibration)
         self._kept: OrderedDict[tuple[str, int, Tree | None, float], Drafter] = OrderedDict()
@@ -89,7 +89,7 @@ class Drafters:
         if drafter_given is not None:
             return drafter_given
         name = name or "hybrid"
-        on_host = not self._graphs and self._base.device.type == "cpu" and self._base.decoding == "tree"
+        on_host = self._graphs is None and self._base.device.type == "cpu" and self._base.decoding == "tree"
         if on_host and name != "heads-sampled":
             return self._auto.priced(name, batch, rule)
         return self._auto.fixed(name, batch, rule, self.start, lambda n: self._sized(name, n, None, temperature))
@@ -138,7 +138,7 @@ class Drafters:
             plain = "drafter (%s, %d nodes) is left out: base (%s) decodes plainly"
             logger.warning(plain, name, nodes, self._base.name)
             return PlainDrafter()
-        host_decides = not self._graphs
+        host_decides = self._graphs is None
         if name == "prompt-lookup":
             return PromptLookupDrafter(nodes, host_decides=host_decides)
         assert self._heads is not None, "checked by the caller"

@@ -99,10 +99,12 @@ class Batch:
             cache: One slot with the rows of the prompt's first tokens (``Prefix``), for a request that stays alone.
 
         Raises:
-            ValueError: An empty prompt, one that fills the context, or parameters that this model cannot serve.
+            ValueError: An empty prompt, one that fills the context or holds what is no token id, or parameters that
+                this model cannot serve.
         """
         base, prompt = self._base, list(prompt)
         params, speculation = params or SamplingParams(), speculation or Speculation()
+        base.check_tokens("prompt", prompt)
         base.check_tokens("logit_bias", params.logit_bias or ())
         rule = build_rule(params, speculation, base.device)
         self._drafters.check(speculation, params.temperature)
@@ -152,8 +154,9 @@ class Batch:
     def _prefill(self) -> tuple[list[Row], SlotCache, DecodeState] | None:
         """One chunk of the oldest prompts; those that are ready to decode, once they are."""
         # Prompts of as many chunks are computed together, the short ones first.
-        for _, group in groupby(sorted(self._waiting, key=_chunks), _chunks):
-            rows = sorted(group, key=lambda row: -len(row.prompt))
+        # In a group the longest stands first, see ``Prefill``.
+        for _, group in groupby(sorted(self._waiting, key=lambda row: (_chunks(row), -len(row.prompt))), _chunks):
+            rows = list(group)
             cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows))
             prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
             self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))
@@ -229,9 +232,9 @@ class Batch:
         growing = [row.completion.active for row in self._rows]
         if all(growing):
             return
-        if self._steps is not None:
+        if self._graphs is not None and self._steps is not None:
             self._steps.keep(growing)
-            if self._graphs is not None and sum(growing) > LEAVE_AT * len(growing):
+            if sum(growing) > LEAVE_AT * len(growing):
                 return
         self._stop()
         for row in self._rows:

@@ -7,9 +7,10 @@ while completions grow:
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 from medusa.base.model import BaseModel
+from medusa.cache import SlotCache
 from medusa.drafters.choose import Drafters
 from medusa.engine.batch import HEADROOM, Batch
 from medusa.engine.graph import StepGraphs
@@ -47,23 +48,31 @@ def start(
     """
     if prefix is not None and len(requests) != 1:
         raise ValueError(f"prefix holds one text and there are {len(requests)} prompts; give each its own call")
-    prompt = requests[0][0]
+    completions: list[Completion] = []
     with ExitStack() as stack:
-        cache = prefix.take(base, prompt) if prefix is not None else None
-        lent = None
-        if graphs is not None and cache is None:
-            longest, most = (
-                max(len(ids) for ids, *_ in requests),
-                max(params.max_new_tokens for _, params, _ in requests),
-            )
+        cache = lent = None
+        if prefix is not None:
+            cache = stack.enter_context(_taken(prefix, base, requests[0][0], completions))
+        elif graphs is not None:
+            longest = max(len(ids) for ids, *_ in requests)
+            most = max(params.max_new_tokens for _, params, _ in requests)
             limit = longest + min(most, base.context_length) + 4 * LARGE_TREE
             lent = stack.enter_context(graphs.lend(len(requests), min(limit, longest + HEADROOM), limit))
         batch = Batch(base, drafters, graphs, lent)
-        completions = [batch.add(*request, incremental, cache) for request in requests]
-        if prefix is not None and cache is not None:
-            tokens = completions[0].output.tokens
-            stack.callback(lambda: prefix.keep(base, cache, [*prompt, *tokens]))
+        completions += [batch.add(*request, incremental, cache) for request in requests]
         return completions, _decode(stack.pop_all(), batch, completions)
+
+
+@contextmanager
+def _taken(
+    prefix: Prefix, base: BaseModel, prompt: Sequence[int], completions: Sequence[Completion]
+) -> Generator[SlotCache]:
+    """The prefix's cache, which it gets back with the text of the completion, or without one that was refused."""
+    cache = prefix.take(base, prompt)
+    try:
+        yield cache
+    finally:
+        prefix.keep(base, cache, [*prompt, *(token for one in completions for token in one.output.tokens)])
 
 
 def _decode(held: ExitStack, batch: Batch, completions: Sequence[Completion]) -> Generator[list[list[Piece]]]:

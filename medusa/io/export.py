@@ -13,7 +13,15 @@ from transformers import AutoConfig, PretrainedConfig
 from medusa.base import smollm2
 from medusa.base.model import BaseModel, resolve_base
 from medusa.files import peek_object, replace_file
-from medusa.formats import Export, load_calibration, load_heads, load_provenance, named_format, refusal
+from medusa.formats import (
+    Export,
+    export_heads,
+    load_calibration,
+    load_heads,
+    load_provenance,
+    named_format,
+    refusal,
+)
 from medusa.formats.native import ADAPTER, CALIBRATION
 from medusa.heads import HeadsConfig
 from medusa.io.card import write_card
@@ -68,7 +76,7 @@ def export(
         published(load_provenance(source)),
         load_calibration(source, loaded.config),
     )
-    target.save(made, out)
+    export_heads(made, format_name, out)
     _clean(out)
     write_card(out, loaded.config, format_name, repo, made.provenance, _report(source, made.provenance))
     return made

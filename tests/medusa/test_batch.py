@@ -157,3 +157,11 @@ def test_presence_and_frequency_penalties_count_the_completion_alone(speaker):
 def test_wrong_parameters_are_named(speaker, options, message):
     with pytest.raises(ValueError, match=message):
         speaker.generate([5, 6], **options)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, "a"])
+def test_a_refused_prompt_is_not_in_the_batch(speaker, token):
+    batch = speaker.batch()
+    with pytest.raises(ValueError, match=r"prompt: token id \(.*\) is not a number from 0 to"):
+        batch.add([5, token])
+    assert len(batch) == 0 and batch.step() == {}

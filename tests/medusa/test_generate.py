@@ -17,9 +17,10 @@ TREES = [Tree.chain(3), Tree.full([4, 2]), LOPSIDED]
 
 
 @pytest.fixture(scope="module")
-def plain(model):
+def plain(base):
+    model = MedusaModel(base)
     return {
-        temperature: model.generate(PROMPTS, max_new_tokens=40, temperature=temperature, seed=7, nodes=1)
+        temperature: model.generate(PROMPTS, max_new_tokens=40, temperature=temperature, seed=7)
         for temperature in (0.0, 1.0)
     }
 

@@ -51,6 +51,14 @@ def test_a_second_turn_computes_only_what_is_new(model, base, encode, monkeypatc
     assert second.tokens == expected.tokens
 
 
+def test_a_refused_request_leaves_the_rows_to_the_next(model, encode):
+    prefix, prompt = Prefix(), encode(PROMPT)
+    model.generate(prompt, prefix=prefix, max_new_tokens=4)
+    with pytest.raises(ValueError, match="logit_bias"):
+        model.generate(prompt, prefix=prefix, max_new_tokens=4, logit_bias={10**6: 1.0})
+    assert model.generate(prompt, prefix=prefix, max_new_tokens=4).cached_tokens == len(prompt) - 2
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_edited_prompts_get_the_answers_of_an_empty_cache(model, encode, options):
     """Shorter, longer, the same, one token, changed in the middle: whatever the text before was."""
