@@ -77,7 +77,7 @@ class MedusaModel:
         if not isinstance(graph, StepGraphs):
             graph = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
         self.graphs = graph
-        self.drafters = Drafters(base, self.heads, calibration, self.graphs)
+        self.drafters = Drafters(base, self.heads, self.graphs)
 
     @classmethod
     def from_pretrained(

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base import smollm2
-from medusa.budget.cost import StepCosts
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
 # In the background of a script Ctrl-C is ignored, and would be by the processes that tests start.
@@ -24,13 +23,9 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Steps cost the same on every machine: no test depends on a clock. Processes of tests keep theirs per test run."""
-    costs = StepCosts((1, 8, 64), (1.0, 1.2, 2.5), begin=0.05, level=0.05)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept for the next start is kept for this test run only, in processes of tests too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: costs)
-        patch.setattr("medusa.budget.auto.CLOCK", None)
-        patch.setattr("medusa.budget.measure.busy", lambda: False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

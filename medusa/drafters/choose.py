@@ -6,7 +6,6 @@ from collections import OrderedDict
 from medusa.acceptance import BuiltRule, build_rule
 from medusa.base.model import BaseModel
 from medusa.budget.auto import AutoNodes
-from medusa.budget.calibration import Calibration
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
@@ -23,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 SURE_MATCH = 4
 """Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
+DRAWN = 8
+"""Nodes of drawn drafts where none are given: text depends on them, and a seed must give the same text again."""
 KEPT_DRAFTERS = 64
 """Drafters of different names, sizes, trees and temperatures; the one that was not used for longest goes."""
 
@@ -33,24 +34,17 @@ class Drafters:
     Args:
         base: Prepared for decoding.
         heads: Its heads, frozen; None = there are none.
-        calibration: How often they are right; None = as typical heads.
         graphs: Runs the steps as CUDA graphs, and shapes are fixed; None = eagerly.
 
     Attributes:
         start: Runs the steps.
     """
 
-    def __init__(
-        self,
-        base: BaseModel,
-        heads: DraftHeads | None,
-        calibration: Calibration | None,
-        graphs: StepGraphs | None,
-    ) -> None:
+    def __init__(self, base: BaseModel, heads: DraftHeads | None, graphs: StepGraphs | None) -> None:
         self._base, self._heads, self._graphs = base, heads, graphs
         self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
         self._plain = PlainDrafter()
-        self._auto = AutoNodes(base, heads, calibration)
+        self._auto = AutoNodes(base.device.type)
         self._kept: OrderedDict[tuple[str, int, Tree | None, float], Drafter] = OrderedDict()
 
     def check(self, speculation: Speculation, temperature: float) -> None:
@@ -89,22 +83,29 @@ class Drafters:
         if drafter_given is not None:
             return drafter_given
         name = name or "hybrid"
-        on_host = self._graphs is None and self._base.device.type == "cpu" and self._base.decoding == "tree"
-        if on_host and name != "heads-sampled":
-            return self._auto.priced(name, batch, rule)
-        return self._auto.fixed(name, batch, rule, self.start, lambda n: self._sized(name, n, None, temperature))
+
+        def build(nodes: int) -> Drafter:
+            return self._sized(name, nodes, None, temperature)
+
+        if name == "heads-sampled":
+            return build(DRAWN)
+        if self._graphs is None and self._base.device.type == "cpu":
+            return self._auto.at_each_step(name, batch, rule, build)
+        return self._auto.for_completion(name, batch, rule, build)
 
     def observe(self, drafter: Drafter, rule: BuiltRule, batch: int, output: Output) -> None:
         """Learn from a completion that is over."""
         self._auto.observe(drafter, rule, batch, output)
 
     def explain(self, name: str | None) -> str:
-        """What ``nodes=None`` means for one prompt and why, in one line; measures step costs that are not known."""
+        """What ``nodes=None`` means for one prompt and why, in one line."""
         drafts = self._base.decoding != "plain" and (name is not None or self._heads is not None)
         if not drafts:
             return "nodes auto: 1, plain decoding"
         speculation = Speculation(drafter=name)
         self.check(speculation, 1.0)
+        if name == "heads-sampled":
+            return f"nodes auto: {DRAWN} for {name}, so that a seed gives the same text again"
         self.choose(speculation, 1.0, 1, build_rule(SamplingParams()))
         return self._auto.reason
 

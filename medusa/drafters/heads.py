@@ -1,6 +1,7 @@
 """Drafting with trained heads: the tree grows level by level, one head per level."""
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,14 +15,23 @@ WIDTH = 16
 """Children that a node of a dynamic tree can have."""
 MIN_BEAM = 4
 """Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
-LEVEL_FLOOR = 0.35
-"""A level is drafted if a node above it is at least this likely, where the host can ask."""
-NODE_FLOOR = 0.04
-"""A node is kept if it is at least this likely, where the host can ask."""
 LOWEST = -40.0
 """Bound on a log-probability: heads that overflow still give trees."""
 EDGE_COST = 1e-4
 """Keeps a parent's score above its child's where the child is certain."""
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What is too unlikely to be worth its time.
+
+    Attributes:
+        level: A level is drafted if a node above it is at least this likely.
+        node: A node is kept if it is at least this likely.
+    """
+
+    level: float = 0.35
+    node: float = 0.04
 
 
 class HeadsDrafter:
@@ -37,8 +47,8 @@ class HeadsDrafter:
         vocabulary: Both ends of their base.
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
-        host_decides: On a CPU, leave out what is too unlikely to be worth its time; no shape is fixed then.
-        sizes: Says what that is; None = ``Floors``.
+        host_decides: On a CPU, leave out what is below ``floors``; no shape is fixed then.
+        floors: Of dynamic trees.
 
     Raises:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
@@ -51,7 +61,7 @@ class HeadsDrafter:
         nodes: int,
         tree: Tree | None = None,
         host_decides: bool = True,
-        sizes: "Sizes | None" = None,
+        floors: Floors = Floors(),  # noqa: B008
     ) -> None:
         num_heads, output_size = heads.config.num_heads, heads.config.output_size
         if tree is not None:
@@ -62,7 +72,7 @@ class HeadsDrafter:
         device = next(heads.parameters()).device
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
-        best_first = _BestFirst(nodes, depth, width, (sizes or Floors()) if host_decides else None)
+        best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
@@ -137,49 +147,26 @@ class _Shape(Protocol):
         """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
 
 
-class Sizes(Protocol):
-    """How far a dynamic tree grows, where the host sees scores without waiting (a CPU)."""
-
-    def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
-        """How many of a level's candidates get children, at most ``beam``; 0 = the tree ends here."""
-
-    def nodes(self, scores_BM: Tensor, most: int) -> int:
-        """How many of all candidates become the draft, the root among them: 1 to ``most``."""
-
-
-class Floors:
-    """Sizes by fixed probabilities, for a tree budget that was given as a number."""
-
-    def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
-        """See ``Sizes``."""
-        return 0 if float(scores_BC.max()) < math.log(LEVEL_FLOOR) else beam
-
-    def nodes(self, scores_BM: Tensor, most: int) -> int:
-        """See ``Sizes``."""
-        return max(1, min(most, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max())))
-
-
 class _BestFirst:
-    """The best by score, as far as ``sizes`` lets them grow; None = always as far as they can."""
+    """The best by score: always as many as fit, or without those below the floors."""
 
-    def __init__(self, nodes: int, depth: int, width: int, sizes: Sizes | None) -> None:
-        self.depth, self.width, self.sizes = depth, width, sizes
+    def __init__(self, nodes: int, depth: int, width: int, floors: Floors | None) -> None:
+        self.depth, self.width, self._floors = depth, width, floors
         self._beam = max(MIN_BEAM, nodes // 4)
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
         if level + 1 == self.depth:
             return None
-        parents = min(self._beam, scores_BC.shape[1])
-        if self.sizes is not None:
-            parents = self.sizes.parents(level, scores_BC, parents)
-        return scores_BC.topk(parents).indices if parents else None
+        if self._floors is not None and float(scores_BC.max()) < math.log(self._floors.level):
+            return None
+        return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
 
     def choose(self, scores_BM: Tensor) -> Tensor:
         # Every score is below that of the root.
         nodes = min(self.nodes, scores_BM.shape[1])
-        if self.sizes is not None:
-            nodes = self.sizes.nodes(scores_BM, nodes)
+        if self._floors is not None:
+            nodes = max(1, min(nodes, int((scores_BM > math.log(self._floors.node)).sum(-1).max())))
         return scores_BM.topk(nodes).indices.sort(-1).values
 
 

@@ -1,0 +1,219 @@
+"""Tree sizes that nobody gives: on machines of a few lines whose best sizes are known, and on a real base."""
+
+import dataclasses
+import logging
+import math
+import random
+from itertools import zip_longest
+
+import pytest
+import torch
+
+from medusa import MedusaModel
+from medusa.budget.auto import AutoDrafter, AutoNodes
+from medusa.budget.policy import SIZES, SizePolicy
+from medusa.drafters import PlainDrafter
+from medusa.engine.graph import StepGraphs
+from medusa.engine.output import Output
+from medusa.state import DecodeState
+from medusa.tree import Draft
+from tests.medusa.rules import make_rule
+from tests.medusa.tape import Recorder
+
+PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
+FLAT = dict(zip(SIZES, (1.0, 1.02, 1.04, 1.08, 1.1, 1.12, 1.2, 1.4), strict=True))
+KNEE = dict(zip(SIZES, (1.0, 1.05, 1.1, 1.15, 2.0, 2.5, 4.0, 8.0), strict=True))
+STEEP = dict(zip(SIZES, (1.0, 1.9, 3.0, 5.0, 7.0, 9.0, 18.0, 36.0), strict=True))
+"""Seconds of a step by its size."""
+GOOD = dict(zip(SIZES, (0.0, 0.4, 0.55, 0.62, 0.65, 0.67, 0.7, 0.72), strict=True))
+"""How likely each level of a tree is right below a right one, four levels at most."""
+USELESS = dict.fromkeys(SIZES, 0.0)
+
+
+class Machine:
+    """Steps of drafts that are right by chance, on a clock of its own."""
+
+    def __init__(self, seconds, right, batch=1):
+        self.seconds, self.right, self.batch, self.now, self.chance = seconds, right, batch, 0.0, random.Random(0)
+
+    def accepted(self, nodes):
+        depth = 0
+        while depth < min(4, nodes - 1) and self.chance.random() < self.right[nodes]:
+            depth += 1
+        return depth
+
+    def tokens(self, nodes):
+        return sum(1 + self.accepted(nodes) for _ in range(self.batch)) / self.batch
+
+    def speed(self, policy, steps):
+        """Tokens per second of so many steps, and how many of them had each size."""
+        began, emitted, counts = self.now, 0.0, dict.fromkeys(SIZES, 0)
+        for _ in range(steps):
+            nodes = policy.choose()
+            tokens, seconds = self.tokens(nodes), self.seconds[nodes]
+            policy.observe(nodes, tokens, seconds)
+            emitted, self.now, counts[nodes] = emitted + tokens, self.now + seconds, counts[nodes] + 1
+        return emitted / (self.now - began), counts
+
+    def fixed(self, nodes):
+        right = self.right[nodes]
+        return (1 + sum(right**level for level in range(1, 1 + min(4, nodes - 1)))) / self.seconds[nodes]
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("seconds", [FLAT, KNEE, STEEP], ids=["flat", "knee", "steep"])
+@pytest.mark.parametrize("start", [1, 64])
+def test_the_fastest_size_is_found_from_anywhere(seconds, start, batch):
+    machine, policy = Machine(seconds, GOOD, batch), SizePolicy(start, batch)
+    machine.speed(policy, 600)
+    speed, _ = machine.speed(policy, 3000)
+    best = max(machine.fixed(nodes) for nodes in SIZES)
+    assert speed >= 0.9 * best
+
+
+def test_useless_drafts_give_way_to_plain_decoding_at_once():
+    machine, policy = Machine(KNEE, USELESS), SizePolicy(8, 1)
+    speed, _ = machine.speed(policy, 128)
+    assert speed >= 0.93, "plain decoding is 1"
+    speed, counts = machine.speed(policy, 5000)
+    assert speed >= 0.995
+    assert 0 < counts[2] < 100, "tried again, ever more rarely"
+
+
+def test_the_size_follows_the_text():
+    machine, policy = Machine(FLAT, GOOD), SizePolicy(8, 1)
+    machine.speed(policy, 500)
+    machine.right = USELESS
+    machine.speed(policy, 1200)
+    assert policy.size == 1
+    machine.right = GOOD
+    machine.speed(policy, 3000)
+    assert policy.size >= 8
+
+
+def test_the_size_follows_the_machine():
+    """Other work makes larger passes dear; when it has ended, they are taken again."""
+    machine, policy = Machine(KNEE, GOOD), SizePolicy(8, 1)
+    machine.speed(policy, 500)
+    assert policy.size == 8
+    machine.seconds = STEEP
+    machine.speed(policy, 1500)
+    assert policy.size == 1
+    machine.seconds = KNEE
+    machine.speed(policy, 3000)
+    assert policy.size in (4, 8)
+
+
+def test_a_step_that_was_held_up_and_the_first_of_a_size_decide_nothing():
+    policy = SizePolicy(8, 1)
+    policy.observe(8, 2.0, 1000.0)  # compiles
+    for _ in range(11):
+        policy.observe(8, 2.0, 1.0)
+    policy.observe(8, 2.0, 1000.0)  # is held up
+    assert policy.choose() == 1, "plain decoding is tried first"
+    for _ in range(3):
+        policy.observe(1, 1.0, 0.9)
+    assert policy.size == policy.choose() == 8
+
+
+def test_the_first_size_is_one_that_there_is():
+    assert [SizePolicy(start, 1).choose() for start in (0, 1, 3, 9, 100)] == [1, 1, 2, 8, 64]
+
+
+def state_of(base, positions, active):
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randint(base.vocab_size, (2, 40), generator=generator)
+    hidden = torch.randn(2, base.hidden_size, dtype=base.dtype, generator=generator)
+    return DecodeState(
+        history[:, 20], hidden, torch.tensor(active), history, torch.tensor(positions), *[history[:, 0]] * 2
+    )
+
+
+def test_sequences_that_have_ended_are_not_counted(base):
+    now, seen = iter(range(10)), []
+    policy = SizePolicy(8, 2)
+    policy.observe = lambda *observed: seen.append(observed)
+    drafter = AutoDrafter(policy, lambda nodes: PlainDrafter(), 64, lambda: next(now))
+    before = state_of(base, [20, 20], [True, True])
+    drafter.propose(before)
+    drafter.propose(after := dataclasses.replace(before, positions=torch.tensor([20, 23])))
+    assert seen == [(8, 3.0, 1)]
+    drafter.propose(dataclasses.replace(after, history=after.history.clone()))
+    assert len(seen) == 1, "rows have joined, or the cache has grown"
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batch", "single"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("drafter", [None, "heads", "prompt-lookup"])
+def test_text_is_that_of_plain_decoding(model, prompts, options, drafter):
+    options = {"max_new_tokens": 60} | options
+    plain = model.generate(prompts, nodes=1, **options)
+    outputs = [model.generate(prompts, drafter=drafter, **options) for _ in range(2)]
+    assert all([o.tokens for o in out] == [o.tokens for o in plain] for out in outputs)
+    if not options.get("temperature") and len(prompts) == 1:
+        assert sum(o.steps for o in outputs[0]) < sum(o.steps for o in plain), (
+            "the first steps draft, whatever the clock"
+        )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
+def test_heads_that_overflow_change_no_text(base, make_heads, model, value):
+    heads = make_heads()
+    heads.blocks[0].outer.weight.data *= value
+    outputs = MedusaModel(base, heads).generate(PROMPTS, max_new_tokens=40)
+    assert [o.tokens for o in outputs] == [o.tokens for o in model.generate(PROMPTS, max_new_tokens=40, nodes=1)]
+    assert not any(math.isnan(o.tokens_per_step) for o in outputs)
+
+
+def test_streams_that_grow_side_by_side_share_what_is_learned(base, make_heads):
+    model = MedusaModel(base, make_heads())
+    options = {"max_new_tokens": 60, "drafter": "heads", "logit_bias": {0: -100.0}}
+    streams = [model.stream(prompt, **options) for prompt in PROMPTS[:2]]
+    for _ in zip_longest(*streams):
+        pass
+    (policy,) = model.drafters._auto._policies.values()
+    assert 8 in policy._speeds and 1 in policy._speeds
+
+
+class Named:
+    recordable = True
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def propose(self, state):
+        return Draft.chain(state.roots[:, None])
+
+
+def test_where_shapes_are_fixed_a_whole_completion_has_one_size():
+    """Completions count as their steps do; drafters are told apart even if they are made anew each time."""
+    auto, rule = AutoNodes("cpu"), make_rule(None)
+    machine = Machine(STEEP, USELESS)
+    sizes = []
+    for _ in range(40):
+        drafter = auto.for_completion("heads", 1, rule, Named)
+        sizes.append(drafter.nodes)
+        steps = 50
+        seconds = steps * machine.seconds[drafter.nodes]
+        auto.observe(drafter, rule, 1, Output(0, tokens=[0] * steps, steps=steps, seconds=seconds))
+    assert sizes[0] == 8
+    assert sizes.count(1) >= 28
+    assert set(sizes[-4:]) <= {1, 2}
+
+
+def test_recorded_steps_choose_their_size_too(base, make_heads, caplog):
+    model, plain = MedusaModel(base, make_heads(), StepGraphs(base, Recorder())), MedusaModel(base)
+    with caplog.at_level(logging.INFO, "medusa.budget.auto"):
+        outputs = [model.generate([5, 6, 7], max_new_tokens=20) for _ in range(3)]
+    expected = plain.generate([5, 6, 7], max_new_tokens=20).tokens
+    assert [output.tokens for output in outputs] == [expected] * 3
+    assert "nodes auto for hybrid, batch of 1: 8 now" in caplog.text
+
+
+def test_what_auto_means_is_always_said(base, make_heads):
+    assert MedusaModel(base).explain_nodes() == "nodes auto: 1, plain decoding"
+    model = MedusaModel(base, make_heads())
+    assert model.explain_nodes() == "nodes auto for hybrid, batch of 1: 8 now, tried anew as it runs"
+    model.generate([5, 6, 7], max_new_tokens=60, logit_bias={0: -100.0})
+    assert "(tokens per second by size: 1: " in model.explain_nodes()
+    assert "so that a seed gives the same text again" in model.explain_nodes("heads-sampled")
