@@ -61,7 +61,7 @@ class HeadsDrafter:
         nodes: int,
         tree: Tree | None = None,
         host_decides: bool = True,
-        floors: Floors = Floors(),  # noqa: B008
+        floors: Floors = Floors(),
     ) -> None:
         num_heads, output_size = heads.config.num_heads, heads.config.output_size
         if tree is not None:
