@@ -12,9 +12,10 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from medusa import MedusaModel
+from medusa import BaseModel, MedusaModel
+from medusa.base import smollm2
 from serve.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
@@ -72,6 +73,12 @@ class Timing:
     def speedup_over(self, baseline: "Timing") -> float:
         """Median over the rounds of the ratio of both speeds in the same round."""
         return median(ours / theirs for ours, theirs in zip(self.rates, baseline.rates, strict=True))
+
+
+def unpacked_copy(base: BaseModel) -> PreTrainedModel:
+    """The weights of a base that was loaded by name once more, in transformers' own layers with its own attention."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype)
+    return model.to(base.device).eval()
 
 
 def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
