@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa import BaseModel, MedusaModel
 from medusa.base import smollm2
+from medusa.drafters import Drafter
 from serve.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
@@ -95,7 +96,7 @@ def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
 
 
 def medusa_engine(
-    model: MedusaModel, max_new_tokens: int, nodes: int | None = None, drafter: str | None = None
+    model: MedusaModel, max_new_tokens: int, nodes: int | None = None, drafter: str | Drafter | None = None
 ) -> Engine:
     """Our decoding, greedy; ``nodes=1`` is plain decoding."""
 

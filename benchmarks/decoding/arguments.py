@@ -7,7 +7,6 @@ from data.arguments import at_least
 from medusa.sampling import GREEDY_DRAFTERS
 from serve.chat import ATTENTION
 
-TREE_HELP = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
@@ -87,7 +86,8 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="FILE", help="where the trace goes")
     add("--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, sized by what steps cost)")
     add("--drafter", choices=GREEDY_DRAFTERS, help="what guesses (default: heads, as replay drafts)")
-    add("--tree", metavar="FILE", help=TREE_HELP)
+    text = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
+    add("--tree", metavar="FILE", help=text)
 
 
 def _add_tree(command: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ def check_trees(base: BaseModel, name: str | None = None) -> None:
         raise ValueError(f"base ({name or base.name}) does not verify trees, see above; name another with --base")
 
 
-def prompts(options: argparse.Namespace, model: MedusaModel, count: int) -> list[list[int]]:
+def named_prompts(options: argparse.Namespace, model: MedusaModel, count: int) -> list[list[int]]:
     """Token ids of the first ``count`` prompts, or of fewer where there are fewer."""
     if options.prompts == "heldout":
         return embedded_prompts(model, "heldout", count)

@@ -33,28 +33,13 @@ def parser(quick: bool) -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/study-quick" if quick else "runs/study"), help="directory of the study")
     add("--recipe", type=Path, default=Path(RECIPE), metavar="FILE", help="recipe that all designs share")
     add("--base", metavar="NAME", help="directory or Hub id of the base; default: the recipe's")
-    add(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="train.jsonl and heldout.jsonl, made (as train/) where missing; default: OUT/data",
-    )
-    add(
-        "--variants",
-        type=Path,
-        default=DEFAULT,
-        metavar="FILE",
-        help="designs: name -> recipe keys, the baseline first",
-    )
+    text = "train.jsonl and heldout.jsonl, made (as train/) where missing; default: OUT/data"
+    add("--data", type=Path, metavar="DIR", help=text)
+    text = "designs: name -> recipe keys, the baseline first"
+    add("--variants", type=Path, default=DEFAULT, metavar="FILE", help=text)
     add("--only", nargs="+", default=(), metavar="NAME", help="only these designs, and the baseline")
-    add(
-        "--nodes",
-        type=at_least(2),
-        nargs="+",
-        default=QUICK_NODES if quick else NODES,
-        metavar="N",
-        help="sizes of dynamic trees",
-    )
+    nodes = QUICK_NODES if quick else NODES
+    add("--nodes", type=at_least(2), nargs="+", default=nodes, metavar="N", help="sizes of dynamic trees")
     add("--processes", type=at_least(1), default=2, help="runs at a time; they share the cores")
     add("--compile", action="store_true", help="measure speed with the base's pass compiled")
     add("--quick", action="store_true", help="try everything in minutes; its figures mean nothing")

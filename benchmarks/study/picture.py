@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 
 BLACK, GRID = "#222222", "#e6e8eb"
 COLOURS = ("#2864a8", "#e08a1e", "#3a8f4d", "#8a4fa3", "#a83232", "#1a9aa0", "#b0568a", "#7a6a2f", "#5b6fd0", "#555555")
-LABEL_GAP = 0.045
-"""Smallest distance of two labels / height of the field."""
 SHIFT = 0.03
 """Distance of the error bars of two lines, in ticks."""
 Points = Sequence[tuple[float, float, float, float]]
@@ -83,8 +81,7 @@ def _draw(
             _lines(axes, lines, doubling)
             axes.set_title(title, fontsize=10.5)
             axes.set_xlabel(below)
-        for axes, lines in zip(row[0], fields.values(), strict=True):
-            _name_lines(axes, lines)  # the scale, which all fields have a part in, is known now
+            _name_lines(axes, lines)
         row[0][0].set_ylabel(beside)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
@@ -105,7 +102,7 @@ def _lines(axes: Axes, lines: Mapping[str, Points], doubling: bool) -> None:
         below = [max(0.0, v - least) for v, least in zip(value, low, strict=True)]
         above = [max(0.0, most - v) for v, most in zip(value, high, strict=True)]
         axes.errorbar(
-            moved, value, [below, above], color=_colour(name, lines), linestyle="-" if number else "--",
+            moved, value, [below, above], label=name, color=_colour(name, lines), linestyle="-" if number else "--",
             marker="o" if len(x) > 1 else "D", markersize=3.5 if len(x) > 1 else 6, linewidth=1.4, elinewidth=0.8,
         )  # fmt: skip
     axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -113,38 +110,14 @@ def _lines(axes: Axes, lines: Mapping[str, Points], doubling: bool) -> None:
 
 
 def _name_lines(axes: Axes, lines: Mapping[str, Points]) -> None:
-    """Write each name and last value beside the end of its line, moved apart where they would overlap."""
-    low, high = axes.get_ylim()
-    ends = sorted((points[-1][1], name) for name, points in lines.items())
-    heights = spread([(value - low) / (high - low) for value, _ in ends], LABEL_GAP)
-    for (value, name), height in zip(ends, heights, strict=True):
-        text, place = f"{value:.2f}  {name}", (1.02, height)
-        axes.annotate(text, place, xycoords="axes fraction", va="center", color=_colour(name, lines), fontsize=9)
+    """A legend beside the field: names with their last values, the highest one first."""
+    ends = {name: points[-1][1] for name, points in lines.items()}
+    drawn = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda line: -ends[line[1]])
+    labels = [f"{ends[name]:.2f}  {name}" for _, name in drawn]
+    axes.legend([line for line, _ in drawn], labels, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def _colour(name: str, lines: Mapping[str, Points]) -> str:
     """The baseline, which is the first line, is black, and so is its static tree."""
     place = list(lines).index(name)
     return BLACK if place == 0 or len(lines[name]) == 1 else COLOURS[(place - 1) % len(COLOURS)]
-
-
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights from 0 to 1, moved as little as it takes to stand ``gap`` apart."""
-    groups: list[list[float]] = []  # sum of heights, number of members
-    for height in heights:
-        groups.append([height, 1.0])
-        while len(groups) > 1 and _top(groups[-2], gap) + gap > _bottom(groups[-1], gap):
-            total, count = groups.pop()
-            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
-    return [_bottom(group, gap) + place * gap for group in groups for place in range(int(group[1]))]
-
-
-def _bottom(group: Sequence[float], gap: float) -> float:
-    """Height of the lowest member: the group stands around the mean of where its members were, inside the field."""
-    total, count = group
-    length = (count - 1) * gap
-    return max(0.0, min(total / count - length / 2, 1.0 - length))
-
-
-def _top(group: Sequence[float], gap: float) -> float:
-    return _bottom(group, gap) + (group[1] - 1) * gap

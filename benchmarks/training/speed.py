@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,18 +28,6 @@ MEDUSA = {
 ORIGINAL_WAY = "original way"
 
 
-class Epochs(Protocol):
-    """A trainer that goes through its data again and again."""
-
-    positions: int
-    """Tokens that the base reads per epoch, padding included."""
-    trained: int
-    """Parameters that are trained."""
-
-    def __call__(self) -> int:
-        """Train one epoch; returns its supervised tokens."""
-
-
 class OurEpochs:
     """The trainer of a recipe; an epoch is rounded up to whole steps.
 
@@ -48,6 +36,10 @@ class OurEpochs:
         overrides: dotted key -> value, as on the command line.
         workers: this process.
         run: a fresh directory.
+
+    Attributes:
+        positions: tokens that the base reads per epoch, padding included.
+        trained: parameters that are trained.
     """
 
     def __init__(self, recipe: str, overrides: Overrides, workers: Workers, run: Path) -> None:
@@ -58,7 +50,7 @@ class OurEpochs:
         self.trained = sum(value.numel() for value in self.trainer.engine.full_state().values())
 
     def __call__(self) -> int:
-        """Train one epoch."""
+        """Train one epoch; returns its supervised tokens."""
         return sum(self.trainer.train_step()["useful_tokens"] for _ in range(self.steps))
 
 
@@ -69,6 +61,8 @@ class OriginalEpochs:
         ours: its recipe names base, dtype, data, length and number of heads.
         to_longest: pad to the longest conversation of a micro-batch instead of the recipe's row length.
         micro_batch: conversations per forward pass.
+
+    Attributes: as those of ours.
     """
 
     def __init__(self, ours: OurEpochs, to_longest: bool, micro_batch: int) -> None:
@@ -86,7 +80,7 @@ class OriginalEpochs:
         self.trained = sum(parameter.numel() for parameter in self._trainer.parameters)
 
     def __call__(self) -> int:
-        """Train one epoch."""
+        """Train one epoch; returns its supervised tokens."""
         for micro_batches in self._steps:
             self._trainer.step(micro_batches)
         return self._tokens
@@ -112,7 +106,7 @@ def measure_speed(
     as_is = OurEpochs(recipe, overrides, workers, scratch / "recipe")
     shared = {**overrides, **MEDUSA}
     own = {**shared, "engine.precision": "auto", "heads.own_lm_heads": "true"}  # as the original's way, by autocast
-    epochs: dict[str, Epochs] = {
+    epochs: dict[str, OurEpochs | OriginalEpochs] = {
         ORIGINAL_WAY: OriginalEpochs(as_is, False, micro_batch),
         "original way, padded to the longest": OriginalEpochs(as_is, True, micro_batch),
         "ours, the original's heads": OurEpochs(recipe, own, workers, scratch / "own"),

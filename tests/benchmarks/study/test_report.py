@@ -1,6 +1,5 @@
 """The report of evaluations that are written by hand."""
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,21 +77,3 @@ def test_pictures_are_drawn(speed: dict[str, Any], tmp_path: Path) -> None:
         : 2 + bool(speed)
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize(
-    ("heights", "expected"),
-    [
-        ([0.1, 0.5], [0.1, 0.5]),
-        ([0.5, 0.5], [0.45, 0.55]),
-        ([0.5, 0.5, 0.58], [0.4267, 0.5267, 0.6267]),
-        ([0.0, 0.0, 0.1], [0.0, 0.1, 0.2]),
-        ([0.9, 0.99, 1.0], [0.8, 0.9, 1.0]),
-        ([], []),
-    ],
-)
-def test_labels_stand_apart_near_their_places(heights: Sequence[float], expected: Sequence[float]) -> None:
-    from benchmarks.study.picture import spread
-
-    assert spread(heights, 0.1) == pytest.approx(expected, abs=1e-4)
