@@ -119,9 +119,9 @@ train() {
 
 # Without a network there may be no .venv: then the machine's own Python runs it, with its own torch.
 gpu_check() {
-    case " $* " in *" --pack "*) run -m serve.gpu_check "$@" ;; esac
+    case " $* " in *" --pack "*) run -m benchmarks.gpu "$@" ;; esac
     if [ -z "${MEDUSA_PYTHON:-}" ] && ! ready; then PY=$(find_python); fi
-    exec "$PY" -m serve.gpu_check "$@"
+    exec "$PY" -m benchmarks.gpu "$@"
 }
 
 cd "$ROOT"
@@ -135,11 +135,11 @@ case $command in
     data) run -m data "$@" ;;
     train) train "$@" ;;
     report) run -m train.report "$@" ;;
-    study) run -m train.study "$@" ;;
+    study) run -m benchmarks.study "$@" ;;
     chat) run -m serve.chat "$@" ;;
     export) run -m medusa "$@" ;;
-    bench) run -m serve.bench "$@" ;;
-    bench-train) run -m train.bench "$@" ;;
+    bench) run -m benchmarks.decoding "$@" ;;
+    bench-train) run -m benchmarks.training "$@" ;;
     gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

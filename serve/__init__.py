@@ -1,1 +1,1 @@
-"""Services on top of the ground floor: the chat in the terminal, the server, the benchmarks."""
+"""Services on top of the ground floor: the chat in the terminal and the demo."""

@@ -12,9 +12,11 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from medusa import MedusaModel
+from medusa import BaseModel, MedusaModel
+from medusa.base import smollm2
+from medusa.drafters import Drafter
 from serve.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
@@ -74,6 +76,12 @@ class Timing:
         return median(ours / theirs for ours, theirs in zip(self.rates, baseline.rates, strict=True))
 
 
+def unpacked_copy(base: BaseModel) -> PreTrainedModel:
+    """The weights of a base that was loaded by name once more, in transformers' own layers with its own attention."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype)
+    return model.to(base.device).eval()
+
+
 def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
     """transformers' own ``generate``, greedy, as anyone would call it."""
 
@@ -88,7 +96,7 @@ def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
 
 
 def medusa_engine(
-    model: MedusaModel, max_new_tokens: int, nodes: int | None = None, drafter: str | None = None
+    model: MedusaModel, max_new_tokens: int, nodes: int | None = None, drafter: str | Drafter | None = None
 ) -> Engine:
     """Our decoding, greedy; ``nodes=1`` is plain decoding."""
 

@@ -6,8 +6,15 @@ from typing import Any
 import torch
 
 from medusa import MedusaModel
-from serve.bench.shapes import unpacked_copy
-from serve.compare import Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.compare import (
+    Timing,
+    compare,
+    identical,
+    medusa_engine,
+    repeated_share,
+    transformers_engine,
+    unpacked_copy,
+)
 from serve.labels import LABELS
 
 SAMPLE_CHARACTERS = 60
@@ -32,7 +39,7 @@ def measure(
     """
     base = model.base
     engines = {
-        "transformers": transformers_engine(unpacked_copy(base, shape=None), new_tokens),
+        "transformers": transformers_engine(unpacked_copy(base), new_tokens),
         "plain": medusa_engine(model, new_tokens, nodes=1),
         **{name: medusa_engine(model, new_tokens, drafter=name) for name in LABELS},
     }

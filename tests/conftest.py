@@ -1,5 +1,7 @@
 """Small random bases in real architectures, made on the spot: no download, a byte tokenizer, a second at most."""
 
+import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    """No test changes the environment of the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
@@ -92,3 +103,21 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
 def model(base: BaseModel, make_heads: Callable[..., DraftHeads]) -> MedusaModel:
     """The base with three random heads, which know nothing of other tests' completions."""
     return MedusaModel(base, make_heads())
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 conversations whose answers repeat, so that heads have something to learn."""
+    return _conversations(tmp_path_factory.mktemp("samples") / "train.jsonl", range(64))
+
+
+@pytest.fixture(scope="session")
+def heldout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 others of their kind."""
+    return _conversations(tmp_path_factory.mktemp("heldout") / "heldout.jsonl", range(64, 128))
+
+
+def _conversations(path: Path, numbers: range) -> Path:
+    records = [{"prompt": f"say {n}", "response": f"{n} " * (3 + n % 7) + "abcdefgh " * 3} for n in numbers]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path

@@ -200,7 +200,7 @@ def test_train_on_several_machines(clone):
 
 def test_gpu_check_without_a_venv_uses_the_machines_python(clone):
     assert clone.launch("gpu-check", "--limit", "9").returncode == 0
-    assert clone.calls("-m serve.gpu_check") == ["-m serve.gpu_check --limit 9"]
+    assert clone.calls("-m benchmarks.gpu") == ["-m benchmarks.gpu --limit 9"]
     assert not clone.calls(" pip --disable")
     assert not (clone.root / ".venv").exists()
 

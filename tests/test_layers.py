@@ -13,6 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 GROUND_FLOOR = {"medusa", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tqdm"}
 GROUND_FLOOR |= {"jinja2"}  # transformers cannot render a chat template without it
+PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
 OPTIONAL = {"flash_attn", "peft", "triton"}
 
 
@@ -45,7 +46,7 @@ def test_console_script_has_its_function(script, target):
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, script
 
 
-@pytest.mark.parametrize("package", ["medusa", "data", "train", "serve"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_package_is_typed_and_regular(package):
     assert (ROOT / package / "py.typed").exists()
     assert (ROOT / package / "__init__.py").exists()
@@ -65,7 +66,7 @@ def imported_files(source: Path, files: dict[str, Path]):
 
 
 def test_no_circle_of_files():
-    sources = [source for package in ("medusa", "data", "train", "serve") for source in (ROOT / package).rglob("*.py")]
+    sources = [source for package in PACKAGES for source in (ROOT / package).rglob("*.py")]
     files = {
         ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): source for source in sources
     }

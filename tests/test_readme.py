@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-PACKAGES = ("medusa", "data", "train", "serve")
+PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
 
 MADE_BY_RUNNING = ("runs/", ".venv/", ".cache/", "wandb/")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -27,7 +27,6 @@ from medusa.attention.hook import tree_attention
 from medusa.attention.spans import Span
 from medusa.attention.trial import LayerShape, layer_shapes, try_out
 from medusa.tree import Draft
-from serve.bench.attention import least_work
 from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make
 from tests.medusa.test_conformance import tiny
 
@@ -304,14 +303,6 @@ def test_a_backend_whose_package_is_missing_is_refused(monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", "medusa.attention.no_such_module:TritonAttention")
     with pytest.raises(BackendUnavailableError, match=r"cannot be imported.*; install its package or choose another"):
         choose("triton", torch.device("cuda"), torch.float32)
-
-
-def test_least_work_counts_every_row_once():
-    lengths, nodes, heads, kv_heads, dim, dim_v = [3, 0], 2, 4, 2, 8, 6
-    key_rows = [length + nodes for length in lengths]
-    traffic = sum(rows * kv_heads * (dim + dim_v) for rows in key_rows) + 2 * nodes * heads * (dim + dim_v)
-    flops = sum(2 * heads * nodes * rows * (dim + dim_v) for rows in key_rows)
-    assert least_work(lengths, nodes, heads, kv_heads, dim, dim_v, itemsize=2) == (2 * traffic, flops)
 
 
 def test_masks_are_built_once_and_only_where_asked_for():

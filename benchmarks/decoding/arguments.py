@@ -1,0 +1,212 @@
+"""The command line of ``medusa-bench``; flags that other commands have too mean the same there."""
+
+import argparse
+
+from data import EMBEDDED
+from data.arguments import at_least
+from medusa.sampling import GREEDY_DRAFTERS
+from serve.chat import ATTENTION
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
+EPILOG = """\
+OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
+
+  medusa-bench compare --compile
+  medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
+  medusa-bench replay --shape llama-1b --nodes 16
+  medusa-bench tree --heads runs/demo/heads --keep 16 --out tree.json --picture tree.png
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands."""
+    parser = argparse.ArgumentParser(
+        prog="medusa-bench",
+        description="What a decode step costs on this machine, beside what it could cost at best.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{compare,step,replay,trace,tree,nodes,attention}"
+    )
+    for name, text, add_flags in (
+        ("compare", "every drafter of trained heads beside plain decoding and transformers", _add_compare),
+        ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
+        ("replay", "a recorded acceptance trace, forced through the real step of any shape", _add_replay),
+        ("trace", "record the acceptance of trained heads, for replay", _add_trace),
+        ("tree", "the best static trees for trained heads, beside dynamic ones", _add_tree),
+        ("attention", "attention of one layer per backend, beside the memory's bound", _add_attention),
+        ("nodes", "trees sized by measured costs, beside fixed sizes and plain decoding", _add_nodes),
+    ):
+        add_flags(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+    return parser
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--heads", metavar="DIR", help="directory of trained heads (default: those of smollm2)")
+    add("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    text = "a question file of Spec-Bench or MT-bench, with --count questions of each category"
+    add("--questions", metavar="FILE", help=f"{text} (default: held-out prompts of the repository)")
+    _add_lengths(command, count=24)
+    _add_rounds(command, rounds=3)
+    add("--compile", action="store_true", help="compile the base's pass (default: off)")
+    _add_place(command)
+    _add_json(command)
+
+
+def _add_step(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_subject(command)
+    _add_heads(command)
+    _add_sizes(command, "; 1 is always among them")
+    text = "also time transformers generate on an unpacked copy of the weights (twice the memory)"
+    add("--baseline", action="store_true", help=text)
+    add("--profile", action="store_true", help="also say where the time of a plain step goes")
+    text = "also watch the memory over N more steps of the largest tree (default: off)"
+    add("--memory-steps", type=at_least(10), default=0, metavar="N", help=text)
+    _add_measuring(command, rounds=10)
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_subject(command)
+    _add_heads(command)
+    add("--trace", metavar="FILE", help="made by medusa-bench trace (default: one of the embedded base's heads)")
+    text = "tree size with the root (default: 16 on a CPU, 64 on a GPU)"
+    add("--nodes", type=at_least(2), metavar="N", help=text)
+    add("--steps", type=at_least(1), default=64, metavar="N", help="steps per measurement (default: %(default)s)")
+    _add_measuring(command, rounds=3)
+
+
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_answers(command, count=8)
+    add("--out", required=True, metavar="FILE", help="where the trace goes")
+    add("--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, sized by what steps cost)")
+    add("--drafter", choices=GREEDY_DRAFTERS, help="what guesses (default: heads, as replay drafts)")
+    text = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
+    add("--tree", metavar="FILE", help=text)
+
+
+def _add_tree(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_answers(command, count=24)
+    text = (
+        "count how often the heads are right in the answers to N more prompts (default: the calibration beside the"
+        " heads; where there is none, as many prompts as --count)"
+    )
+    add("--calibrate", type=at_least(1), metavar="N", help=text)
+    text = "tree sizes with the root (default: 1,4,8,16,32,64)"
+    add("--nodes", type=_numbers, default=[1, 4, 8, 16, 32, 64], metavar="N,...", help=text)
+    text = "size of the tree that is drawn and written (default: the largest)"
+    add("--keep", type=at_least(1), metavar="N", help=text)
+    add("--out", metavar="FILE", help="also write that tree there, for --tree")
+    _add_report(command)
+    command.set_defaults(shape=None)
+
+
+def _add_attention(command: argparse.ArgumentParser) -> None:
+    _add_subject(command)
+    _add_sizes(command)
+    _add_measuring(command, rounds=10)
+
+
+def _add_nodes(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_place(command)
+    _add_heads(command)
+    add("--heads", metavar="DIR", help="trained heads (default: random ones for --base, which are useless)")
+    text = "embedded, a directory or a Hub id (default: what the heads name, or embedded)"
+    add("--base", metavar="NAME", help=text)
+    add("--nodes", type=_numbers, default=[4, 8, 16, 32], metavar="N,...", help="fixed sizes (default: 4,8,16,32)")
+    add("--drafter", choices=GREEDY_DRAFTERS, default="hybrid", help="what guesses (default: %(default)s)")
+    _add_lengths(command, count=8)
+    _add_rounds(command, rounds=5)
+    add("--seed", type=int, default=0, help="of random heads (default: %(default)s)")
+    _add_json(command)
+    command.set_defaults(shape=None, picture=None)
+
+
+def _add_answers(command: argparse.ArgumentParser, count: int) -> None:
+    """Which trained heads answer what."""
+    add = command.add_argument
+    add("--heads", required=True, metavar="DIR", help="directory of trained heads")
+    add("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    text = "JSON lines of prompts or conversations, or heldout: the standard library (default: %(default)s)"
+    add("--prompts", default="heldout", metavar="FILE", help=text)
+    _add_lengths(command, count)
+    _add_place(command)
+
+
+def _add_lengths(command: argparse.ArgumentParser, count: int) -> None:
+    """How much is answered."""
+    add = command.add_argument
+    text = "prompts that are answered (default: %(default)s)"
+    add("--count", type=at_least(1), default=count, metavar="N", help=text)
+    text = "tokens per answer (default: %(default)s)"
+    add("--max-new-tokens", type=at_least(1), default=128, metavar="N", help=text)
+
+
+def _add_sizes(command: argparse.ArgumentParser, note: str = "") -> None:
+    text = f"tree sizes with the root{note} (default: powers of two up to 128)"
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128]
+    command.add_argument("--nodes", type=_numbers, default=sizes, metavar="N,...", help=text)
+
+
+def _add_subject(command: argparse.ArgumentParser) -> None:
+    """Which base is measured."""
+    add = command.add_mutually_exclusive_group().add_argument
+    text = "embedded, smollm2, a directory or a Hub id (default: %(default)s)"
+    add("--base", default=EMBEDDED, metavar="NAME", help=text)
+    text = "random weights of a known shape instead, as qwen3-0.6b, llama-1b, llama-8b"
+    add("--shape", metavar="NAME", help=text)
+    _add_place(command)
+
+
+def _add_heads(command: argparse.ArgumentParser) -> None:
+    """What a whole step needs; heads have random weights, since only their shape takes time."""
+    add = command.add_argument
+    add("--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)")
+    text = "LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)"
+    add("--int8", action="store_true", help=text)
+    add("--compile", action="store_true", help="compile the base's pass (default: off)")
+    add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
+    text = "heads, the depth of trees (default: %(default)s)"
+    add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)
+    add("--feature-layers", type=at_least(0), default=0, metavar="N", help="layers that heads read (default: none)")
+
+
+def _add_place(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: %(default)s)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)")
+
+
+def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
+    add = command.add_argument
+    add("--batch", type=_numbers, default=[1], metavar="B,...", help="sequences decoded together (default: 1)")
+    text = "cached tokens of each sequence (default: %(default)s)"
+    add("--context", type=at_least(1), default=512, metavar="L", help=text)
+    _add_rounds(command, rounds)
+    add("--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)")
+    _add_report(command)
+
+
+def _add_rounds(command: argparse.ArgumentParser, rounds: int) -> None:
+    text = "measured repetitions; medians count (default: %(default)s)"
+    command.add_argument("--rounds", type=at_least(1), default=rounds, metavar="N", help=text)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="also write the report there")
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    command.add_argument("--picture", metavar="FILE", help="also draw it, as PNG")
+
+
+def _numbers(text: str) -> list[int]:
+    return sorted({at_least(1)(part.strip()) for part in text.split(",")})

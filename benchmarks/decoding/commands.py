@@ -1,0 +1,168 @@
+"""The commands of ``medusa-bench``: from flags to a report."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig
+
+from benchmarks.decoding.inputs import check_trees, describe, given_dtype, named_prompts, trained, with_random_heads
+from benchmarks.decoding.nodes import measure_nodes
+from benchmarks.decoding.report import publish
+from benchmarks.decoding.tree import describe_tree, measure_trees
+from benchmarks.machine import choose_device
+from benchmarks.replay.replay import CPU_NODES, GPU_NODES, measure_replay
+from benchmarks.replay.trace import EMBEDDED_TRACE, load_trace, record, save_trace
+from benchmarks.step.attention import measure_attention
+from benchmarks.step.baseline import TOKENS, measure_baseline
+from benchmarks.step.inside import profile_steps, watch_memory
+from benchmarks.step.rig import Rig, room_for
+from benchmarks.step.shapes import random_model, shape_config
+from benchmarks.step.step import measure_steps
+from data import EMBEDDED, resolve_base_name, shipped_heads
+from data.prompts import embedded_prompts
+from medusa import BaseModel, DraftHeads, MedusaModel, load_tree
+from medusa.base import smollm2
+from medusa.base.model import choose_dtype
+from medusa.budget.calibrate import calibrate
+from medusa.budget.tree_search import grow_tree
+from medusa.files import write_json
+from medusa.io.tree_file import save_tree
+from serve.compare import unpacked_copy
+from serve.demo_report import show, show_kinds
+from serve.figures import measure
+from serve.questions import chat_questions, file_questions
+
+
+def _compare(options: argparse.Namespace) -> None:
+    options.heads = options.heads or shipped_heads("smollm2")
+    model = trained(options, compiled=options.compile)
+    if options.questions:
+        prompts, kinds = file_questions(model, options.questions, options.count)
+    else:
+        prompts, kinds = chat_questions(model, options.count)
+    figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens)
+    if options.json:
+        write_json(Path(options.json), figures)
+    show(model.base.name, figures)
+    show_kinds(figures)
+
+
+def _step(options: argparse.Namespace) -> None:
+    base, heads = with_random_heads(options)
+    figures = measure_steps(base, heads, options.nodes, options.batch, options.context, options.rounds, options.seed)
+    figures |= describe(options, base)
+    if options.profile or options.memory_steps:
+        nodes = max(options.nodes)
+        room = room_for(nodes, heads.config.num_heads)
+        rig = Rig(base, heads, options.batch[0], options.context, room, options.seed)
+        if options.profile:
+            figures["profile"] = profile_steps(rig.stepper(rig.drafter(1)), base.device)
+        if options.memory_steps:
+            stepper = rig.stepper(rig.drafter(nodes))
+            figures["memory"] = watch_memory(stepper, options.memory_steps, base.device)
+    if options.baseline:
+        figures["baseline"] = _baseline(options, base, heads)
+    publish(options, base.device, base.dtype, figures)
+
+
+def _baseline(options: argparse.Namespace, base: BaseModel, heads: DraftHeads) -> list[dict[str, Any]]:
+    if options.shape:
+        model = random_model(shape_config(options.shape), base.dtype, base.device, options.seed)
+    else:
+        model = unpacked_copy(base)
+    room = room_for(1, 0, TOKENS)
+    rigs = (Rig(base, heads, batch, options.context, room, options.seed) for batch in options.batch)
+    return [measure_baseline(rig, model, options.rounds) for rig in rigs]
+
+
+def _replay(options: argparse.Namespace) -> None:
+    trace = load_trace(options.trace or EMBEDDED_TRACE)
+    base, heads = with_random_heads(options)
+    nodes = options.nodes or (CPU_NODES if base.device.type == "cpu" else GPU_NODES)
+    rows = [
+        measure_replay(base, heads, trace, nodes, batch, options.context, options.steps, options.rounds, options.seed)
+        for batch in options.batch
+    ]
+    figures = {
+        "label": "replay",
+        **describe(options, base),
+        "context": options.context,
+        "graph": all(row["graph"] for row in rows),
+        "trace": trace.provenance | {"tokens_per_step": round(trace.tokens_per_step, 4), "steps": len(trace.emitted)},
+        "rows": rows,
+    }
+    publish(options, base.device, base.dtype, figures)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    tree = load_tree(options.tree) if options.tree else None
+    model = trained(options)
+    prompts = named_prompts(options, model, options.count)
+    drafter = options.drafter if tree or options.drafter else "heads"
+    trace = record(model, prompts, options.max_new_tokens, options.nodes, drafter, tree)
+    save_trace(trace, options.out)
+    print(f"{len(trace.emitted)} steps, {trace.tokens_per_step:.3f} tokens per step: {options.out}")
+
+
+def _tree(options: argparse.Namespace) -> None:
+    model = trained(options)
+    check_trees(model.base)
+    known = model.calibration if options.calibrate is None else None
+    wanted = options.count + (0 if known else options.calibrate or options.count)
+    prompts = named_prompts(options, model, wanted)
+    measured, others = prompts[: options.count], prompts[options.count :]
+    if not known and not others:
+        raise ValueError(
+            f"prompts ({options.prompts}) are all measured and none is left to calibrate on; lower --count"
+        )
+    calibration = known or calibrate(model, others, options.max_new_tokens, options.prompts)
+    grown = grow_tree(calibration.accuracies, options.keep or max(options.nodes))
+    details = describe_tree(grown, calibration)
+    if options.out:
+        save_tree(grown.tree, options.out, details)
+    sizes = tqdm(options.nodes, desc="tree sizes", unit="size", leave=False)
+    figures = {
+        "base": "/".join(Path(model.base.name).parts[-2:]),
+        "heads": calibration.provenance.get("heads", options.heads),
+        "source": options.prompts,
+        "prompts": len(measured),
+        "max_new_tokens": options.max_new_tokens,
+        "rows": measure_trees(model, calibration, measured, options.max_new_tokens, sizes),
+        "tree": {"nodes": grown.tree.nodes, "depth": grown.tree.depth, "paths": grown.tree.paths, **details},
+    }
+    publish(options, model.base.device, model.base.dtype, figures)
+
+
+def _nodes(options: argparse.Namespace) -> None:
+    if options.heads:
+        model = trained(options, attention=options.attention, compiled=options.compile, int8=options.int8)
+    else:
+        options.base = options.base or EMBEDDED
+        model = MedusaModel(*with_random_heads(options))
+    prompts = embedded_prompts(model, "heldout", options.count)
+    sizes = (options.nodes, options.drafter, options.max_new_tokens, options.rounds)
+    figures = describe(options, model.base) | measure_nodes(model, prompts, *sizes)
+    figures["heads"] = options.heads or figures["heads"]
+    options.base = model.base.name
+    publish(options, model.base.device, model.base.dtype, figures)
+
+
+def _attention(options: argparse.Namespace) -> None:
+    device = choose_device(options.device)
+    name = options.shape or resolve_base_name(options.base)
+    try:
+        config = shape_config(name) if options.shape else AutoConfig.from_pretrained(smollm2.locate(name))
+    except OSError as error:
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; name another with --base") from error
+    dtype = given_dtype(options) or choose_dtype(torch.bfloat16, device)
+    sizes = (options.nodes, options.batch, options.context, options.rounds, options.seed)
+    publish(options, device, dtype, measure_attention(config.get_text_config(), dtype, device, *sizes))
+
+
+COMMANDS = {
+    "compare": _compare,
+    "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "nodes": _nodes, "attention": _attention,
+}  # fmt: skip

@@ -1,0 +1,81 @@
+"""What the flags of ``medusa-bench`` name: bases, heads, prompts."""
+
+import argparse
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.machine import choose_device
+from benchmarks.step.shapes import random_base, random_heads, shape_config
+from data import resolve_base_name
+from data.prompts import embedded_prompts, file_prompts
+from medusa import BaseModel, DraftHeads, MedusaModel
+from medusa.loading.self_test import choose_decoding, compile_base
+
+
+def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
+    """The type of the weights, None = auto."""
+    return None if options.dtype == "auto" else getattr(torch, options.dtype)
+
+
+def trained(options: argparse.Namespace, **how: Any) -> MedusaModel:
+    """Trained heads with their base."""
+    disable_progress_bar()
+    return MedusaModel.from_pretrained(
+        options.heads,
+        base=resolve_base_name(options.base) if options.base else None,
+        dtype=given_dtype(options),
+        device=None if options.device == "auto" else options.device,
+        **how,
+    )
+
+
+def check_trees(base: BaseModel, name: str | None = None) -> None:
+    """Refuse a base that verifies no trees.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if base.decoding != "tree":
+        raise ValueError(f"base ({name or base.name}) does not verify trees, see above; name another with --base")
+
+
+def named_prompts(options: argparse.Namespace, model: MedusaModel, count: int) -> list[list[int]]:
+    """Token ids of the first ``count`` prompts, or of fewer where there are fewer."""
+    if options.prompts == "heldout":
+        return embedded_prompts(model, "heldout", count)
+    return file_prompts(model, options.prompts)[:count]
+
+
+def with_random_heads(options: argparse.Namespace) -> tuple[BaseModel, DraftHeads]:
+    """A base and random heads for it, prepared for decoding.
+
+    Raises:
+        ValueError: The flags do not go together, or the base cannot do what they ask for.
+    """
+    if options.int8 and getattr(options, "baseline", False):
+        raise ValueError("--baseline compares engines with the same weights, --int8 rounds ours; leave one of them out")
+    disable_progress_bar()
+    device, dtype = choose_device(options.device), given_dtype(options)
+    if options.shape:
+        config = shape_config(options.shape)
+        base = random_base(config, dtype, device, options.seed, options.attention, options.int8)
+    else:
+        how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
+        base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how)
+        choose_decoding(base)
+        check_trees(base, options.base)
+    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
+    model = MedusaModel(base, random_heads(base, *shape))
+    if options.compile and not compile_base(model.base):
+        raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
+    assert model.heads is not None, "given above"
+    return model.base, model.heads
+
+
+def describe(options: argparse.Namespace, base: BaseModel) -> dict[str, Any]:
+    """How steps with random heads are made, as reports say it."""
+    heads = f"{options.num_heads} {options.architecture}, random"
+    heads += f", reading {options.feature_layers} layers" if options.feature_layers else ""
+    return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "compiled": options.compile}

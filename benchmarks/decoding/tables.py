@@ -1,0 +1,111 @@
+"""Reports of ``medusa-bench`` as tables."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Report = dict[str, Any]
+Columns = Sequence[tuple[str, str]]
+"""Headings, and how a row of the report fills the cells below them."""
+
+REPLAYED = "REPLAY of an acceptance trace, not an acceptance of this shape"
+STEP: Columns = (
+    ("B", "{batch}"), ("N", "{nodes}"), ("verify ms", "{verify_ms:.2f}"), ("over N = 1", "{verify_overhead:.2f}x"),
+    ("step ms", "{step_ms:.2f}"), ("over N = 1", "{step_overhead:.2f}x"), ("rows/s", "{rows_per_s:.0f}"),
+    ("bound ms", "{roofline_ms:.2f}"), ("of bandwidth", "{roofline_share:.0%}"),
+)  # fmt: skip
+BASELINE: Columns = (
+    ("B", "{batch}"),
+    ("transformers generate, tokens/s", "{transformers_tokens_per_s}"),
+    ("plain, this engine, tokens/s", "{plain_tokens_per_s}"),
+    ("over transformers generate", "{plain_over_transformers:.2f}x"),
+)
+PROFILE: Columns = (("operator", "{name:.60}"), ("share", "{share:.1%}"))
+REPLAY: Columns = (
+    ("B", "{batch}"), ("N", "{nodes}"), ("tokens per step (replay)", "{replay_tokens_per_step:.2f}"),
+    ("plain tokens/s", "{plain_tokens_per_s}"), ("replay tokens/s", "{replay_tokens_per_s}"),
+    ("step overhead", "{step_overhead:.2f}x"), ("replay speedup", "{replay_speedup:.2f}x"),
+    ("clamped", "{clamped_steps} of {all_steps}"),
+)  # fmt: skip
+ATTENTION: Columns = (
+    ("backend", "{backend}"), ("B", "{batch}"), ("N", "{nodes}"), ("", "{mode}"), ("ms per layer", "{ms:.4f}"),
+    ("bound ms", "{bound_ms:.4f}"), ("of bandwidth", "{share_of_bound:.0%}"),
+)  # fmt: skip
+NODES: Columns = (
+    ("nodes", "{nodes}"), ("tokens/s", "{tokens_per_s}"), ("tokens per step", "{tokens_per_step:.2f}"),
+    ("speedup over plain", "{speedup:.2f}x"),
+)  # fmt: skip
+TREE: Columns = (
+    ("N", "{nodes}"), ("static, predicted", "{predicted:.3f}"), ("static", "{static:.3f}"),
+    ("dynamic", "{dynamic:.3f}"), ("dynamic / static", "{dynamic_over_static:.3f}x"),
+)  # fmt: skip
+
+
+def show(report: Report) -> None:
+    """Print a report."""
+    SHOW[report["kind"]](report)
+
+
+def title(report: Report) -> str:
+    """One line: what was measured, and where."""
+    ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", compiled" if report.get("compiled") else "")
+    ways += ", steps as graphs" if report.get("graph") else ""
+    threads = f", {report['threads']} threads" if report["threads"] else ""
+    return (
+        f"{report['base']} ({report['weights']} weights), {report['dtype']}{ways}, {report['device_name']}{threads},"
+        f" {report['context']} cached tokens"
+    )
+
+
+def _show(name: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
+    table = Table(title=name, title_justify="left")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(cell.format_map(row) for _, cell in columns))
+    Console().print(table)
+
+
+def _show_step(report: Report) -> None:
+    _show(f"step: {title(report)}; {_bandwidth(report)}", STEP, report["rows"])
+    if "baseline" in report:
+        _show("the other baseline", BASELINE, report["baseline"])
+    if "profile" in report:
+        profile = report["profile"]
+        shares = ({"name": name, "share": share} for name, share in profile["shares"].items())
+        _show(f"a plain step of {profile['profiled_step_ms']:.2f} ms under the profiler", PROFILE, shares)
+    if "memory" in report:
+        columns = [(name.replace("_", " "), f"{{{name}:,}}") for name in report["memory"][0]]
+        _show("memory after many steps", columns, report["memory"])
+
+
+def _show_replay(report: Report) -> None:
+    rows = (row | {"all_steps": row["steps"] * row["batch"]} for row in report["rows"])
+    _show(f"{REPLAYED}: {title(report)}", REPLAY, rows)
+
+
+def _show_attention(report: Report) -> None:
+    missing = "".join(f"; without {name}: {reason}" for name, reason in report["missing"].items())
+    _show(f"attention: {title(report)}; {_bandwidth(report)}{missing}", ATTENTION, report["rows"])
+
+
+def _show_nodes(report: Report) -> None:
+    what = f"{report['drafter']}, heads: {report['heads']}, {report['prompts']} prompts, {report['device_name']}"
+    versus = f"auto is {report['auto_over_best_fixed']:.3f}x of the best fixed size ({report['best_fixed']})"
+    _show(f"nodes: {what}; {versus}; {report['auto']}", NODES, report["rows"])
+
+
+def _show_tree(report: Report) -> None:
+    what = f"{report['heads']} heads of {report['base']}, {report['dtype']}, {report['prompts']} prompts"
+    _show(f"tree: tokens per step at equal N, greedy; {what}", TREE, report["rows"])
+
+
+SHOW = {
+    "step": _show_step, "replay": _show_replay, "tree": _show_tree, "nodes": _show_nodes, "attention": _show_attention,
+}  # fmt: skip
+
+
+def _bandwidth(report: Report) -> str:
+    return f"memory: {report['bandwidth_gb_per_s']:.1f} GB/s ({report['bandwidth_method']})"

@@ -1,0 +1,1 @@
+"""``./launch.sh gpu-check``: everything that can be tried on a GPU machine, in one command."""

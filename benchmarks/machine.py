@@ -1,0 +1,70 @@
+"""The machine that is measured: its devices by name, clocks for many short calls, and the bandwidth of its memory."""
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from medusa.clock import seconds
+
+CALLS = 3
+"""Calls per sample, at least; their median counts."""
+SAMPLE_SECONDS = 0.05
+"""Length of a sample of many short calls: after one call that warms the caches again, as in a loop of steps."""
+BUFFER_BYTES = {"cpu": 1 << 29, "cuda": 1 << 31}
+"""Size of what the bandwidth is measured with: many times the caches."""
+
+Key = tuple[Any, ...]
+"""Names a measurement: what, batch B, nodes N."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one.
+
+    Raises:
+        ValueError: It is not there, or no device of torch's.
+    """
+    try:
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"device ({name}) is not known to torch; give cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device ({name}) is not there: torch finds no GPU; leave --device out, or give cpu")
+    return device
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    """Median wall-clock seconds of a call, until the device has finished."""
+    calls = max(CALLS, int(SAMPLE_SECONDS / seconds(action, device)))
+    return median(seconds(action, device) for _ in range(calls))
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Median over the rounds of the ratio of two measurements of one round."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def bandwidth_samples(device: torch.device) -> dict[Key, Callable[[], float]]:
+    """Ways to keep the memory busy with all of torch's threads; each measures bytes per second once."""
+    size = BUFFER_BYTES[device.type]
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.rand(size // 4, device=device)
+    target = torch.empty_like(source)
+    moved = {
+        "sum of float32": (source.sum, size),
+        "maximum of float32": (source.max, size),
+        "copy, read and write counted": (lambda: target.copy_(source), 2 * size),
+    }
+    return {
+        ("bandwidth", name): lambda action=action, count=count: count / timed(action, device)  # type: ignore[misc]
+        for name, (action, count) in moved.items()
+    }
+
+
+def best_bandwidth(times: Mapping[Key, list[float]]) -> tuple[str, float]:
+    """Which of ``bandwidth_samples`` is fastest, and its median bytes per second."""
+    best = {key[1]: median(values) for key, values in times.items() if key[0] == "bandwidth"}
+    method = max(best, key=lambda name: best[name])
+    return method, best[method]

@@ -1,0 +1,1 @@
+"""Acceptance traces of trained heads, and replays of them through the steps of any shape."""

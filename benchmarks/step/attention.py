@@ -1,0 +1,173 @@
+"""``medusa-bench attention``: tree attention of one layer per backend, beside the bytes that no backend can avoid."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from benchmarks.machine import bandwidth_samples, best_bandwidth, timed
+from benchmarks.step.rig import default_record, likely_tree
+from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
+from medusa.attention.backends import build
+from medusa.clock import alternate
+from medusa.tree import Draft
+
+logger = logging.getLogger(__name__)
+
+TREE_DEPTH = 5
+LAYERS_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Keys and values of different layers that are read in turn: together larger than the caches, as in a real step."""
+MOST_LAYERS = 64
+
+
+def least_bytes(lengths: list[int], nodes: int, heads: int, kv_heads: int, dim: int, dim_v: int, itemsize: int) -> int:
+    """The bytes that no implementation of one layer's tree attention can avoid.
+
+    Every key, value, query and output crosses memory once; masks are left out. A time below bytes / bandwidth means
+    that something stayed in a cache.
+
+    Args:
+        lengths: L of every sequence.
+        nodes: N.
+        heads: H.
+        kv_heads: Hkv.
+        dim: D.
+        dim_v: Dv.
+        itemsize: Bytes of an element.
+    """
+    rows, key_rows = nodes * len(lengths), sum(lengths) + nodes * len(lengths)
+    return (key_rows * kv_heads + rows * heads) * (dim + dim_v) * itemsize
+
+
+def measure_attention(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    nodes: Sequence[int],
+    batches: Sequence[int],
+    context: int,
+    rounds: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Time the attention of one layer for every backend that runs on the device, alternately.
+
+    Args:
+        config: Says how many heads of which size.
+        dtype: Of queries, keys and values.
+        device: Where it runs.
+        nodes: Tree sizes N.
+        batches: Batch sizes B.
+        context: Cached tokens L per sequence.
+        rounds: Measured repetitions.
+        seed: Of the contents.
+
+    Returns:
+        The report's own part: bandwidth, a row per (backend, B, N), and why backends are missing.
+    """
+    backends, missing = _backends(device)
+    samples = bandwidth_samples(device)
+    bounds, modes = {}, {}
+    for batch in batches:
+        for count in nodes:
+            layer = _Layer(config, dtype, device, count, batch, context, seed)
+            bounds[batch, count] = layer.least_bytes
+            for name, backend in backends.items():
+                if dtype in backend.dtypes:
+                    samples[name, batch, count], modes[name, batch, count] = layer.sample(backend)
+    times = alternate(samples, rounds)
+    method, bandwidth = best_bandwidth(times)
+    rows = [
+        {
+            "backend": name,
+            "batch": batch,
+            "nodes": count,
+            "mode": modes[name, batch, count],
+            "ms": round(1e3 * median(times[name, batch, count]), 5),
+            "bound_ms": round(1e3 * least / bandwidth, 5),
+            "share_of_bound": round(least / bandwidth / median(times[name, batch, count]), 4),
+        }
+        for (batch, count), least in bounds.items()
+        for name in backends
+        if (name, batch, count) in times
+    ]
+    return {
+        "context": context,
+        "heads_of_a_layer": {"query": config.num_attention_heads, "key": key_heads(config)},
+        "bandwidth_gb_per_s": round(bandwidth / 1e9, 2),
+        "bandwidth_method": method,
+        "rows": rows,
+        "missing": missing,
+    }
+
+
+def key_heads(config: Any) -> int:
+    """Key heads of a layer; families without groups do not name them."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str, str]]:
+    """Backends that run on the device, and why the others do not."""
+    backends, missing = {}, {}
+    for name in BACKENDS:
+        try:
+            backends[name] = build(name, device)
+        except BackendUnavailableError as error:
+            missing[name] = str(error)
+    return backends, missing
+
+
+class _Layer:
+    """Random queries, and as many layers' keys and values as fill the caches."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        nodes: int,
+        batch: int,
+        context: int,
+        seed: int,
+    ) -> None:
+        heads, kv_heads = config.num_attention_heads, key_heads(config)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        generator = torch.Generator(device).manual_seed(seed)
+        tree = likely_tree(nodes, TREE_DEPTH)
+        tokens_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
+        self._draft = Draft.of(tokens_BN, tree.parents.to(device).expand(batch, -1), tree.depth)
+        self._lengths = torch.full((batch,), context, device=device)
+        self._rows = context + nodes
+        self._scoring = Scoring(dim**-0.5)
+        self._device = device
+        shape = (batch, self._rows, kv_heads, dim)
+        layer_bytes: int = 2 * batch * self._rows * kv_heads * dim * dtype.itemsize
+        self._layers: int = max(1, min(MOST_LAYERS, LAYERS_BYTES[device.type] // layer_bytes))
+        self._query = torch.randn(batch, heads, nodes, dim, dtype=dtype, device=device, generator=generator)
+        self._keys_values = torch.randn(self._layers, 2, *shape, dtype=dtype, device=device, generator=generator)
+        self.least_bytes = least_bytes([context] * batch, nodes, heads, kv_heads, dim, dim, dtype.itemsize)
+
+    def sample(self, backend: TreeAttention) -> tuple[Callable[[], float], str]:
+        """A measurement of seconds per layer, and how it runs: one plan, then every layer in turn.
+
+        On a GPU as one CUDA graph where the backend allows it: a whole step hides the host's time likewise.
+        """
+        action: Callable[[], object] = partial(self._step, backend)
+        mode = "eager"
+        if record := default_record(self._device):
+            action()  # compiles and allocates before it is recorded
+            try:
+                action, mode = record(action), "graph"
+            except RuntimeError as error:
+                logger.warning("no CUDA graph: %s", error)
+        return lambda: timed(action, self._device) / self._layers, mode
+
+    @torch.inference_mode()
+    def _step(self, backend: TreeAttention) -> None:
+        plan = TreePlan(self._draft, self._lengths, self._rows, backend)
+        for key, value in self._keys_values:
+            attend(plan, self._query, key.transpose(1, 2), value.transpose(1, 2), self._scoring)

@@ -1,0 +1,158 @@
+"""Bases of real shapes with random weights: how long a pass takes depends on the shape, not on what the weights say."""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
+
+from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
+from medusa.base.model import choose_dtype
+from medusa.base.taps import spread_layers
+from medusa.cpu import packed
+from medusa.cpu.int8 import Int8Linear, round_linears
+
+WEIGHT_STD = 0.02
+BLOCK = (1 << 20) - 3
+"""Random numbers that are drawn; they repeat, but not in step with the rows of a matrix."""
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, head_dim: int, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": head_dim,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    llama = _llama(hidden, inner, layers, heads, 128, tied)
+    return llama | {"model_type": "qwen3", "vocab_size": 151_936, "max_position_embeddings": 40_960}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "llama-1b": _llama(2048, 8192, 16, 32, 64, tied=True),
+    "llama-3b": _llama(3072, 8192, 28, 24, 128, tied=True),
+    "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
+}
+"""Values of the published configurations (Llama 3.1 and 3.2, Qwen3) that decide the time of a pass."""
+
+
+def shape_config(name: str) -> PretrainedConfig:
+    """The transformers config of a named shape.
+
+    Raises:
+        ValueError: The shape is not known.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"shape ({name}) is not known; choose one of: {', '.join(SHAPES)}")
+    return AutoConfig.for_model(**SHAPES[name], name_or_path=name)
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """A model with small random weights, made on its device in its dtype; it never ends an answer."""
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    model.tie_weights()
+    fill(model, seed)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return model.eval().requires_grad_(False)
+
+
+def random_base(
+    config: PretrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    seed: int = 0,
+    attention: str = "auto",
+    int8: bool = False,
+) -> BaseModel:
+    """A base with random weights, prepared for decoding as ``BaseModel.load`` prepares a real one.
+
+    Args:
+        config: Its shape, see ``shape_config``.
+        dtype: None = bfloat16, or what the device has instead.
+        device: Where it is made.
+        seed: Of the weights.
+        attention: A backend of ``medusa.attention``.
+        int8: Linear layers but the output layer with weights of 8 bits, on a CPU.
+    """
+    model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device, seed)
+    if int8:
+        round_linears(model, keep=model.get_output_embeddings())
+    if device.type == "cpu":
+        packed.pack_linears(model, keep=model.get_output_embeddings())
+    no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    base = BaseModel(model, no_words, config.name_or_path, attention)
+    base.int8 = int8
+    return base
+
+
+def random_heads(
+    base: BaseModel, architecture: str, num_heads: int, seed: int = 0, feature_layers: int = 0
+) -> DraftHeads:
+    """Heads for ``base`` with small random weights, which read so many of its layers beside the last hidden state."""
+    layers = spread_layers(feature_layers, base.num_layers)
+    with torch.device(base.device):
+        config = HeadsConfig(
+            base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers
+        )
+        heads = build_heads(config).to(base.dtype)
+    fill(heads, seed)
+    return heads
+
+
+@torch.no_grad()
+def fill(module: nn.Module, seed: int = 0) -> None:
+    """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones.
+
+    Drawing every number would take minutes for a large model on a CPU: one block is drawn and copied.
+    """
+    blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    bound = WEIGHT_STD * math.sqrt(3)
+    for parameter in module.parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(1.0)
+            continue
+        key = (parameter.device, parameter.dtype)
+        if key not in blocks:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            blocks[key] = parameter.new_empty(BLOCK).uniform_(-bound, bound, generator=generator)
+        for part in parameter.view(-1).split(BLOCK):
+            part.copy_(blocks[key][: len(part)])
+
+
+def weight_bytes(base: BaseModel) -> int:
+    """Bytes of the weights that a pass over a few rows reads: all but an input embedding of its own.
+
+    Of a mixture of experts all are counted, although a few rows need not read all.
+    """
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(base.model.config))
+    model.tie_weights()
+    embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    read = [weight for weight in model.parameters() if weight is output or weight is not embeddings]
+    rounded: int = sum(module.weights for module in base.model.modules() if isinstance(module, Int8Linear))
+    size: int = base.dtype.itemsize
+    return size * sum(int(weight.numel()) for weight in read) - (size - 1) * rounded

@@ -1,0 +1,33 @@
+"""A tiny base whose time is no matter, and little memory to measure."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.machine import BUFFER_BYTES
+from benchmarks.step.rig import Rig
+from benchmarks.step.shapes import random_heads, random_model
+from medusa import BaseModel
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setitem(BUFFER_BYTES, "cpu", 1 << 16)
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    return LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_config, tokenizer):
+    return BaseModel(random_model(tiny_config, torch.float32, torch.device("cpu")), tokenizer, "tiny")
+
+
+@pytest.fixture
+def rig(tiny):
+    return Rig(tiny, random_heads(tiny, "recurrent", 4), batch=3, context=20, room=200)

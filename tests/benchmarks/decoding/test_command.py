@@ -1,0 +1,171 @@
+"""``medusa-bench`` on bases so small that only the logic is tested: what it measures, writes, shows and refuses."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.decoding import arguments
+from benchmarks.decoding.__main__ import main
+from benchmarks.decoding.nodes import measure_nodes
+from benchmarks.replay.trace import Trace, save_trace
+from benchmarks.step.rig import likely_tree
+from benchmarks.step.shapes import SHAPES
+from medusa.attention import BACKENDS
+from medusa.budget.cost import StepCosts
+from medusa.heads import ARCHITECTURES
+
+
+@pytest.mark.slow
+def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys):
+    words = [
+        "step",
+        "--base",
+        str(base_directory),
+        "--nodes",
+        "4,2",
+        "--batch",
+        "1,3",
+        "--context",
+        "16",
+        "--rounds",
+        "2",
+    ]
+    files = ["--json", str(tmp_path / "new" / "step.json"), "--picture", str(tmp_path / "step.png")]
+    assert main([*words, *files, "--baseline", "--profile", "--memory-steps", "10"]) == 0
+    report = json.loads((tmp_path / "new" / "step.json").read_text())
+    assert [(row["batch"], row["nodes"]) for row in report["rows"]] == [(b, n) for b in (1, 3) for n in (1, 2, 4)]
+    for row in report["rows"]:
+        assert row["verify_ms"] > 0
+        assert len(row["rounds_step_ms"]) == 2
+        passes = report["weight_bytes"] + row["batch"] * 16 * report["kv_bytes_per_token"]
+        assert row["roofline_ms"] == pytest.approx(passes / report["bandwidth_gb_per_s"] / 1e6, rel=0.01, abs=1e-4)
+    assert all(row["step_overhead"] == 1.0 for row in report["rows"] if row["nodes"] == 1)
+    assert [row["batch"] for row in report["baseline"]] == [1, 3]
+    assert all(row["plain_over_transformers"] > 0 for row in report["baseline"])
+    assert sum(report["profile"]["shares"].values()) == pytest.approx(1.0, abs=0.02)
+    assert [mark["steps"] for mark in report["memory"]] == list(range(1, 11))
+    assert report["command"].startswith("medusa-bench step --base")
+    assert (report["weights"], report["dtype"], report["threads"]) == ("real", "float32", torch.get_num_threads())
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert "over N" in capsys.readouterr().out
+
+
+def test_a_named_shape_runs_with_random_weights(tiny_config, monkeypatch, tmp_path):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config.to_dict())
+    words = ["--shape", "tiny", "--architecture", "medusa", "--rounds", "1", "--context", "8", "--dtype", "float32"]
+    assert main(["step", *words, "--nodes", "4", "--baseline", "--json", str(tmp_path / "step.json")]) == 0
+    report = json.loads((tmp_path / "step.json").read_text())
+    assert (report["base"], report["weights"], report["heads"]) == ("tiny", "random", "5 medusa, random")
+    assert report["weight_bytes"] == 4 * (2 * 7744 + 64 * 32 + 32)
+
+
+def test_weights_of_8_bits_are_counted_and_called_lossy(tiny_config, monkeypatch, tmp_path, capsys):
+    wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1, "head_dim": 64}
+    monkeypatch.setitem(SHAPES, "wide", tiny_config.to_dict() | wide)
+    words = ["step", "--shape", "wide", "--int8", "--rounds", "1", "--context", "8", "--nodes", "2"]
+    assert main([*words, "--dtype", "float32", "--json", str(tmp_path / "x.json")]) == 0
+    rounded, too_small = 3 * 1024 * 2048, 2 * 1024 * (256 + 128)
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert report["weight_bytes"] == rounded + 4 * (too_small + 64 * 1024 + 3 * 1024)
+    assert "LOSSY" in capsys.readouterr().out
+
+
+def test_replay_says_so_everywhere(base_directory, tmp_path, capsys):
+    save_trace(Trace((1, 3, 9), {"drafter": "heads"}), tmp_path / "trace.json")
+    words = ["--base", str(base_directory), "--nodes", "8", "--steps", "6", "--context", "16", "--rounds", "2"]
+    files = ["--json", str(tmp_path / "replay.json"), "--picture", str(tmp_path / "replay.png")]
+    assert main(["replay", "--trace", str(tmp_path / "trace.json"), "--batch", "1,2", *words, *files]) == 0
+    report = json.loads((tmp_path / "replay.json").read_text())
+    assert (report["kind"], report["label"]) == ("replay", "replay")
+    assert report["trace"] == {"drafter": "heads", "tokens_per_step": 4.3333, "steps": 3}
+    for row in report["rows"]:
+        assert row["clamped_steps"] == 2 * row["batch"]
+        assert row["replay_tokens_per_step"] == round((2 * (1 + 3) + 2 * (likely_tree(8, 5).depth + 1)) / 6, 4)
+        expected = row["replay_tokens_per_step"] / row["step_overhead"]
+        assert row["replay_speedup"] == pytest.approx(expected, rel=1e-3)
+    assert "REPLAY" in capsys.readouterr().out
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attention_reports_every_backend_that_runs_beside_its_bound(base_directory, tmp_path, capsys):
+    words = ["--base", str(base_directory), "--nodes", "1,4", "--batch", "2", "--context", "8", "--rounds", "1"]
+    files = ["--json", str(tmp_path / "x.json"), "--picture", str(tmp_path / "x.png")]
+    assert main(["attention", "--dtype", "float32", *words, *files]) == 0
+    report = json.loads((tmp_path / "x.json").read_text())
+    sizes = [(row["backend"], row["nodes"]) for row in report["rows"] if row["backend"] == "reference"]
+    assert sizes == [("reference", 1), ("reference", 4)]
+    assert {row["backend"] for row in report["rows"]} | set(report["missing"]) == set(BACKENDS)
+    for row in report["rows"]:
+        # keys and values of 2 heads, queries and outputs of 4, all of 8 numbers of 4 bytes
+        least = 2 * 8 * 4 * (2 * 2 * (8 + row["nodes"]) + 4 * 2 * row["nodes"])
+        assert row["bound_ms"] == pytest.approx(least / report["bandwidth_gb_per_s"] / 1e6, rel=0.02, abs=1e-5)
+        assert row["ms"] > 0
+    assert "reference" in capsys.readouterr().out
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_are_swept_beside_auto_and_plain(model, monkeypatch):
+    monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 16), (1.0, 1.1)))
+    figures = measure_nodes(model, [[5, 6, 7], [8]], [8, 4, 1], "heads", max_new_tokens=20, rounds=2)
+    rows = {row["nodes"]: row for row in figures["rows"]}
+    assert list(rows) == ["plain", "auto", "4", "8"]
+    assert rows["plain"]["tokens_per_step"] == rows["plain"]["speedup"] == 1.0
+    assert rows["auto"]["tokens_per_step"] > 1.0
+    assert all(len(row["rounds_tokens_per_s"]) == 2 for row in rows.values())
+    assert figures["best_fixed"] in ("plain", "4", "8")
+    assert figures["auto_over_plain"] == rows["auto"]["speedup"]
+
+
+def test_the_sweep_of_sizes_from_the_command_line(model, base_directory, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "heads")
+    words = ["nodes", "--nodes", "4", "--count", "1", "--rounds", "1", "--max-new-tokens", "8", "--dtype", "float32"]
+    for heads in (["--heads", str(tmp_path / "heads")], ["--base", str(base_directory)]):
+        assert main([*words, *heads, "--json", str(tmp_path / "nodes.json")]) == 0
+        report = json.loads((tmp_path / "nodes.json").read_text())
+        assert (report["kind"], len(report["rows"])) == ("nodes", 3)
+        assert report["heads"] == (heads[1] if heads[0] == "--heads" else "5 recurrent, random")
+        assert "of the best fixed size" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--heads", str(tmp_path / "nothing")]) == 1
+
+
+def test_the_parser_knows_all_names():
+    assert set(arguments.ARCHITECTURES) == set(ARCHITECTURES)
+    assert ("auto", *BACKENDS) == arguments.ATTENTION
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [], ["step", "--nodes", "0"], ["step", "--nodes", "1,x"], ["step", "--batch", ""], ["step", "--rounds", "0"],
+        ["step", "--base", "a", "--shape", "llama-1b"], ["replay", "--nodes", "1"], ["trace"], ["step", "--seed", "-1"],
+    ],
+)  # fmt: skip
+def test_wrong_use_ends_with_status_2(words):
+    with pytest.raises(SystemExit) as wrong:
+        main(words)
+    assert wrong.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step", "--shape", "llama-9b"], "shape (llama-9b) is not known; choose one of: qwen3-0.6b"),
+        (["step", "--int8", "--baseline"], "same weights"),
+        (["step", "--device", "tpu9"], "device (tpu9) is not known"),
+        (["replay", "--trace", "no/such.json"], "trace (no/such.json) does not exist"),
+        (["step", "--base", "./no/such"], "base (./no/such) cannot be loaded"),
+        (["trace", "--heads", "./no/such", "--out", "x.json"], "heads directory (./no/such) does not exist"),
+    ],
+)
+def test_failures_are_one_sentence_and_status_1(words, message, capsys):
+    assert main(words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c(monkeypatch):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.decoding.inputs.choose_device", interrupt)
+    assert main(["step"]) == 130

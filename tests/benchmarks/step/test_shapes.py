@@ -1,0 +1,52 @@
+"""Bases of real shapes with random weights."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from benchmarks.step.shapes import random_base, random_model, shape_config, weight_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama-1b", 1_235_814_400),
+        ("llama-3b", 3_212_749_824),
+        ("llama-8b", 8_030_261_248),
+    ],
+)
+def test_shapes_have_the_published_number_of_parameters(name, parameters):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_config(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_random_weights_are_repeatable_tied_and_sane(tiny_config):
+    first, again, other = (random_model(tiny_config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1))
+    ids = torch.arange(9)[None]
+    assert torch.equal(first(ids).logits, again(ids).logits)
+    assert not torch.equal(first(ids).logits, other(ids).logits)
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
+    assert first.lm_head.weight.float().std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(first.model.rotary_emb.inv_freq, LlamaForCausalLM(tiny_config).model.rotary_emb.inv_freq)
+
+
+def test_both_sides_of_the_baseline_have_the_same_weights(tiny_config):
+    base = random_base(tiny_config, torch.float32, CPU, seed=3)
+    theirs = random_model(tiny_config, torch.float32, CPU, seed=3)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(base.logits(base.hidden_states(ids)), theirs(ids).logits)
+    assert theirs.config._attn_implementation == "sdpa"
+
+
+def test_weight_bytes_leave_out_an_embedding_that_is_only_looked_up(tiny, base):
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+    assert weight_bytes(tiny) == 4 * (2 * layer + 64 * 32 + 32)
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    assert weight_bytes(base) == 8 * (2 * layer + base.vocab_size * 32 + 32)

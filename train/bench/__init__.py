@@ -1,1 +1,0 @@
-"""Benchmarks of the trainer: `python -m train.bench {loss,speed,cache}`."""
