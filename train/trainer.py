@@ -84,12 +84,12 @@ class Trainer:
         self.recipe, self.directory, self.workers = recipe, directory, workers
         base_name = resolve_base_name(recipe.base.name)
         base = _load_base(str(base_name), recipe.base, workers)
-        choose_decoding(base)  # heads of a base that verifies nothing are of no use
+        base = choose_decoding(base)  # heads of a base that verifies nothing are of no use
         self.base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
         check_draft_vocabulary(recipe.heads.draft_vocab, self.base.vocab_size)
         self.packed = self._read_training_rows()
         _check_same(recipe, self.packed, workers)
-        choose_separation(self.base, self.packed.input_ids[0].long(), workers.any)
+        self.base = choose_separation(self.base, self.packed.input_ids[0].long(), workers.any)
         self.heldout = workers.from_first(self._read_heldout)
         self.total = total_steps(recipe.optim, len(self.packed))
 

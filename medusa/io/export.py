@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from medusa.base import smollm2
-from medusa.base.model import BaseModel, resolve_base
+from medusa.base.checkpoint import resolve_base
+from medusa.base.model import BaseModel
 from medusa.files import peek_object, replace_file
 from medusa.formats import (
     Export,

@@ -211,7 +211,7 @@ def _attention(options: argparse.Namespace) -> None:
     from transformers import AutoConfig
 
     from medusa.base import smollm2
-    from medusa.base.model import choose_dtype
+    from medusa.base.checkpoint import choose_dtype
     from serve.bench.attention import measure_attention
     from serve.bench.shapes import choose_device, shape_config
 
@@ -253,13 +253,15 @@ def _subject(options: argparse.Namespace) -> tuple["BaseModel", "DraftHeads"]:
     else:
         how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
         base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how)
-        choose_decoding(base)
+        base = choose_decoding(base)
         if base.decoding != "tree":
             raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
     shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
-    model = MedusaModel(base, random_heads(base, *shape))
-    if options.compile and not compile_base(model.base):
+    heads = random_heads(base, *shape)
+    base = base.tapped(heads.config.feature_layers)
+    if options.compile and not (base := compile_base(base)).compiled:
         raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
+    model = MedusaModel(base, heads)
     assert model.heads is not None, "given above"
     return model.base, model.heads
 

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base import smollm2
-from medusa.base.model import choose_dtype
+from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
 from medusa.cpu import packed
 from medusa.cpu.int8 import Int8Linear, round_linears
@@ -120,9 +120,7 @@ def random_base(
     if device.type == "cpu":
         packed.pack_linears(model, keep=model.get_output_embeddings())
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    base = BaseModel(model, no_words, name, attention)
-    base.int8 = int8
-    return base
+    return BaseModel(model, no_words, name, attention, int8=int8)
 
 
 def unpacked_copy(base: BaseModel, shape: str | None, seed: int = 0) -> PreTrainedModel:

@@ -297,16 +297,15 @@ def test_a_base_that_verifies_chains_learns_what_its_chains_bring(base, make_hea
     """A chain has fewer nodes than its size allows; what is expected of the size must still become what was seen."""
     monkeypatch.setattr("medusa.budget.auto.known_costs", lambda known_by, measure: StepCosts((1, 64), (1.0, 1.2)))
     monkeypatch.setattr("medusa.budget.auto.DOUBT", 1e-6)
-    monkeypatch.setattr(base, "decoding", "chain")
-    model = MedusaModel(base, make_heads())
+    model = MedusaModel(base.with_traits(decoding="chain"), make_heads())
     output = model.generate([5, 6, 7], max_new_tokens=40, drafter="heads")
     (size,) = model.drafters._auto._fixed.values()
     assert size.tokens_per_step(64) == pytest.approx(output.tokens_per_step, rel=1e-3)
 
 
-def test_what_auto_means_is_always_said(base, make_heads, monkeypatch):
+def test_what_auto_means_is_always_said(base, make_heads):
     assert MedusaModel(base).explain_nodes() == "nodes auto: 1, plain decoding"
     model = MedusaModel(base, make_heads())
     assert "as many of at most 64 as pay" in model.explain_nodes()
-    monkeypatch.setattr(base, "decoding", "plain")
-    assert model.explain_nodes() == MedusaModel(base, make_heads()).explain_nodes() == "nodes auto: 1, plain decoding"
+    plainly = MedusaModel(base.with_traits(decoding="plain"), make_heads())
+    assert plainly.explain_nodes() == "nodes auto: 1, plain decoding"

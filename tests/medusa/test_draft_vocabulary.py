@@ -35,8 +35,8 @@ def heads(make_heads):
 def test_logits_of_some_tokens_are_those_of_the_base(family, pack):
     """With a soft cap (gemma2), a scale (cohere), and a bias (gptj)."""
     base, _ = tiny(family)
-    if base._lm_head.bias is not None:
-        torch.nn.init.normal_(base._lm_head.bias)
+    if (bias := base.model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias)
     tokens, hidden = torch.tensor([3, 4, 17, 49]), 9 * torch.randn(2, 5, base.hidden_size).to(base.dtype)
     expected = base.logits(hidden)[..., tokens]
     torch.testing.assert_close(base.logits_of(tokens, pack)(hidden), expected)

@@ -17,7 +17,8 @@ import yaml
 from data import resolve_base_name
 from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
-from medusa.base.model import BaseModel, choose_dtype
+from medusa.base.checkpoint import choose_dtype
+from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
 from medusa.formats import load_calibration, load_heads
 from tests.train.jobs import metrics
@@ -250,9 +251,7 @@ def test_processes_with_other_samples_or_recipes_are_refused(
 def test_served_tokens_are_those_of_a_base_that_was_tested(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plainly(base: BaseModel) -> None:
-        base.decoding = "plain"
-
+    plainly = lambda base: base.with_traits(decoding="plain")  # noqa: E731
     monkeypatch.setattr(trainer, "choose_decoding", plainly)
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 0
     assert metrics(tmp_path)[-1]["heldout_tokens_per_step"] == 1.0
