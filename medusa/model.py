@@ -1,7 +1,6 @@
 """``MedusaModel``: a base with its heads; load, save, generate, stream."""
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Completion, Output, Piece
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
+from medusa.heads.frozen import freeze
 from medusa.io.card import write_card
 from medusa.io.hub import push
 from medusa.loading.load import load_base_and_heads
@@ -48,9 +48,9 @@ class MedusaModel:
 
     Attributes:
         base: The base; with its feature layers where heads read some.
-        heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are taken
-            over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
-            on training.
+        heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are a frozen
+            copy on the base's device and in its dtype, which may share the memory of those that were handed over; hand
+            over a copy of heads that go on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         drafters: Chooses what drafts.
         calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
@@ -67,10 +67,9 @@ class MedusaModel:
     ) -> None:
         if heads is not None:
             heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
-            heads.config = dataclasses.replace(heads.config, vocab_size=base.vocab_size)  # not all formats tell it
             base = base.tapped(heads.config.feature_layers)
-            heads = heads.to(device=base.device, dtype=base.dtype).eval()
-            heads.freeze(base)
+            heads = heads.with_config(vocab_size=base.vocab_size)  # not all formats tell it
+            heads = freeze(heads.to(device=base.device, dtype=base.dtype), base)
         if graph is True and base.device.type != "cuda":
             raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
         self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance

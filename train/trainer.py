@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -222,7 +221,7 @@ class Trainer:
             self._log(figures, trackers, last=True)
             with self.directory.writing():
                 adapter = self.job.save_adapter(self.directory.heads)
-                heads.config = replace(heads.config, base_adapter=adapter)
+                heads = heads.with_config(base_adapter=adapter)
                 origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
                 save_heads(heads, self.directory.heads, origin, self.calibration)
             LOGGER.info("heads are in %s", self.directory.heads)

@@ -26,9 +26,9 @@ class MedusaHeads(DraftHeads):
         self.bias = nn.Parameter(torch.zeros(layers, heads, dim))
         self._first_block: LinearFunction | None = None
 
-    def freeze(self, vocabulary: Vocabulary) -> None:
-        """Pack the first block's weights for the CPU's matrix kernels."""
-        super().freeze(vocabulary)
+    def join(self, vocabulary: Vocabulary) -> None:
+        """The first blocks of all heads as one packed layer."""
+        super().join(vocabulary)
         self._first_block = packed_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:

@@ -1,6 +1,5 @@
 """Load heads and the base that they were trained on, and find out what that base can verify."""
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +59,7 @@ def load_base_and_heads(
     base_model = exactness.find_out(base_model)
     if heads is None or loaded is None:
         return Loaded(base_model)
-    loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
+    loaded = loaded.with_config(base=base_model.name)
     return Loaded(base_model, loaded, load_calibration(heads, loaded.config), load_provenance(heads))
 
 
