@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from medusa.drafters.base import Drafter
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
@@ -24,7 +25,7 @@ EDGE_COST = 1e-4
 """Keeps a parent's score above its child's where the child is certain."""
 
 
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Fills a tree with the heads' best tokens.
 
     With ``tree`` every step has that topology. Otherwise every step chooses its own: a node's score is the sum of the

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.attention import Span
+from medusa.drafters import Drafter
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -80,7 +81,7 @@ def test_chains_save_steps(mpt):
     assert any(sum(output.drafted) for output in outputs)
 
 
-class Trees:
+class Trees(Drafter):
     """Somebody's own drafter, which knows nothing of the base: proposes four children of the root."""
 
     nodes = 5
