@@ -118,7 +118,7 @@ class DraftHeads(nn.Module, ABC):
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
         shape = (config.num_heads, config.output_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
-        self._output: Callable[[Tensor], Tensor] | None = None
+        self._joined_output: Callable[[Tensor], Tensor] | None = None  # of heads that are frozen, see ``join``
         self.fusion: nn.Linear | None = None
         if config.feature_layers:
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
@@ -186,7 +186,7 @@ class DraftHeads(nn.Module, ABC):
     def join(self, vocabulary: Vocabulary) -> None:
         """Compute products of weights that do not change any more once and for all; part of ``freeze``."""
         if self.draft_ids is not None and self.lm_heads is None:
-            self._output = vocabulary.logits_of(self.draft_ids, pack=True)
+            self._joined_output = vocabulary.logits_of(self.draft_ids, pack=True)
 
     def init_from_base(self, lm_head_weight: Tensor) -> None:
         """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""
@@ -212,10 +212,10 @@ class DraftHeads(nn.Module, ABC):
         """The base's output layer as heads share it: features [..., D] -> logits [..., V]."""
         if self.draft_ids is None:
             return vocabulary.logits
-        return self._output or vocabulary.logits_of(self.draft_ids)
+        return vocabulary.logits_of(self.draft_ids)
 
     def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Logits [..., V] of one head's features [..., D]."""
         if self.lm_heads is None:
-            return self.output(vocabulary)(features)
+            return (self._joined_output or self.output(vocabulary))(features)
         return nn.functional.linear(features, self.lm_heads[head])

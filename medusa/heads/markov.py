@@ -48,7 +48,9 @@ class MarkovHeads(MedusaHeads):
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
-        return super().begin(hidden_BF, vocabulary) if self._low_rank else self._features(self.fuse(hidden_BF))
+        if self._low_rank:
+            return super().begin(hidden_BF, vocabulary)
+        return self._features(self.fuse(hidden_BF), self._joined_blocks)
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
