@@ -1,14 +1,12 @@
 """``MedusaModel``: a base with its heads; load, save, generate, stream."""
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from medusa.base.model import BaseModel
@@ -20,13 +18,12 @@ from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Completion, Output, Piece
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
+from medusa.heads.frozen import freeze
 from medusa.io.card import write_card
 from medusa.io.hub import push
 from medusa.loading.load import load_base_and_heads
+from medusa.prompts import Prompt, Prompts, encode, render_chat
 from medusa.sampling import Options, from_options
-
-Prompt = str | list[int] | Tensor
-Prompts = list[str] | list[list[int]] | Tensor
 
 
 class Stream:
@@ -48,9 +45,9 @@ class MedusaModel:
 
     Attributes:
         base: The base; with its feature layers where heads read some.
-        heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are taken
-            over: moved to the base's device, cast to its dtype and frozen in place; hand over a copy of heads that go
-            on training.
+        heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are a frozen
+            copy on the base's device and in its dtype, which may share the memory of those that were handed over; hand
+            over a copy of heads that go on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         drafters: Chooses what drafts.
         calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
@@ -67,16 +64,11 @@ class MedusaModel:
     ) -> None:
         if heads is not None:
             heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
-            heads.config = dataclasses.replace(heads.config, vocab_size=base.vocab_size)  # not all formats tell it
             base = base.tapped(heads.config.feature_layers)
-            heads = heads.to(device=base.device, dtype=base.dtype).eval()
-            heads.freeze(base)
-        if graph is True and base.device.type != "cuda":
-            raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
+            heads = heads.with_config(vocab_size=base.vocab_size)  # not all formats tell it
+            heads = freeze(heads.to(device=base.device, dtype=base.dtype), base)
         self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
-        if not isinstance(graph, StepGraphs):
-            graph = StepGraphs(base) if base.device.type == "cuda" and graph is not False else None
-        self.graphs = graph
+        self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         self.drafters = Drafters(base, self.heads, self.graphs)
 
     @classmethod
@@ -198,7 +190,7 @@ class MedusaModel:
         Raises:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
-        batch, single = _encode(self.base, prompts)
+        batch, single = encode(self.base.tokenizer, prompts)
         completions, steps = self._start(batch, False, options)
         for _ in steps:
             pass
@@ -206,7 +198,7 @@ class MedusaModel:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Complete one prompt; the result iterates over pieces of text as they become final."""
-        batch, single = _encode(self.base, prompt)
+        batch, single = encode(self.base.tokenizer, prompt)
         if not single:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
         (completion,), steps = self._start(batch, True, options)
@@ -231,15 +223,7 @@ class MedusaModel:
         Raises:
             ValueError: The base's tokenizer has no chat template, or its template refuses the conversation.
         """
-        if not self.base.tokenizer.chat_template:
-            raise ValueError(f"base ({self.base.name}) has no chat template; use plain prompts or another base")
-        try:
-            ids: list[int] = self.base.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise ValueError(f"chat template of the base ({self.base.name}) refuses this: {error}") from error
-        return ids
+        return render_chat(self.base, messages)
 
     def _start(
         self, prompts: list[list[int]], incremental: bool, options: Options
@@ -250,17 +234,7 @@ class MedusaModel:
         return start(self.base, self.drafters, self.graphs, list(requests), prefix, incremental)
 
 
-def _encode(base: BaseModel, prompts: Prompt | Prompts) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether there was one prompt rather than a batch."""
-    values: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(values, str | list | tuple):
-        raise ValueError(f"prompts ({values!r}) are neither text nor token ids; give a string or a list")
-    if isinstance(values, list | tuple):
-        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-    single = isinstance(values, str) or (len(values) > 0 and not isinstance(values[0], str | list | tuple))
-    batch = [values] if single else list(values)
-    if not batch:
-        raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
-    tokenizer = base.tokenizer
-    encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
-    return encoded, single
+def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:
+    if wanted and base.device.type != "cuda":
+        raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
+    return StepGraphs(base) if base.device.type == "cuda" and wanted is not False else None

@@ -148,7 +148,7 @@ class Speculation:
     drafter: Any = None
     """"heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no heads;
     "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature, for speculative
-    acceptance; or an object with the contract of ``medusa.drafters.Drafter``. None = hybrid where there are heads.
+    acceptance; or a ``medusa.drafters.Drafter`` of your own. None = hybrid where there are heads.
     Where the base verifies chains only (``BaseModel.decoding``), every draft is taken as a chain."""
     acceptance: str | None = None
     """None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in distribution,

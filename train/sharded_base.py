@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from medusa.base import smollm2
-from medusa.base.model import BaseModel, choose_dtype
+from medusa.base.checkpoint import choose_dtype
+from medusa.base.model import BaseModel
 from train.engine import import_deepspeed
 
 WHOLE_ROWS = 16

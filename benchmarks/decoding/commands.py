@@ -25,7 +25,7 @@ from data import EMBEDDED, resolve_base_name, shipped_heads
 from data.prompts import embedded_prompts
 from medusa import BaseModel, DraftHeads, MedusaModel, load_tree
 from medusa.base import smollm2
-from medusa.base.model import choose_dtype
+from medusa.base.checkpoint import choose_dtype
 from medusa.budget.calibrate import calibrate
 from medusa.budget.tree_search import grow_tree
 from medusa.files import write_json

@@ -64,12 +64,14 @@ def with_random_heads(options: argparse.Namespace) -> tuple[BaseModel, DraftHead
     else:
         how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
         base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how)
-        choose_decoding(base)
+        base = choose_decoding(base)
         check_trees(base, options.base)
     shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
-    model = MedusaModel(base, random_heads(base, *shape))
-    if options.compile and not compile_base(model.base):
+    heads = random_heads(base, *shape)
+    base = base.tapped(heads.config.feature_layers)
+    if options.compile and not (base := compile_base(base)).compiled:
         raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
+    model = MedusaModel(base, heads)
     assert model.heads is not None, "given above"
     return model.base, model.heads
 

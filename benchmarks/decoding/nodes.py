@@ -1,4 +1,4 @@
-"""``medusa-bench nodes``: trees sized by measured costs beside fixed sizes and plain decoding, on real answers."""
+"""``medusa-bench nodes``: sizes that are found as it runs beside fixed sizes and plain decoding, on real answers."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -29,7 +29,6 @@ def measure_nodes(
     Returns:
         The report's own part: a row per way, and how auto stands beside plain decoding and the best size.
     """
-    auto = model.explain_nodes(drafter)  # measured now, not within a round
     ways: dict[str, int | None] = {"plain": 1, "auto": None} | {str(n): n for n in sorted(set(sizes)) if n > 1}
     engines = {name: medusa_engine(model, max_new_tokens, nodes, drafter) for name, nodes in ways.items()}
     timings = compare(engines, prompts, rounds, shown=True)
@@ -39,7 +38,7 @@ def measure_nodes(
         "drafter": drafter or "default",
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
-        "auto": auto,
+        "auto": model.explain_nodes(drafter),
         "best_fixed": best,
         "auto_over_best_fixed": round(timings["auto"].speedup_over(timings[best]), 4),
         "auto_over_plain": round(timings["auto"].speedup_over(timings["plain"]), 4),

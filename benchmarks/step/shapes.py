@@ -18,7 +18,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
-from medusa.base.model import choose_dtype
+from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
 from medusa.cpu import packed
 from medusa.cpu.int8 import Int8Linear, round_linears
@@ -104,9 +104,7 @@ def random_base(
     if device.type == "cpu":
         packed.pack_linears(model, keep=model.get_output_embeddings())
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    base = BaseModel(model, no_words, config.name_or_path, attention)
-    base.int8 = int8
-    return base
+    return BaseModel(model, no_words, config.name_or_path, attention, int8=int8)
 
 
 def random_heads(

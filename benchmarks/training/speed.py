@@ -14,6 +14,7 @@ from data.sources import read_samples
 from medusa.clock import alternate, seconds
 from train.recipe_file import read_recipe
 from train.run_directory import RunDirectory
+from train.setup import set_up
 from train.trainer import Trainer
 from train.workers import Workers
 
@@ -44,7 +45,7 @@ class OurEpochs:
 
     def __init__(self, recipe: str, overrides: Overrides, workers: Workers, run: Path) -> None:
         values = read_recipe(recipe, {**overrides, **CLOCKED, "run": str(run)})
-        self.trainer = Trainer(values, RunDirectory(values.run), workers)
+        self.trainer = Trainer(set_up(values, RunDirectory(values.run), workers))
         self.steps = -(-len(self.trainer.packed) // values.optim.rows_per_step)
         self.positions = self.steps * values.optim.rows_per_step * values.data.row_tokens
         self.trained = sum(value.numel() for value in self.trainer.engine.full_state().values())

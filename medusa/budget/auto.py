@@ -22,7 +22,7 @@ WATCHED = 64
 """Drafters whose completions are learned from, the latest ones."""
 
 
-class AutoDrafter:
+class AutoDrafter(Drafter):
     """Drafts of the size that is best at each step, where shapes cost nothing (a CPU).
 
     For one completion, or one batch of them, at a time; those that share a policy share what is learned.
@@ -33,8 +33,6 @@ class AutoDrafter:
         nodes: Of the largest one.
         clock: Tells how long steps take, in seconds.
     """
-
-    recordable = False
 
     def __init__(
         self, policy: SizePolicy, build: Build, nodes: int, clock: Callable[[], float] = time.perf_counter

@@ -151,7 +151,7 @@ def stack(layers: Sequence[PackedLinear]) -> PackedLinear:
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
     """``x -> x @ weight.T + bias`` for frozen weights [out, in], packed where that is possible."""
     linear = _linear(weight, bias)
-    module = PackedLinear(linear) if weight.device.type == "cpu" and _packable(linear) else linear
+    module = PackedLinear(linear) if _packable(linear) else linear
     return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
 
 
@@ -201,7 +201,7 @@ def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Mod
 
 
 def _packable(linear: nn.Linear) -> bool:
-    """Plain layers with plain weights only: a subclass of either (quantised, say) computes something else."""
+    """Plain layers with plain weights on a CPU only: a subclass of either (quantised, say) computes something else."""
     weight = linear.weight
     plain = type(linear) is nn.Linear and type(weight) is nn.Parameter
-    return plain and weight.dtype in DTYPES and available(weight.dtype)
+    return plain and weight.device.type == "cpu" and weight.dtype in DTYPES and available(weight.dtype)

@@ -1,6 +1,6 @@
 """Whatever proposes a draft."""
 
-from medusa.drafters.base import Drafter, PlainDrafter, is_recordable
+from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
@@ -14,5 +14,4 @@ __all__ = [
     "PlainDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",
-    "is_recordable",
 ]

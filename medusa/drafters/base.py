@@ -14,20 +14,15 @@ class Drafter(Protocol):
 
     nodes: int
     """N, nodes of a draft with the root; on a CPU, where shapes cost nothing, a draft may have fewer."""
-    recordable: bool
+    recordable: bool = False
     """Shapes are fixed and drafts follow from the state's tensors alone, on the device: a step may become a CUDA graph.
-    A drafter of your own may leave it out, see ``is_recordable``."""
+    A drafter that inherits from this class may leave it out."""
 
     def propose(self, state: DecodeState) -> Draft:
         """A draft whose column 0 holds ``state.roots``."""
 
 
-def is_recordable(drafter: Drafter) -> bool:
-    """Whether the drafter says that it is recordable."""
-    return bool(getattr(drafter, "recordable", False))
-
-
-class PlainDrafter:
+class PlainDrafter(Drafter):
     """Drafts nothing: every step is one plain decode step."""
 
     nodes = 1

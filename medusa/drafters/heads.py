@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from medusa.drafters.base import Drafter
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
@@ -34,7 +35,7 @@ class Floors:
     node: float = 0.04
 
 
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Fills a tree with the heads' best tokens.
 
     With ``tree`` every step has that topology. Otherwise every step chooses its own: a node's score is the sum of the

@@ -1,11 +1,11 @@
 """Two drafters under one verifier: both trees hang below the same root."""
 
-from medusa.drafters.base import Drafter, is_recordable
+from medusa.drafters.base import Drafter
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
 
-class HybridDrafter:
+class HybridDrafter(Drafter):
     """Proposes what both drafters propose; a lossless rule picks the longer right path, from either drafter.
 
     Args:
@@ -18,7 +18,7 @@ class HybridDrafter:
     def __init__(self, first: Drafter, second: Drafter, shortcut: Drafter | None = None) -> None:
         self.first, self.second, self.shortcut = first, second, shortcut
         self.nodes = max(first.nodes + second.nodes - 1, shortcut.nodes if shortcut else 1)
-        self.recordable = shortcut is None and is_recordable(first) and is_recordable(second)
+        self.recordable = shortcut is None and first.recordable and second.recordable
 
     def propose(self, state: DecodeState) -> Draft:
         """The union of both drafts; a token that both propose stands twice."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from medusa.drafters.base import Drafter
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -18,7 +19,7 @@ LOOKUP_GUESSES = 10
 """Most tokens that are taken from the text before, beside what heads draft."""
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Proposes the continuation of the best earlier match as a chain; where there is no match, the root alone.
 
     Shapes are fixed on a GPU and in a batch: beside others, a sequence without a match gets some chain too.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from medusa.drafters.base import Drafter
 from medusa.drafters.heads import LOWEST, WIDTH, check_tree
 from medusa.heads import DraftHeads, Vocabulary
 from medusa.noise import DRAFT, gumbel_noise
@@ -37,7 +38,7 @@ def coin_tree(nodes: int, depth: int, width: int = WIDTH) -> Tree:
     return Tree(tuple(paths[: nodes - 1]))
 
 
-class SampledHeadsDrafter:
+class SampledHeadsDrafter(Drafter):
     """Fills a static tree with draws from the heads; rank r of a path is the r-th draw below its parent.
 
     Siblings are drawn without replacement: the best tokens after Gumbel noise are exactly that, in order. The noise is

@@ -21,7 +21,7 @@ from torch import Tensor
 from medusa.acceptance import Rule
 from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
-from medusa.drafters import Drafter, is_recordable
+from medusa.drafters import Drafter
 from medusa.engine.step import read_tokens, step_on_device
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.state import DecodeState
@@ -122,7 +122,7 @@ class StepGraphs:
             return f"base ({base.name}) {how if base.decoding == 'tree' else 'does not verify trees'}"
         if not base.attention.recordable:
             return f"attention ({base.attention.name}) reads lengths on the host here"
-        if not is_recordable(drafter):
+        if not drafter.recordable:
             return f"drafter ({type(drafter).__name__}) is not recordable: the host decides shapes, or it does not say"
         devices = {parameter.device for parameter in base.model.parameters()}
         return None if len(devices) == 1 else f"base ({base.name}) is spread over {len(devices)} devices"

@@ -20,7 +20,7 @@ class Group(NamedTuple):
     rule: Rule
 
 
-class MixedDrafter:
+class MixedDrafter(Drafter):
     """Each group's drafter for its rows; smaller trees are filled up. A graph would be of this mix of rows alone."""
 
     recordable = False

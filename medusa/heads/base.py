@@ -2,13 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-
-from medusa.cpu.packed import LinearFunction, packed_linear
 
 
 class Vocabulary(Protocol):
@@ -120,9 +118,8 @@ class DraftHeads(nn.Module, ABC):
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
         shape = (config.num_heads, config.output_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
-        self._output: Callable[[Tensor], Tensor] | None = None
+        self._joined_output: Callable[[Tensor], Tensor] | None = None  # of heads that are frozen, see ``join``
         self.fusion: nn.Linear | None = None
-        self._frozen_fusion: LinearFunction | None = None
         if config.feature_layers:
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)
@@ -145,7 +142,7 @@ class DraftHeads(nn.Module, ABC):
             return hidden
         last, layers = hidden.tensor_split([dim], dim=-1)
         layers = nn.functional.rms_norm(layers.unflatten(-1, (count, dim)), (dim,)).flatten(-2)
-        fused: Tensor = last + (self._frozen_fusion or self.fusion)(layers)
+        fused: Tensor = last + self.fusion(layers)
         return fused
 
     @abstractmethod
@@ -179,12 +176,17 @@ class DraftHeads(nn.Module, ABC):
             Logits of the children [B, m, V], or [B, 1, V] where they are the same for all m nodes; the new state.
         """
 
-    def freeze(self, vocabulary: Vocabulary) -> None:
-        """Prepare for decoding; the weights, and those of the base, do not change any more. Training never calls it."""
+    def with_config(self, **changes: Any) -> Self:
+        """Heads with the same weights, in the same memory, and another config; these stay as they are."""
+        with torch.device("meta"):  # nothing is allocated
+            same = type(self)(replace(self.config, **changes))
+        same.load_state_dict(self.state_dict(), assign=True)
+        return same.train(self.training)
+
+    def join(self, vocabulary: Vocabulary) -> None:
+        """Compute products of weights that do not change any more once and for all; part of ``freeze``."""
         if self.draft_ids is not None and self.lm_heads is None:
-            self._output = vocabulary.logits_of(self.draft_ids, pack=True)
-        if self.fusion is not None:
-            self._frozen_fusion = packed_linear(self.fusion.weight)
+            self._joined_output = vocabulary.logits_of(self.draft_ids, pack=True)
 
     def init_from_base(self, lm_head_weight: Tensor) -> None:
         """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""
@@ -210,10 +212,10 @@ class DraftHeads(nn.Module, ABC):
         """The base's output layer as heads share it: features [..., D] -> logits [..., V]."""
         if self.draft_ids is None:
             return vocabulary.logits
-        return self._output or vocabulary.logits_of(self.draft_ids)
+        return vocabulary.logits_of(self.draft_ids)
 
     def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Logits [..., V] of one head's features [..., D]."""
         if self.lm_heads is None:
-            return self.output(vocabulary)(features)
+            return (self._joined_output or self.output(vocabulary))(features)
         return nn.functional.linear(features, self.lm_heads[head])

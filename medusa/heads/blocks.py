@@ -6,7 +6,6 @@ Legend: B sequences, m tree nodes, D hidden size, S width of what a node hands d
 import torch
 from torch import Tensor, nn
 
-from medusa.cpu.packed import LinearFunction, packed_linear
 from medusa.heads.base import Vocabulary
 
 
@@ -24,24 +23,11 @@ class ResidualBlock(nn.Module):
         self.inner = nn.Linear(dim + more, inner)
         self.outer = nn.Linear(inner, dim, bias=False)
         nn.init.zeros_(self.outer.weight)
-        self._frozen: tuple[LinearFunction, LinearFunction] | None = None
-
-    def freeze(self) -> None:
-        """Pack the weights for the CPU's matrix kernels."""
-        self._frozen = packed_linear(self.inner.weight, self.inner.bias), packed_linear(self.outer.weight)
 
     def forward(self, x: Tensor, more: Tensor) -> Tensor:
         """The block's output, of the shape [..., D] of x."""
-        inner, outer = self._frozen or (self.inner, self.outer)
-        out: Tensor = x + outer(nn.functional.silu(inner(torch.cat([x, more], dim=-1))))
+        out: Tensor = x + self.outer(nn.functional.silu(self.inner(torch.cat([x, more], dim=-1))))
         return out
-
-
-def freeze_blocks(heads: nn.Module) -> None:
-    """Freeze every residual block of the heads."""
-    for block in heads.modules():
-        if isinstance(block, ResidualBlock):
-            block.freeze()
 
 
 def unit_embeddings(tokens: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
-from medusa.heads.blocks import ResidualBlock, freeze_blocks, of_parents, unit_embeddings
+from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
 
 class HydraHeads(DraftHeads):
@@ -24,11 +24,6 @@ class HydraHeads(DraftHeads):
         self.blocks = nn.ModuleList(
             nn.ModuleList(ResidualBlock(dim, (head + 1) * dim, dim) for _ in layers) for head in range(config.num_heads)
         )
-
-    def freeze(self, vocabulary: Vocabulary) -> None:
-        """Pack the weights for the CPU's matrix kernels."""
-        super().freeze(vocabulary)
-        freeze_blocks(self)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""

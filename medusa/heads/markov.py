@@ -32,10 +32,9 @@ class MarkovHeads(MedusaHeads):
         self.up = nn.Parameter(torch.zeros(heads, dim, rank))
         self._low_rank: list[tuple[LinearFunction, LinearFunction]] = []  # P_k and W Q_k of frozen heads
 
-    def freeze(self, vocabulary: Vocabulary) -> None:
-        """Pack the weights for the CPU's matrix kernels, those of the correction with the output layer behind them."""
-        super().freeze(vocabulary)
-        self._low_rank = []
+    def join(self, vocabulary: Vocabulary) -> None:
+        """Besides, the correction with the output layer behind it, as packed layers."""
+        super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.linear:
             raised = [self._behind_output(head, vocabulary) for head in range(self.config.num_heads)]
             self._low_rank = [(packed_linear(p), packed_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
@@ -49,7 +48,9 @@ class MarkovHeads(MedusaHeads):
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
-        return super().begin(hidden_BF, vocabulary) if self._low_rank else self._features(self.fuse(hidden_BF))
+        if self._low_rank:
+            return super().begin(hidden_BF, vocabulary)
+        return self._features(self.fuse(hidden_BF), self._joined_blocks)
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary

@@ -24,12 +24,12 @@ class MedusaHeads(DraftHeads):
         layers, heads, dim = config.num_layers, config.num_heads, config.hidden_size
         self.weight = nn.Parameter(torch.zeros(layers, heads, dim, dim))
         self.bias = nn.Parameter(torch.zeros(layers, heads, dim))
-        self._first_block: LinearFunction | None = None
+        self._joined_blocks: LinearFunction | None = None  # of heads that are frozen, see ``join``
 
-    def freeze(self, vocabulary: Vocabulary) -> None:
-        """Pack the first block's weights for the CPU's matrix kernels."""
-        super().freeze(vocabulary)
-        self._first_block = packed_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
+    def join(self, vocabulary: Vocabulary) -> None:
+        """The first blocks of all heads as one packed layer."""
+        super().join(vocabulary)
+        self._joined_blocks = packed_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D]; the tokens are not read."""
@@ -37,9 +37,9 @@ class MedusaHeads(DraftHeads):
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Logits of all levels [K, B, V]."""
-        features_KBD = self._features(self.fuse(hidden_BF))
+        features_KBD = self._features(self.fuse(hidden_BF), self._joined_blocks)
         if self.lm_heads is None:
-            return self.output(vocabulary)(features_KBD)
+            return self.head_logits(0, features_KBD, vocabulary)  # one layer for all
         return torch.bmm(features_KBD, self.lm_heads.transpose(1, 2))
 
     def level(
@@ -48,12 +48,10 @@ class MedusaHeads(DraftHeads):
         """Logits [B, 1, V]: the same below every node of the level."""
         return state[head][:, None], state
 
-    def _features(self, hidden_MD: Tensor) -> Tensor:
-        silu = nn.functional.silu
-        if self._first_block is None:
-            inner_MF = nn.functional.linear(hidden_MD, self.weight[0].flatten(0, 1), self.bias[0].flatten())
-        else:
-            inner_MF = self._first_block(hidden_MD)
+    def _features(self, hidden_MD: Tensor, first: LinearFunction | None = None) -> Tensor:
+        silu, linear = nn.functional.silu, nn.functional.linear
+        first = first or (lambda x: linear(x, self.weight[0].flatten(0, 1), self.bias[0].flatten()))
+        inner_MF = first(hidden_MD)
         x_KMD: Tensor = hidden_MD + silu(inner_MF).unflatten(1, (self.config.num_heads, -1)).transpose(0, 1)
         for weight_KDD, bias_KD in zip(self.weight[1:], self.bias[1:], strict=True):
             x_KMD = x_KMD + silu(torch.baddbmm(bias_KD[:, None], x_KMD, weight_KDD.transpose(1, 2)))

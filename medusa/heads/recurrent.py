@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
-from medusa.heads.blocks import ResidualBlock, freeze_blocks, of_parents, unit_embeddings
+from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
 EXPANSION = 2
 """Inner width of a block / D."""
@@ -26,11 +26,6 @@ class RecurrentHeads(DraftHeads):
         super().__init__(config)
         dim = config.hidden_size
         self.blocks = nn.ModuleList(ResidualBlock(dim, dim, EXPANSION * dim) for _ in range(config.num_layers))
-
-    def freeze(self, vocabulary: Vocabulary) -> None:
-        """Pack the weights for the CPU's matrix kernels."""
-        super().freeze(vocabulary)
-        freeze_blocks(self)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""

@@ -1,7 +1,6 @@
 """Heads from one format to another, with a model card beside them."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from medusa.base import smollm2
-from medusa.base.model import BaseModel, resolve_base
+from medusa.base.checkpoint import resolve_base
+from medusa.base.model import BaseModel
 from medusa.files import peek_object, replace_file
 from medusa.formats import (
     Export,
@@ -66,7 +66,7 @@ def export(
     if out.is_dir() and any(out.iterdir()) and not target.matches(out):
         raise ValueError(f"directory ({out}) holds something else than {format_name!r} heads; give a new directory")
     loaded = load_heads(source, dtype=dtype)
-    loaded.config = dataclasses.replace(loaded.config, base=_base_name(base, loaded.config.base, source))
+    loaded = loaded.with_config(base=_base_name(base, loaded.config.base, source))
     if reason := refusal(format_name, loaded.config):
         raise ValueError(reason)  # before a large base is loaded
     _check_size(loaded.config)

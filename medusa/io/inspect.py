@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medusa.base.model import resolve_base
+from medusa.base.checkpoint import resolve_base
 from medusa.formats import FORMATS, find_format, load_calibration
 from medusa.formats.tensor_files import read_tensors
 from medusa.heads import HeadsConfig

@@ -24,14 +24,14 @@ TREE_PATH = (0, 2, 4, 5)
 """Nodes that continue the text; the others are wrong guesses, between them and behind them."""
 
 
-def find_out(base: BaseModel) -> None:
-    """Set ``base.exact`` and log the outcome; a few short passes."""
+def find_out(base: BaseModel) -> BaseModel:
+    """The base with what was found (``Traits.exact``), which is logged too; a few short passes."""
     reason = _known(base) or _difference(base)
-    base.exact = reason is None
     if reason is None:
         logger.info("base (%s): exact, rows are equal bit by bit in passes of any size", base.name)
     else:
         logger.info("base (%s): not exact, near ties may go another way than in plain decoding: %s", base.name, reason)
+    return base.with_traits(exact=reason is None)
 
 
 def _known(base: BaseModel) -> str | None:

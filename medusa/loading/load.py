@@ -1,6 +1,5 @@
 """Load heads and the base that they were trained on, and find out what that base can verify."""
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from medusa.base.model import BaseModel, resolve_base
+from medusa.base.checkpoint import resolve_base
+from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
 from medusa.formats import load_calibration, load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
@@ -50,16 +50,16 @@ def load_base_and_heads(
         name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options,
         adapter=config.base_adapter if config is not None else "",
     )  # fmt: skip
-    choose_decoding(base_model)
+    base_model = choose_decoding(base_model)
     if config is not None:
         _warn_of_other_weights(config, base_model)
         base_model = base_model.tapped(config.feature_layers)
     if compiled:
-        compile_base(base_model)
-    exactness.find_out(base_model)
+        base_model = compile_base(base_model)
+    base_model = exactness.find_out(base_model)
     if heads is None or loaded is None:
         return Loaded(base_model)
-    loaded.config = dataclasses.replace(loaded.config, base=base_model.name)
+    loaded = loaded.with_config(base=base_model.name)
     return Loaded(base_model, loaded, load_calibration(heads, loaded.config), load_provenance(heads))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
+from medusa.base.traits import Decoding
 from medusa.engine.prefill import prefill
 from medusa.engine.step import verify
 from medusa.loading.layer_check import LayerCheck
@@ -23,7 +24,7 @@ OWN_ROWS = 4096
 TREE = Tree.full([2, 1])
 PATHS = [0, 0, 1, 0, 1]
 """The leaf, of two, below or above which a node of ``TREE`` stands."""
-DRAFTS = {"tree": [0, 1, 2, 3, 4], "chain": [0, 1, 3], "plain": [0]}
+DRAFTS: dict[Decoding, list[int]] = {"tree": [0, 1, 2, 3, 4], "chain": [0, 1, 3], "plain": [0]}
 """Nodes of ``TREE`` that are verified, the most demanding way to decode first."""
 
 
@@ -31,8 +32,8 @@ class UnsupportedBaseError(ValueError):
     """The base computes something else over cached rows than over plain text."""
 
 
-def choose_decoding(base: BaseModel) -> None:
-    """Set ``base.decoding`` and ``base.explicit_mask`` to the first way to decode that is exact.
+def choose_decoding(base: BaseModel) -> BaseModel:
+    """The base with the first way to decode that is exact (``Traits.decoding`` and ``Traits.explicit_mask``).
 
     A few small passes over a small tree, a chain and single rows, behind cached prompts of different lengths, are held
     to the base's own pass over each path as plain text: every layer by itself (``LayerCheck``), then the logits. A
@@ -47,24 +48,23 @@ def choose_decoding(base: BaseModel) -> None:
     Raises:
         UnsupportedBaseError: Not even single rows are exact.
     """
-    reasons: dict[str, str] = {}
+    reasons: dict[Decoding, str] = {}
     windows = _has_windows(base)
     for decoding, nodes in DRAFTS.items():
         for explicit_mask in (False,) if windows else (False, True):
-            base.decoding, base.explicit_mask = decoding, explicit_mask  # type: ignore[assignment]
-            reason = _objection(base, nodes)
+            tried = base.with_traits(decoding=decoding, explicit_mask=explicit_mask)
+            reason = _objection(tried, nodes)
             if reason is None:
-                _report(base, reasons)
-                return
+                _report(tried, reasons)
+                return tried
             reasons[decoding] = reason
-    base.decoding, base.explicit_mask = "tree", False
     raise UnsupportedBaseError(
         f"base ({base.name}, {base.config.model_type}) cannot be decoded here: {reasons['plain']};"
         " use a base with rotary or learned positions"
     )
 
 
-def _report(base: BaseModel, reasons: dict[str, str]) -> None:
+def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
     if base.explicit_mask:
         logger.info("base (%s): masks travel with each call, its attention does not get the step's plan", base.name)
     if base.decoding != "tree":
@@ -74,22 +74,18 @@ def _report(base: BaseModel, reasons: dict[str, str]) -> None:
 
 
 @torch.inference_mode()
-def compile_base(base: BaseModel) -> bool:
-    """Compile the base's pass and hold it to the same comparison; where it fails, the plain pass stays, with a warning.
-
-    Returns:
-        Whether the compiled pass is used from now on.
-    """
+def compile_base(base: BaseModel) -> BaseModel:
+    """The base with its pass compiled and held to the same comparison; where that fails the base, with a warning."""
     reason = _uncompilable(base)
     if reason is None:
-        base.compile()
+        compiled = base.with_compiled_pass()
         # One graph serves all, but rows are joined and padded by the number of sequences and rows.
         shapes = ((lengths, nodes) for lengths in (LENGTHS, LENGTHS[:1]) for nodes in (DRAFTS[base.decoding], [0]))
-        reason = next((found for lengths, nodes in shapes if (found := _objection(base, nodes, lengths))), None)
-    if reason is not None:
-        base.compile(False)
-        logger.warning("base (%s) runs without compilation: %s", base.name, reason)
-    return reason is None
+        reason = next((found for lengths, nodes in shapes if (found := _objection(compiled, nodes, lengths))), None)
+        if reason is None:
+            return compiled
+    logger.warning("base (%s) runs without compilation: %s", base.name, reason)
+    return base
 
 
 def _uncompilable(base: BaseModel) -> str | None:

@@ -27,11 +27,11 @@ REFUSALS = (TypeError, AttributeError, RuntimeError, ValueError, IndexError, Key
 """Errors of a family that takes no such masks."""
 
 
-def choose_separation(base: BaseModel, ids_T: Tensor, agreed: Callable[[bool], bool] = bool) -> None:
-    """Set ``base.separation`` to the first way in which packed documents are what they are alone.
+def choose_separation(base: BaseModel, ids_T: Tensor, agreed: Callable[[bool], bool] = bool) -> BaseModel:
+    """The base with the first way in which packed documents are what they are alone (``Traits.separation``).
 
     Args:
-        base: The base; its tapped copies follow.
+        base: As training will use it.
         ids_T: int64; a row as long as those that will be packed, since windows and chunks matter in long ones only.
         agreed: (does it leak here) -> does it leak in any process of the run.
 
@@ -40,15 +40,14 @@ def choose_separation(base: BaseModel, ids_T: Tensor, agreed: Callable[[bool], b
     """
     reasons: list[str] = []
     for separation, words in SEPARATIONS.items():
-        base.separation = separation
-        reason = _objection(base, ids_T)
+        tried = base.with_traits(separation=separation)
+        reason = _objection(tried, ids_T)
         if not agreed(reason is not None):
             if reasons:
                 kind = base.config.model_type
                 logger.warning("base (%s, %s) needs %s: %s", base.name, kind, words, reasons[0])
-            return
+            return tried
         reasons.append(reason or "it leaks in another process")
-    base.separation = "positions"
     raise ValueError(
         f"base ({base.name}, {base.config.model_type}) cannot be trained on: {reasons[-1]} even where each has a "
         "row of its own; use a base with causal attention"

@@ -2,10 +2,11 @@
 
 import torch
 
+from medusa.drafters import Drafter
 from medusa.tree import Draft
 
 
-class Chain:
+class Chain(Drafter):
     """A chain of the next tokens of known texts, each shifted by ``off``: 0 is always right, 1 never.
 
     Texts are known by their first tokens: sequences of a batch stand in any order.

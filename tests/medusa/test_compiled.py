@@ -65,8 +65,9 @@ def test_closures_of_one_function_are_compiled_apart():
 @pytest.fixture
 def compiled_base(base_directory):
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True)
-    assert compile_base(base)
-    return base
+    compiled = compile_base(base)
+    assert compiled.compiled
+    return compiled
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_a_pass_that_compiles_to_something_else_is_not_used(base_directory, monk
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
     monkeypatch.setattr("medusa.cpu.compiled.attend_rows", lambda plan, query, *_: query.transpose(1, 2).clone())
     with caplog.at_level(logging.WARNING, logger="medusa"):
-        assert not compile_base(base)
+        assert not compile_base(base).compiled
     assert "without compilation: its logits differ" in caplog.text
     with torch.inference_mode():
         assert MedusaModel(base).generate([5, 6, 7], max_new_tokens=3).tokens
@@ -95,9 +96,9 @@ def test_a_pass_that_compiles_to_something_else_is_not_used(base_directory, monk
 
 def test_a_base_whose_masks_travel_with_the_call_is_not_compiled(base_directory, caplog):
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
-    base.explicit_mask = True
+    base = base.with_traits(explicit_mask=True)
     with caplog.at_level(logging.WARNING, logger="medusa"):
-        assert not compile_base(base)
+        assert not compile_base(base).compiled
     assert "runs without compilation" in caplog.text
 
 
@@ -105,21 +106,20 @@ def test_a_base_whose_masks_travel_with_the_call_is_not_compiled(base_directory,
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_windows_softcaps_and_sinks_reach_the_compiled_attention(family):
     base, _ = tiny(family)  # the self-test's prompts are longer than its windows
-    choose_decoding(base)
-    assert compile_base(base)
+    assert compile_base(choose_decoding(base)).compiled
 
 
 def test_scales_by_cache_index_are_not_compiled(caplog):
     base, _ = tiny("llama4_text")
     with caplog.at_level(logging.WARNING, logger="medusa"):
-        assert not compile_base(base)
+        assert not compile_base(base).compiled
     assert "runs without compilation: its layers scale queries by their indices" in caplog.text
 
 
 def test_too_many_compilations_end_in_the_plain_pass(base_directory, monkeypatch, caplog):
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
     expected = MedusaModel(base).generate([5, 6, 7], max_new_tokens=5).tokens
-    base.compile()
+    base = base.with_compiled_pass()
 
     def limit(*_):
         raise FailOnRecompileLimitHit("8")

@@ -137,7 +137,7 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
     if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("test_attention_triton.py runs this in a process whose Triton interprets its kernels")
     base, oracle = tiny(family, backend)
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert (base.decoding, base.explicit_mask) == ("chain" if family in CHAINS else "tree", family in EXPLICIT_MASK)
     single = family in SINGLE or backend in WITHOUT_FLOAT64
     close = {"atol": 2e-4, "rtol": 1e-4} if single else {"atol": 1e-5, "rtol": 1e-5}

@@ -25,7 +25,7 @@ def packed_rows() -> tuple[torch.Tensor, torch.Tensor]:
 def test_packed_documents_are_what_they_are_alone(family, caplog):
     base, oracle = tiny(family)
     with caplog.at_level(logging.WARNING, logger="medusa.loading.separation"):
-        choose_separation(base, torch.arange(3, 45))
+        base = choose_separation(base, torch.arange(3, 45))
     assert base.separation == NEEDS.get(family, "positions")
     assert ("hidden states of packed documents differ by" in caplog.text) == (family in NEEDS)
     ids, positions = packed_rows()
@@ -63,8 +63,7 @@ def test_gradients_pass_through_separate_rows():
     weight = base.model.get_input_embeddings().weight.requires_grad_()
     gradients = []
     for separation in ("positions", "rows"):
-        base.separation = separation
-        base.hidden_states(ids, positions).square().sum().backward()
+        base.with_traits(separation=separation).hidden_states(ids, positions).square().sum().backward()
         gradients.append(weight.grad)
         weight.grad = None
     torch.testing.assert_close(*gradients)
@@ -73,7 +72,7 @@ def test_gradients_pass_through_separate_rows():
 def test_one_process_in_which_it_leaks_decides_for_all():
     base, _ = tiny("llama")
     asked = []
-    choose_separation(base, torch.arange(3, 45), lambda leaks: asked.append(leaks) or len(asked) < 3)
+    base = choose_separation(base, torch.arange(3, 45), lambda leaks: asked.append(leaks) or len(asked) < 3)
     assert (base.separation, asked) == ("rows", [False, False, False])
 
 
@@ -89,5 +88,4 @@ def test_a_base_that_sees_what_is_behind_is_refused():
 def test_half_precision_is_no_leak():
     base, _ = tiny("llama")
     base.model.bfloat16()
-    choose_separation(base, torch.arange(3, 45))
-    assert base.separation == "positions"
+    assert choose_separation(base, torch.arange(3, 45)).separation == "positions"

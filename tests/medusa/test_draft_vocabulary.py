@@ -9,6 +9,7 @@ from medusa import BaseModel, MedusaModel
 from medusa.drafters import HeadsDrafter, PlainDrafter, SampledHeadsDrafter
 from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES
+from medusa.heads.frozen import freeze
 from tests.medusa.test_conformance import tiny
 from tests.medusa.test_drafters import decode_state
 from tests.medusa.trees import LOPSIDED
@@ -35,8 +36,8 @@ def heads(make_heads):
 def test_logits_of_some_tokens_are_those_of_the_base(family, pack):
     """With a soft cap (gemma2), a scale (cohere), and a bias (gptj)."""
     base, _ = tiny(family)
-    if base._lm_head.bias is not None:
-        torch.nn.init.normal_(base._lm_head.bias)
+    if (bias := base.model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias)
     tokens, hidden = torch.tensor([3, 4, 17, 49]), 9 * torch.randn(2, 5, base.hidden_size).to(base.dtype)
     expected = base.logits(hidden)[..., tokens]
     torch.testing.assert_close(base.logits_of(tokens, pack)(hidden), expected)
@@ -81,7 +82,7 @@ def test_a_level_gives_the_logits_of_the_part(base, make_heads, architecture, ow
     ids = state.pop("draft_ids")
     whole.load_state_dict(state)
     if frozen:
-        heads.freeze(base)
+        heads = freeze(heads, base)
     hidden, tokens = torch.randn(2, base.hidden_size).to(base.dtype), torch.tensor([[3], [200]])
     (part, _), (all_of_it, _) = (
         h.level(0, h.begin(hidden, base), torch.zeros_like(tokens), tokens, base) for h in (heads, whole)
@@ -139,7 +140,7 @@ def test_a_draft_reads_a_part_of_the_output_layer(base_directory, make_heads):
     read = {}
     for size in (0, PART):
         heads = make_heads(draft_vocab_size=size).float()
-        heads.freeze(base)
+        heads = freeze(heads, base)
         drafter = HeadsDrafter(heads, base, 9, host_decides=False)
         state = decode_state([[3], [1, 4]], base)
         with Reads() as reads:
@@ -154,7 +155,7 @@ def test_heads_that_read_the_output_layer_once_for_all_levels(base_directory, ma
     base, read = BaseModel.load(base_directory, dtype=torch.float32, device="cpu"), []
     for num_heads in (3, 4):
         heads = make_heads(num_heads, architecture=architecture, rank=2).float()
-        heads.freeze(base)
+        heads = freeze(heads, base)
         with Reads() as reads:
             HeadsDrafter(heads, base, 9, host_decides=False).propose(decode_state([[3], [1, 4]], base))
         read.append(reads.bytes)

@@ -11,6 +11,7 @@ import torch
 from medusa import Draft, MedusaModel, Tree
 from medusa.acceptance import greedy
 from medusa.drafters import (
+    Drafter,
     HeadsDrafter,
     HybridDrafter,
     PlainDrafter,
@@ -238,7 +239,7 @@ def test_prompt_lookup_in_a_ragged_batch(base):
     assert draft.tokens[2, 0] == 5
 
 
-class Fixed:
+class Fixed(Drafter):
     """Proposes the same tree in every step."""
 
     def __init__(self, tokens, parents, depth):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
-from medusa.drafters import HeadsDrafter, PlainDrafter
+from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 from medusa.sampling import SamplingParams, Speculation
 from tests.medusa.trees import LOPSIDED
 
@@ -295,7 +295,7 @@ def test_heads_that_do_not_tell_their_vocabulary_draft_all_of_the_base(base, mak
 
 
 @dataclasses.dataclass
-class Unhashable:
+class Unhashable(Drafter):
     """A drafter as somebody may write it: a dataclass that compares by value has no hash."""
 
     nodes: int = 1

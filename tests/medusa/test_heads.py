@@ -5,6 +5,7 @@ import torch
 
 from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
+from medusa.heads.frozen import freeze
 
 
 def config(**changes):
@@ -54,7 +55,7 @@ def test_drafting_level_by_level_is_what_training_computes(architecture, own, fr
     hidden, path = torch.randn(3, 8), torch.randint(20, (3, 3))
     expected = heads(hidden, path, base)
     if frozen:
-        heads.freeze(base)
+        heads = freeze(heads, base)
     parents, state = torch.zeros(3, 1, dtype=torch.int64), heads.begin(hidden, base)
     tokens, at = path[:, :1], 0
     for head in range(3):
@@ -123,7 +124,7 @@ def test_markov_corrections_are_made_before_a_soft_cap():
     linear = base.logits
     base.linear, base.logits = False, lambda hidden: 3 * torch.tanh(linear(hidden) / 3)
     hidden, path = torch.randn(4, 8), torch.randint(20, (4, 3))
-    heads.freeze(base)
+    heads = freeze(heads, base)
     logits, _ = heads.level(1, heads.begin(hidden, base), path[:, :1] * 0, path[:, 1:2], base)
     torch.testing.assert_close(logits[:, 0], base.logits(heads(hidden, path, base)[1]))
 
@@ -150,7 +151,7 @@ def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, tmp_
     hidden, path, base = torch.randn(3, 128), torch.randint(20, (3, 4)), Vocabulary(128)
     with torch.no_grad():
         expected = heads(hidden, path, base)
-        heads.freeze(base)
+        heads = freeze(heads, base)
         torch.testing.assert_close(heads(hidden, path, base), expected, atol=1e-5, rtol=1e-5)
         save_heads(heads, tmp_path)
         torch.testing.assert_close(load_heads(tmp_path)(hidden, path, base), expected)
@@ -160,10 +161,10 @@ def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, tmp_
 def test_frozen_heads_can_be_moved_and_frozen_again(architecture):
     heads = randomised(build_heads(HeadsConfig(128, 20, 2, architecture=architecture))).eval().requires_grad_(False)
     hidden, path, base = torch.randn(3, 128).double(), torch.randint(20, (3, 2)), Vocabulary(128)
-    heads.freeze(base)
+    heads = freeze(heads, base)
     heads.to(torch.float64)
     base.logits.double()
-    heads.freeze(base)
+    heads = freeze(heads, base)
     frozen = heads(hidden, path, base)
     plain = build_heads(heads.config).double()
     plain.load_state_dict(heads.state_dict())

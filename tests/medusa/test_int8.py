@@ -46,8 +46,7 @@ def test_all_layers_but_the_output_layer_are_rounded(rounded):
 
 
 def test_trees_are_lossless_towards_the_rounded_model(rounded, base_directory, make_heads):
-    choose_decoding(rounded)
-    model, prompts = MedusaModel(rounded, make_heads()), [[7, 8, 9], [65, 66, 67, 68, 69, 70, 71], [5]]
+    model, prompts = MedusaModel(choose_decoding(rounded), make_heads()), [[7, 8, 9], [65, 66, 67, 68, 69, 70, 71], [5]]
     plain = [output.tokens for output in model.generate(prompts, nodes=1, max_new_tokens=40)]
     assert [output.tokens for output in model.generate(prompts, nodes=9, max_new_tokens=40)] == plain
     unrounded = MedusaModel(BaseModel.load(base_directory, dtype=torch.float32, device="cpu"))

@@ -27,14 +27,12 @@ def deep(request) -> BaseModel:
 def test_planted_faults_are_found(deep, kind, layer, monkeypatch):
     """Trees are refused; a fault that chains have too lets the base decode plainly, at most."""
     plant(monkeypatch, deep, kind, None if layer is None else [layer])
-    choose_decoding(deep)
-    assert deep.decoding != "tree"
+    assert choose_decoding(deep).decoding != "tree"
 
 
 def test_equally_right_passes_are_not_refused(deep, monkeypatch):
     plant(monkeypatch, deep, "rounding")
-    choose_decoding(deep)
-    assert deep.decoding == "tree"
+    assert choose_decoding(deep).decoding == "tree"
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
@@ -47,8 +45,7 @@ def real(request, smollm2_directory) -> BaseModel:
 @pytest.mark.parametrize("layer", [0, 15, 29])
 def test_faults_in_one_layer_of_real_weights_are_found(real, kind, layer, monkeypatch):
     plant(monkeypatch, real, kind, [layer])
-    choose_decoding(real)
-    assert real.decoding != "tree"
+    assert choose_decoding(real).decoding != "tree"
 
 
 @pytest.mark.slow
@@ -57,8 +54,7 @@ def test_real_weights_verify_trees(real, kind, monkeypatch):
     """Also where every operation around attention rounds otherwise than over plain text."""
     if kind != "nothing":
         plant(monkeypatch, real, kind)
-    choose_decoding(real)
-    assert real.decoding == "tree"
+    assert choose_decoding(real).decoding == "tree"
 
 
 def test_a_base_without_any_right_way_names_the_layer(deep, monkeypatch):

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.attention import Span
+from medusa.drafters import Drafter
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -40,7 +41,7 @@ def mpt(tokenizer, tmp_path):
 
 
 def test_a_llama_and_learned_positions_verify_trees(base, tokenizer, tmp_path):
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert (base.decoding, base.explicit_mask) == ("tree", False)
     gpt2 = load("gpt2", tokenizer, tmp_path).base
     assert (gpt2.decoding, gpt2.explicit_mask) == ("tree", False)
@@ -80,7 +81,7 @@ def test_chains_save_steps(mpt):
     assert any(sum(output.drafted) for output in outputs)
 
 
-class Trees:
+class Trees(Drafter):
     """Somebody's own drafter, which knows nothing of the base: proposes four children of the root."""
 
     nodes = 5
@@ -100,11 +101,9 @@ def test_trees_never_reach_a_base_that_verifies_chains(mpt):
 
 
 def changed(base, monkeypatch, forward):
-    """The base with another forward pass of its decoder; what the self-test sets is set back at the end."""
-    original = base._decoder.forward
-    monkeypatch.setattr(base._decoder, "forward", lambda *args, **options: forward(original, *args, **options))
-    monkeypatch.setattr(base, "explicit_mask", False)
-    monkeypatch.setattr(base, "decoding", "tree")
+    """The base with another forward pass of its decoder."""
+    original = base.decoder.forward
+    monkeypatch.setattr(base.decoder, "forward", lambda *args, **options: forward(original, *args, **options))
 
 
 def without_plan(forward, *args, tree_plan=None, **options):
@@ -136,7 +135,7 @@ def test_a_base_that_is_wrong_only_beside_a_longer_sequence_is_refused(base, mon
 def test_a_base_that_drops_the_plan_gets_whole_masks(base, make_heads, monkeypatch):
     expected = MedusaModel(base).generate("def f(x):", max_new_tokens=20).tokens
     changed(base, monkeypatch, without_plan)
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert (base.decoding, base.explicit_mask) == ("tree", True)
     assert MedusaModel(base, make_heads()).generate("def f(x):", max_new_tokens=20).tokens == expected
 
@@ -152,7 +151,7 @@ def test_a_base_with_windows_that_drops_the_plan_is_refused(base, monkeypatch):
 def test_where_only_single_rows_are_right_every_step_is_plain(base, make_heads, monkeypatch, caplog):
     expected = [o.tokens for o in MedusaModel(base).generate(PROMPTS, max_new_tokens=20)]
     changed(base, monkeypatch, one_row_at_a_time)
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert base.decoding == "plain"
     model = MedusaModel(base, make_heads())
     for _ in range(2):

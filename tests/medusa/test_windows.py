@@ -49,7 +49,7 @@ def test_windows_by_cache_row_are_refused():
 
 def test_the_same_family_without_local_layers_is_right(tokenizer):
     base = tiny("gpt_neo", **GPT_NEO, attention_types=[[["global"], 2]])
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert (base.decoding, base.explicit_mask) == ("tree", True)
     assert_text_is_transformers_own(base, tokenizer)
 
@@ -58,7 +58,7 @@ def test_the_same_family_without_local_layers_is_right(tokenizer):
 def test_a_window_that_only_the_config_mentions_is_none(family, tokenizer):
     base = tiny(family, sliding_window=64)
     assert not any(window for window, _ in base.spans.values())
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert base.decoding == "tree"
     assert_text_is_transformers_own(base, tokenizer)
 
@@ -78,7 +78,7 @@ def test_a_window_that_only_the_config_mentions_is_none(family, tokenizer):
 def test_windows_are_those_of_the_masks(family, options, spans, tokenizer):
     base = tiny(family, **options)
     assert [base.spans[layer] for layer in range(2)] == spans
-    choose_decoding(base)
+    base = choose_decoding(base)
     assert_text_is_transformers_own(base, tokenizer)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from medusa import BaseModel, MedusaModel
 from tests.train.jobs import (
     alive,
     assert_same_run,
@@ -22,7 +23,6 @@ from tests.train.jobs import (
     workers,
     write_recipe,
 )  # fmt: skip
-from train import trainer as trainer_module
 from train.__main__ import main
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
@@ -83,7 +83,7 @@ def test_a_signal_during_evaluation_is_not_kept_waiting(
     finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoded = []
-    generate = trainer_module.MedusaModel.generate
+    generate = MedusaModel.generate
 
     def interrupted(model: Any, prompt: list[int], **options: Any) -> Any:
         decoded.append(prompt)
@@ -91,7 +91,7 @@ def test_a_signal_during_evaluation_is_not_kept_waiting(
         return generate(model, prompt, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.MedusaModel, "generate", interrupted)
+        patch.setattr(MedusaModel, "generate", interrupted)
         assert main(_run(recipe, tmp_path)) == 143
         assert main(_run(recipe, tmp_path, "--recipe.evaluate.every_steps", "0")) == 143
     assert len(decoded) == 2  # one prompt of two, in the evaluation at step 6 and in the last one
@@ -107,7 +107,7 @@ def test_a_signal_while_the_base_is_loaded_ends_at_once(
     number: int, status: int, name: str,
 ) -> None:  # fmt: skip
     handler = signal.getsignal(number)
-    monkeypatch.setattr(trainer_module.BaseModel, "load", _arrives(number))
+    monkeypatch.setattr(BaseModel, "load", _arrives(number))
     assert main(_run(recipe, tmp_path)) == status
     assert f"stopped by {name} before training began; the same command goes on" in caplog.text
     assert signal.getsignal(number) is handler

@@ -20,6 +20,7 @@ from tests.train.jobs import metrics
 from train.__main__ import main
 from train.recipe_file import RecipeError, build_recipe, read_recipe
 from train.run_directory import RunDirectory
+from train.setup import set_up
 from train.stop import StopRequest
 from train.trainer import Trainer
 from train.workers import Workers
@@ -110,7 +111,8 @@ def test_an_interrupted_run_resumes_exactly(
 
 def _trainer(recipe: Path, run: Path) -> Trainer:
     """The run as it stands after its last step."""
-    return Trainer(read_recipe(recipe, {"run": str(run)}), RunDirectory(run), Workers.start("cpu", StopRequest()))
+    read = read_recipe(recipe, {"run": str(run)})
+    return Trainer(set_up(read, RunDirectory(run), Workers.start("cpu", StopRequest())))
 
 
 def test_the_loaded_model_decodes_as_the_trained_one(finished: Path, recipe: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from medusa.base.model import BaseModel
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 from medusa.loading.separation import choose_separation
 from tests.train.jobs import finish, metrics, train, write_recipe
-from train import trainer
+from train import setup
 from train.__main__ import main
 from train.sharded_base import load_sharded
 from train.stop import StopRequest
@@ -50,9 +50,9 @@ def leaky(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_run_measures_its_base(leaky, samples: Path, tmp_path: Path, joint: bool, caplog, monkeypatch) -> None:
     family, directory = leaky
     seen: list[BaseModel] = []
-    build_job = trainer.build_job
+    build_job = setup.build_job
     noting = lambda recipe, base, *rest: seen.append(base) or build_job(recipe, base, *rest)  # noqa: E731
-    monkeypatch.setattr(trainer, "build_job", noting)
+    monkeypatch.setattr(setup, "build_job", noting)
     sections = {"optim": {"steps": 3}, "lora": {"rank": 2 * joint, "heads_only": 0.0}}
     sections["cache"] = {"mode": "online" if joint else "offline"}
     recipe = write_recipe(tmp_path / "recipe.yaml", directory, samples, sections)
@@ -68,7 +68,7 @@ def test_hidden_states_on_disk_of_documents_that_leaked_are_refused(leaky, sampl
     sections = {"optim": {"steps": 2}, "cache": {"mode": "hybrid", "directory": str(tmp_path / "hidden")}}
     recipe = write_recipe(tmp_path / "recipe.yaml", directory, samples, sections)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "choose_separation", lambda *_: None)
+        patch.setattr(setup, "choose_separation", lambda base, *_: base)
         assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "before")]) == 0
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "after")]) == 1
     assert "documents is separate, the states have None" in caplog.text
@@ -77,10 +77,9 @@ def test_hidden_states_on_disk_of_documents_that_leaked_are_refused(leaky, sampl
 def test_a_sharded_base_is_measured_too(leaky, samples: Path) -> None:
     family, directory = leaky
     workers = Workers.start("cpu", StopRequest())
-    base = load_sharded(str(directory), torch.float32, workers.device)
-    choose_decoding(base)
+    base = choose_decoding(load_sharded(str(directory), torch.float32, workers.device))
     packed = pack(read_samples(samples, base.tokenizer)[:6], 192)
-    choose_separation(base, packed.input_ids[0].long(), workers.any)
+    base = choose_separation(base, packed.input_ids[0].long(), workers.any)
     assert base.separation == WAYS[family]
     ids, positions = packed.input_ids.long(), packed.position_ids.long()
     with torch.no_grad():
@@ -93,10 +92,10 @@ def test_a_sharded_base_is_measured_too(leaky, samples: Path) -> None:
 
 
 def test_a_base_that_verifies_nothing_is_not_trained_on(base: Path, samples: Path, tmp_path: Path, caplog, monkeypatch):
-    def refuse(_: BaseModel) -> None:
+    def refuse(_: BaseModel) -> BaseModel:
         raise UnsupportedBaseError("base cannot be decoded here")
 
-    monkeypatch.setattr(trainer, "choose_decoding", refuse)
+    monkeypatch.setattr(setup, "choose_decoding", refuse)
     recipe = write_recipe(tmp_path / "recipe.yaml", base, samples, {})  # no held-out samples
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 1
     assert "cannot be decoded here" in caplog.text

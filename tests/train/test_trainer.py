@@ -17,11 +17,12 @@ import yaml
 from data import resolve_base_name
 from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
-from medusa.base.model import BaseModel, choose_dtype
+from medusa.base.checkpoint import choose_dtype
+from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
 from medusa.formats import load_calibration, load_heads
 from tests.train.jobs import metrics
-from train import trainer
+from train import setup
 from train.__main__ import main
 from train.config import BaseRecipe
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows
@@ -167,9 +168,9 @@ def test_precision_auto_is_the_bases(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_dtype_auto_is_what_this_cpu_multiplies_faster(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    monkeypatch.setattr(trainer, "slow_in_bfloat16", lambda device: slow)
+    monkeypatch.setattr(setup, "slow_in_bfloat16", lambda device: slow)
     workers: Any = SimpleNamespace(device=torch.device("cpu"), from_first=lambda make: make())
-    base = trainer._load_base(str(resolve_base_name("embedded")), BaseRecipe(), workers)
+    base = setup.load_base(str(resolve_base_name("embedded")), BaseRecipe(), workers)
     assert base.dtype == (torch.float32 if slow else choose_dtype(torch.bfloat16, workers.device))
 
 
@@ -250,10 +251,8 @@ def test_processes_with_other_samples_or_recipes_are_refused(
 def test_served_tokens_are_those_of_a_base_that_was_tested(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plainly(base: BaseModel) -> None:
-        base.decoding = "plain"
-
-    monkeypatch.setattr(trainer, "choose_decoding", plainly)
+    plainly = lambda base: base.with_traits(decoding="plain")  # noqa: E731
+    monkeypatch.setattr(setup, "choose_decoding", plainly)
     assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path)]) == 0
     assert metrics(tmp_path)[-1]["heldout_tokens_per_step"] == 1.0
 

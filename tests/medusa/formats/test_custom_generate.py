@@ -33,6 +33,7 @@ from medusa.formats.repository import generate as code
 from medusa.formats.repository.heads import Base, Heads, Tree
 from medusa.heads import ARCHITECTURES as KNOWN
 from medusa.heads import HeadsConfig
+from medusa.heads.frozen import freeze
 
 VARIANTS = {
     "medusa": {"architecture": "medusa"},
@@ -151,7 +152,7 @@ def test_deep_and_crooked_paths_keep_the_text(plain, export, monkeypatch, batch)
 def test_drafts_are_those_of_this_project(base, make_heads, plain, export, variant):
     heads = load_heads(export(variant), dtype=torch.float64)
     base = base.tapped(heads.config.feature_layers)
-    heads.freeze(base)
+    heads = freeze(heads, base)
     state = types.SimpleNamespace(
         roots=torch.tensor([5, 77]), active=torch.tensor([True, True]),
         hidden=torch.randn(2, base.feature_size, dtype=torch.float64),

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from medusa import BaseModel, Calibration, HeadsConfig, MedusaModel, build_heads
-from medusa.base.model import resolve_base
+from medusa.base.checkpoint import resolve_base
 from medusa.formats import FORMATS, Export, export_heads, find_format, holders, load_calibration, load_heads, refusal
 from tests.medusa.formats import engines
 from tests.medusa.formats.stored import load_config

@@ -1,0 +1,122 @@
+"""A base as it is stored: where it is, and in which dtype, on which device and how prepared it is loaded."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from medusa.base import smollm2
+from medusa.base.adapter import apply_adapter
+from medusa.cpu import packed
+from medusa.cpu.int8 import round_linears
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(NamedTuple):
+    """What is read from the disk.
+
+    Attributes:
+        model: The transformers model, on its device.
+        tokenizer: Its tokenizer.
+        name: Path or Hub id.
+        source: What the weights are, where that is not plain; see ``BaseModel``.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    source: str
+
+
+def read_checkpoint(
+    name: str | Path,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+    pack: bool,
+    int8: bool,
+    load_options: Mapping[str, Any] | None,
+    adapter: str | Path,
+) -> Checkpoint:
+    """Model and tokenizer; see ``BaseModel.load`` for arguments and errors."""
+    device = usable_device(device)
+    name = smollm2.full_name(str(name))
+    path = smollm2.locate(name)
+    try:
+        config, options = AutoConfig.from_pretrained(path), dict(load_options or {})
+        dtype = dtype or choose_dtype(config.dtype, device)
+        quantised = "quantization_config" in options or hasattr(config, "quantization_config")
+        if quantised and device.type == "cuda":
+            options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        if not quantised and "device_map" not in options:
+            model = model.to(device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
+    spread = "device_map" in options
+    if adapter:
+        model = apply_adapter(model, adapter, merge=not quantised)
+    if int8 and (device.type != "cpu" or spread):
+        raise ValueError(f"int8 weights are for one CPU and device is {device}; leave int8 out, or pass device=cpu")
+    if int8:
+        round_linears(model, keep=model.get_output_embeddings())
+    if pack and device.type == "cpu" and not spread:
+        packed.pack_linears(model, keep=model.get_output_embeddings())
+    return Checkpoint(model, tokenizer, name, smollm2.source(path))
+
+
+def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
+    """Where a base is: a path relative to the heads that name it, a path as given, or a Hub id.
+
+    "smollm2" is short for a Hub id.
+
+    Raises:
+        FileNotFoundError: It looks like a local path and there is nothing.
+    """
+    candidates = [Path(name)] if heads_directory is None else [Path(heads_directory) / name, Path(name)]
+    for candidate in candidates:
+        if candidate.is_dir():
+            return str(candidate.resolve())
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")
+    return smollm2.full_name(name)
+
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name; None = the GPU where there is one.
+
+    Raises:
+        ValueError: It is not known, computes nothing, or is not there.
+    """
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device ({device}) is not known to torch; pass cpu, cuda or cuda:N") from error
+    if device.type == "meta":
+        raise ValueError(f"device ({device}) computes nothing; pass cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
+    return device
+
+
+def choose_dtype(config_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype; float32 where a CPU has no bfloat16 instructions."""
+    dtype = config_dtype or torch.float32
+    if device.type == "cpu" and dtype == torch.float16:
+        logger.info("dtype bfloat16: CPUs compute slowly in float16")
+        dtype = torch.bfloat16
+    if device.type == "cpu" and dtype == torch.bfloat16 and not _cpu_has_bfloat16():
+        logger.info("dtype float32: this CPU has no bfloat16 instructions")
+        return torch.float32
+    return dtype
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether matrix products in bfloat16 run on instructions of this CPU (torch's own probes, where it has them)."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)))

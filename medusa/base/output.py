@@ -1,0 +1,62 @@
+"""A base's output layer: hidden states in, logits out, as the family scales and bounds them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from medusa.cpu.packed import packed_linear
+
+
+class OutputLayer:
+    """Logits of last hidden states [..., D] of any dtype.
+
+    Args:
+        lm_head: The linear layer [V, D]; its weights stay where they are.
+        config: Of the language model.
+    """
+
+    def __init__(self, lm_head: nn.Module, config: PreTrainedConfig) -> None:
+        self._lm_head = lm_head
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D]."""
+        weight: Tensor = self._lm_head.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; weights that are offloaded until they are needed stand on no device meanwhile."""
+        device = self.weight.device
+        return torch.device(self._lm_head._hf_hook.execution_device) if device.type == "meta" else device  # type: ignore[union-attr, arg-type]
+
+    @property
+    def linear(self) -> bool:
+        """Whether logits are a linear function of hidden states, apart from a constant: no soft cap bends them."""
+        return not self._cap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V]."""
+        return self._as_given(self._lm_head(hidden.to(self.weight.dtype)))
+
+    def of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
+        """See ``BaseModel.logits_of``."""
+        if self.weight.device.type == "meta":
+            return lambda hidden: self(hidden)[..., tokens]
+        index = tokens.to(self.weight.device)
+        weight, bias = self.weight[index], getattr(self._lm_head, "bias", None)
+        bias = None if bias is None else bias[index]
+        linear = packed_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
+        return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))
+
+    def _as_given(self, logits: Tensor) -> Tensor:
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._cap:
+            logits = self._cap * torch.tanh(logits / self._cap)
+        return logits
