@@ -149,17 +149,18 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
     generator = torch.Generator().manual_seed(5)
     keep = torch.tensor([4, 2, 3])
     above = ancestor_mask(tree.parents, tree.depth)
-    path = [j for j in range(tree.nodes) if above[-1, j]]
+    leaves = sorted(set(range(tree.nodes)) - set(tree.parents.tolist()))
+    paths = torch.stack([above[leaf].nonzero().flatten() for leaf in leaves])
     for _ in range(2):  # the second time over rows that a commit has moved together
         tokens = torch.randint(3, 50, (3, tree.nodes), generator=generator)
         tokens[:, 0] = torch.tensor([text[-1] for text in texts])
         draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
         logits = base.logits(verify(base, cache, draft))
         for row, text in enumerate(texts):
-            for node in range(tree.nodes):
-                drafted = tokens[row, 1:][above[node, 1:]].tolist()
-                expected = oracle(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0, -1]
-                torch.testing.assert_close(logits[row, node], expected, **close)
+            whole = torch.cat([torch.tensor([text]).expand(len(paths), -1), tokens[row, paths[:, 1:]]], dim=1)
+            expected = oracle(input_ids=whole, use_cache=False).logits[:, len(text) - 1 :]
+            torch.testing.assert_close(logits[row, paths], expected, **close)
+        path = paths[-1].tolist()
         cache.commit(torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()]), keep)
         cache.grow(keep.tolist())
         assert cache.lengths.tolist() == cache.host_lengths

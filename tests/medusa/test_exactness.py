@@ -16,6 +16,7 @@ from medusa.cpu.packed import PackedLinear, available
 from medusa.engine.prefill import prefill
 from medusa.loading import exactness
 from medusa.loading.self_test import compile_base
+from medusa.sampling import SamplingParams
 from tests.medusa.attention_cases import FEATURES, Case, make
 
 CPU = torch.device("cpu")
@@ -23,8 +24,8 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 DTYPES = [pytest.param(HALF, id="bfloat16"), pytest.param(SINGLE, id="float32")]
 SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 5}}
 TEXTS = [
-    "def read_lines(path):\n    with open(path) as file:\n", "class Stack:\n    def __init__(self):\n", "import os\n\n",
-    "    for name in names:\n        if name", "def test_add():\n    assert add(1, 2) == 3\n\ndef test_add_", "x = [",
+    "def read_lines(path):\n    with open(path) as file:\n", "class Stack:\n    def __init__(self):\n",
+    "def test_add():\n    assert add(1, 2) == 3\n\ndef test_add_", "x = [",
 ]  # fmt: skip
 
 
@@ -68,21 +69,22 @@ def test_the_comparison_fails_where_sums_depend_on_places(dtype):
     assert old.exact is False
 
 
-@pytest.mark.parametrize("settings", SAMPLING)
-def test_trees_and_batches_write_what_plain_decoding_writes(model, settings):
-    options = {"max_new_tokens": 40, **SAMPLING[settings]}
-    plain = [model.generate(text, nodes=1, **options).tokens for text in TEXTS]
+def test_trees_and_batches_write_what_plain_decoding_writes(model):
+    """Greedy rows and sampled ones, side by side."""
+    params = [SamplingParams(max_new_tokens=24, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]
+    requests = list(zip(TEXTS, params, strict=True))
+    plain = [model.generate(text, sampling=each, nodes=1).tokens for text, each in requests]
     for nodes in (4, 16, None, None):  # what is learned from the third makes other trees in the fourth
-        outputs = model.generate(TEXTS, nodes=nodes, **options)
+        outputs = model.generate(TEXTS, sampling=params, nodes=nodes)
         assert [output.tokens for output in outputs] == plain
-    assert [model.generate(text, nodes=16, **options).tokens for text in TEXTS] == plain
+    assert [model.generate(text, sampling=each, nodes=16).tokens for text, each in requests] == plain
     assert sum(output.steps for output in outputs) < sum(map(len, plain)), "some drafts were right"
 
 
 def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
     prompt = [(31 * i + 7) % base.vocab_size for i in range(300)]
     states, caches = [], []
-    for chunk, cached in ((512, 0), (64, 0), (7, 0), (512, 130), (1, 290)):
+    for chunk, cached in ((512, 0), (64, 0), (7, 130), (1, 290)):
         cache = base.new_cache(1, 400)
         if cached:
             prefill(base, cache, [prompt[: cached + 1]], chunk=33)

@@ -22,7 +22,9 @@ def deep(request) -> BaseModel:
     return BaseModel(LlamaForCausalLM(config).to(request.param), None, "deep")
 
 
-@pytest.mark.parametrize("layer", [None, 0, LAYERS // 2, LAYERS - 1])
+@pytest.mark.parametrize(
+    "layer", [None, LAYERS - 1, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, LAYERS // 2))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_faults_are_found(deep, kind, layer, monkeypatch):
     """Trees are refused; a fault that chains have too lets the base decode plainly, at most."""

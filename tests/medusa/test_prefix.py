@@ -64,7 +64,7 @@ def test_edited_prompts_get_the_answers_of_an_empty_cache(model, encode, options
     """Shorter, longer, the same, one token, changed in the middle: whatever the text before was."""
     chance, prefix, options = random.Random(0), Prefix(), {"max_new_tokens": 12} | options
     prompt, before, reused = encode(PROMPT), [], 0
-    for turn in range(14):
+    for turn in range(10):
         output = model.generate(prompt, prefix=prefix, **options)
         assert output.tokens == model.generate(prompt, **options).tokens, turn
         shared = max(n for n in range(len(prompt) + 1) if before[:n] == prompt[:n])
@@ -99,7 +99,7 @@ def test_an_interruption_anywhere_changes_no_later_answer(model, encode, monkeyp
     """Ctrl-C between any two layers, in the prefill, in a step and while the cache grows."""
     new_cache, work = BaseModel.new_cache, getattr(SlotLayer, method)
     monkeypatch.setattr(BaseModel, "new_cache", lambda base, slots: new_cache(base, slots, capacity=4))
-    prompt, options = encode(PROMPT), {"max_new_tokens": 40, "nodes": nodes}
+    prompt, options = encode(PROMPT), {"max_new_tokens": 16, "nodes": nodes}
     expected = [model.generate(text, prefix=Prefix(), **options).tokens for text in (prompt, [*prompt, *encode("?")])]
     calls, last, interrupted = 0, 0, 0
 

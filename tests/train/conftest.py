@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -41,6 +42,14 @@ def _conversations(path: Path, numbers: range) -> Path:
     records = [{"prompt": f"say {n}", "response": f"{n} " * (3 + n % 7) + "abcdefgh " * 3} for n in numbers]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """As on a machine without matplotlib: drawing a run's curves takes longer than training on a tiny base."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        yield
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from train.draft_vocabulary import most_frequent_tokens
 from train.losses import HeadsLoss
 from train.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 Interrupting = Callable[[int], AbstractContextManager[None]]
 
 HEADS, ROWS, PART = 3, 29, 60
