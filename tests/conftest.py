@@ -1,5 +1,6 @@
 """Small random bases in real architectures, made on the spot: no download, a byte tokenizer, a second at most."""
 
+import copy
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,3 +98,15 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
 def model(base: BaseModel, make_heads: Callable[..., DraftHeads]) -> MedusaModel:
     """The base with three random heads, which know nothing of other tests' completions."""
     return MedusaModel(base, make_heads())
+
+
+@pytest.fixture
+def with_template(base: BaseModel) -> Callable[[str | None], MedusaModel]:
+    """The base with another chat template, or none; no heads."""
+
+    def make(template: str | None) -> MedusaModel:
+        tokenizer = copy.deepcopy(base.tokenizer)
+        tokenizer.chat_template = template
+        return MedusaModel(BaseModel(base.model, tokenizer, base.name))
+
+    return make

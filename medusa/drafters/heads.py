@@ -1,6 +1,7 @@
 """Drafting with trained heads: the tree grows level by level, one head per level."""
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,10 +15,6 @@ WIDTH = 16
 """Children that a node of a dynamic tree can have."""
 MIN_BEAM = 4
 """Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
-LEVEL_FLOOR = 0.35
-"""A level is drafted if a node above it is at least this likely, where the host can ask."""
-NODE_FLOOR = 0.04
-"""A node is kept if it is at least this likely, where the host can ask."""
 LOWEST = -40.0
 """Bound on a log-probability: heads that overflow still give trees."""
 EDGE_COST = 1e-4
@@ -147,16 +144,25 @@ class Sizes(Protocol):
         """How many of all candidates become the draft, the root among them: 1 to ``most``."""
 
 
+@dataclass(frozen=True)
 class Floors:
-    """Sizes by fixed probabilities, for a tree budget that was given as a number."""
+    """Sizes by fixed probabilities, for a tree budget that was given as a number.
+
+    Attributes:
+        level: A level is drafted if a node above it is at least this likely.
+        node: A node is kept if it is at least this likely.
+    """
+
+    level: float = 0.35
+    node: float = 0.04
 
     def parents(self, level: int, scores_BC: Tensor, beam: int) -> int:
         """See ``Sizes``."""
-        return 0 if float(scores_BC.max()) < math.log(LEVEL_FLOOR) else beam
+        return 0 if float(scores_BC.max()) < math.log(self.level) else beam
 
     def nodes(self, scores_BM: Tensor, most: int) -> int:
         """See ``Sizes``."""
-        return max(1, min(most, int((scores_BM > math.log(NODE_FLOOR)).sum(-1).max())))
+        return max(1, min(most, int((scores_BM > math.log(self.node)).sum(-1).max())))
 
 
 class _BestFirst:

@@ -210,16 +210,13 @@ def test_missing_bases_are_named(tmp_path, model):
         ("recurrent", lambda heads: heads.blocks[0].outer.weight),
     ],
 )
-def test_heads_that_overflow_change_speed_and_never_text(
-    base, make_heads, plain, value, architecture, weight, monkeypatch
-):
+def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain, value, architecture, weight):
     heads = make_heads(architecture=architecture)
     weight(heads).data *= value
     model = MedusaModel(base, heads)
-    for nodes, floor in ((3, 0.02), (16, 0.02), (3, 1e-300), (16, 1e-300)):  # no floor: such nodes are verified too
-        monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", floor)
-        monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", floor)
-        outputs = model.generate(PROMPTS, max_new_tokens=10, nodes=nodes, drafter="heads")
+    for nodes, unlikely_left_out in ((3, True), (16, True), (3, False), (16, False)):
+        drafter = HeadsDrafter(heads, base, nodes, host_decides=unlikely_left_out)
+        outputs = model.generate(PROMPTS, max_new_tokens=10, drafter=drafter)
         assert [o.tokens for o in outputs] == [o.tokens[:10] for o in plain[0.0]]
 
 
@@ -256,14 +253,11 @@ def test_a_device_that_is_not_there_is_named(base_directory):
         MedusaModel.from_pretrained(None, base=base_directory, device="cuda")
 
 
-def test_a_conversation_that_the_template_refuses(model, monkeypatch):
-    template = "{{ raise_exception('no system role') }}"
-    monkeypatch.setattr(model.base.tokenizer, "chat_template", template)
+def test_a_conversation_that_the_template_refuses(with_template):
     with pytest.raises(ValueError, match="refuses this: no system role"):
-        model.chat_prompt([{"role": "user", "content": "hi"}])
-    monkeypatch.setattr(model.base.tokenizer, "chat_template", None)
+        with_template("{{ raise_exception('no system role') }}").chat_prompt([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="has no chat template"):
-        model.chat_prompt([{"role": "user", "content": "hi"}])
+        with_template(None).chat_prompt([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
