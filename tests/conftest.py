@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base import smollm2
@@ -108,5 +108,17 @@ def with_template(base: BaseModel) -> Callable[[str | None], MedusaModel]:
         tokenizer = copy.deepcopy(base.tokenizer)
         tokenizer.chat_template = template
         return MedusaModel(BaseModel(base.model, tokenizer, base.name))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ending_with(base: BaseModel) -> Callable[..., BaseModel]:
+    """The base with other tokens that end a completion."""
+
+    def make(*tokens: int) -> BaseModel:
+        model = copy.copy(base.model)
+        model.generation_config = GenerationConfig(eos_token_id=list(tokens))
+        return BaseModel(model, base.tokenizer, base.name)
 
     return make

@@ -98,11 +98,10 @@ def test_limits_and_ends(model, base):
     assert (eos_anyway.finish_reason == "eos") == (eos_anyway.tokens[-1] in base.eos_ids)
 
 
-def test_an_end_token_inside_an_accepted_span_cuts_there(model, base, monkeypatch):
+def test_an_end_token_inside_an_accepted_span_cuts_there(model, ending_with):
     full = model.generate(PROMPTS[2], max_new_tokens=40)
     end = full.tokens[11]
-    monkeypatch.setattr(type(base), "eos_ids", frozenset([end]))
-    cut = model.generate(PROMPTS[2], max_new_tokens=40, nodes=64)
+    cut = MedusaModel(ending_with(end), model.heads).generate(PROMPTS[2], max_new_tokens=40, nodes=64)
     assert cut.tokens == full.tokens[: full.tokens.index(end) + 1]
     assert cut.finish_reason == "eos"
 

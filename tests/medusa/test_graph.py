@@ -172,17 +172,16 @@ def test_what_is_recorded_serves_later_calls(eager, fresh):
 
 
 @pytest.mark.parametrize("limit", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
-def test_answers_that_end_before_others_end_where_eager_ones_do(eager, fresh, monkeypatch, limit):
+def test_answers_that_end_before_others_end_where_eager_ones_do(eager, ending_with, limit):
     """By a token, a string or a limit, in the middle of what a step accepts; the next step is under way already."""
     drafter = HybridDrafter(heads_drafter(eager.heads, eager.base, 12), lookup(4))
     full = eager.generate(PROMPTS, max_new_tokens=40, drafter=drafter)
-    ends = frozenset({full[0].tokens[limit], full[2].tokens[limit + 9]})
+    base = ending_with(full[0].tokens[limit], full[2].tokens[limit + 9])
+    shorter, recorded = MedusaModel(base, eager.heads), graphed(base, eager.heads)
     for options in ({"stop": full[1].text[limit : limit + 2]}, {"max_steps": limit}, {"max_new_tokens": limit}, {}):
         options = {"max_new_tokens": 40, "drafter": drafter} | options
-        with monkeypatch.context() as patch:
-            patch.setattr(BaseModel, "eos_ids", ends)
-            expected = eager.generate(PROMPTS, **options)
-            assert contents(fresh.generate(PROMPTS, **options)) == contents(expected)
+        expected = shorter.generate(PROMPTS, **options)
+        assert contents(recorded.generate(PROMPTS, **options)) == contents(expected)
     assert len({output.steps for output in expected}) > 1, "some end before others"
 
 
@@ -318,16 +317,11 @@ def test_graphs_need_a_gpu(base):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "llama4_text", "opt", "phi3"])
-def test_families_that_look_at_their_cache(family, monkeypatch):
+def test_families_that_look_at_their_cache(family, tokenizer):
     """Windows, chunks, learned positions, queries scaled by their place: none may depend on the host's lengths."""
-    base, _ = tiny(family)
-    eager, model, options = (
-        MedusaModel(base),
-        graphed(base, None),
-        {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
-    )
-    monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
-    monkeypatch.setattr("medusa.engine.output.Completion._new_text", lambda answer: [])
+    base = BaseModel(tiny(family)[0].model, tokenizer, family)
+    eager, model = MedusaModel(base), graphed(base, None)
+    options = {"max_new_tokens": 20, "ignore_eos": True, "drafter": "prompt-lookup", "nodes": 8}
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     assert model.recorder.recorded == 1
 
