@@ -149,8 +149,7 @@ def test_float32_compiles_for_hopper(dim, everything):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [128, 256])
-@pytest.mark.parametrize("card", [card for card in SHARED_MEMORY if card != HOPPER])
+@pytest.mark.parametrize(("card", "dim"), [(75, 128), (80, 128), *((c, 256) for c in SHARED_MEMORY if c != HOPPER)])
 def test_every_tile_fits_every_card(card, dim):
     """The largest heads, with windows, in blocks of a step and of a prefill; compiling all sizes takes half an hour."""
     for rows in (32, 256):
