@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from medusa import BaseModel, MedusaModel, Prefix
 from medusa.cache import SlotLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
-from medusa.engine.graph import StepGraphs
+from medusa.engine.graph import KEPT_CACHES, KEPT_GRAPHS, StepGraphs
 from medusa.engine.prefill import prefill
 from medusa.engine.step import step_on_device
 from medusa.heads import ARCHITECTURES
@@ -292,21 +292,20 @@ def objection(model, base, drafter, caplog):
     return caplog.text
 
 
-def test_memory_is_bounded_and_can_be_freed(fresh, monkeypatch):
-    monkeypatch.setattr("medusa.engine.graph.KEPT_GRAPHS", 2)
-    monkeypatch.setattr("medusa.engine.graph.KEPT_CACHES", 2)
-    for nodes in (1, 3, 4, 3, 1):
-        fresh.generate(PROMPTS, max_new_tokens=3, nodes=nodes)
-    assert fresh.recorder.recorded == 4, "the first was forgotten for the third"
-    for count in (1, 2, 3, 2, 1):
+def test_memory_is_bounded_and_can_be_freed(fresh):
+    last = KEPT_GRAPHS + 2
+    for nodes in (1, *range(3, last + 1), last, 1):
+        fresh.generate([40], max_new_tokens=3, nodes=nodes)
+    assert fresh.recorder.recorded == KEPT_GRAPHS + 2, "the first was forgotten for the last"
+    for count in (*range(1, KEPT_CACHES + 2), KEPT_CACHES, 1):
         fresh.generate([[7]] * count, max_new_tokens=3, nodes=1)
-    assert list(fresh.graphs._idle) == [2, 1]
+    assert list(fresh.graphs._idle) == [*range(3, KEPT_CACHES), KEPT_CACHES + 1, KEPT_CACHES, 1]
     caches = [weakref.ref(cache) for cache in fresh.graphs._idle.values()]
     gc.disable()
     fresh.release()
     freed = [cache() for cache in caches]
     gc.enable()
-    assert freed == [None, None]
+    assert freed == [None] * KEPT_CACHES
     assert len(fresh.generate([7], max_new_tokens=3).tokens) == 3
 
 
