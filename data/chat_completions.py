@@ -16,12 +16,8 @@ from data.shapes import visible
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT = 1.0
-"""Seconds before a request is tried again; each further wait is twice as long."""
 LONGEST_WAIT = 60.0
 """Seconds; a server may ask for more."""
-LONGEST_PAUSE = 600.0
-"""Seconds that are waited where a server asks for more; the request is then tried again, which counts as a try."""
 CONNECT_TIMEOUT = 30.0
 """Seconds."""
 GIVE_UP_AFTER = 16
@@ -68,16 +64,27 @@ class ChatClient:
         settings: How to answer.
         endpoint: How to ask.
         key: Sent as a bearer token.
+        first_wait: Seconds before a request is tried again; each further wait is twice as long.
+        longest_pause: Seconds that are waited at most where the server asks for more; then the request is tried again.
 
     Raises:
         ValueError: The address is no http(s) address.
     """
 
-    def __init__(self, url: str, model: str, settings: Settings, endpoint: EndpointSettings, key: str | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        settings: Settings,
+        endpoint: EndpointSettings,
+        key: str | None,
+        first_wait: float = 1.0,
+        longest_pause: float = 600.0,
+    ) -> None:
         if not _is_address(url):
             raise ValueError(f"endpoint ({url}) is no address; give one like http://localhost:8000/v1")
         self._name, self._url = f"endpoint ({url}, model {model})", f"{url.rstrip('/')}/chat/completions"
-        self._tries = endpoint.retries + 1
+        self._tries, self._first_wait, self._longest_pause = endpoint.retries + 1, first_wait, longest_pause
         self._request = {
             "model": model,
             "max_tokens": settings.max_new_tokens,
@@ -112,7 +119,7 @@ class ChatClient:
             except _BusyError as error:
                 reason = str(error)
                 if tried + 1 < self._tries:
-                    await asyncio.sleep(_wait(tried, self._bounded(error.pause)))
+                    await asyncio.sleep(_wait(self._first_wait, tried, self._bounded(error.pause)))
             else:
                 self._failures = 0
                 return completion
@@ -123,12 +130,13 @@ class ChatClient:
 
     def _bounded(self, pause: float | None) -> float | None:
         """The pause that a server asks for, as far as it is waited; the first longer one is said."""
-        if pause is None or pause <= LONGEST_PAUSE:
+        longest = self._longest_pause
+        if pause is None or pause <= longest:
             return pause
         if not self._warned:
-            logger.warning("%s asks to wait %.0f s; it is asked again after %.0f", self._name, pause, LONGEST_PAUSE)
+            logger.warning("%s asks to wait %.0f s; it is asked again after %.0f", self._name, pause, longest)
             self._warned = True
-        return LONGEST_PAUSE
+        return longest
 
     async def _try(self, request: Mapping[str, Any]) -> Completion:
         try:
@@ -191,9 +199,9 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _wait(tried: int, pause: float | None) -> float:
+def _wait(first: float, tried: int, pause: float | None) -> float:
     """Seconds until the next try, spread so that requests which failed together do not come back together."""
-    backoff = min(LONGEST_WAIT, FIRST_WAIT * 2**tried) / 2
+    backoff = min(LONGEST_WAIT, first * 2**tried) / 2
     return (backoff if pause is None else pause) + random.uniform(0, backoff)
 
 

@@ -8,11 +8,6 @@ from typing import Self
 
 from tqdm import tqdm
 
-BAR_SECONDS = 1.0
-"""The bar's clock moves so often, also within a call, which may compile for minutes."""
-LINE_SECONDS = 15.0
-"""At most this long without a line where there is no terminal for a bar."""
-
 
 class Progress:
     """Shows on stderr what runs, how much is done, and for how long.
@@ -20,15 +15,18 @@ class Progress:
     Args:
         total: Calls of all stages.
         shown: False = say nothing.
+        bar_seconds: The bar's clock moves so often, also within a call, which may compile for minutes.
+        line_seconds: At most this long without a line where there is no terminal for a bar.
     """
 
-    def __init__(self, total: int, shown: bool = True) -> None:
+    def __init__(self, total: int, shown: bool = True, bar_seconds: float = 1.0, line_seconds: float = 15.0) -> None:
         self._total, self._shown = total, shown
         self._done, self._stage, self._began = 0, "", time.monotonic()
         self._bar = None
         if shown and sys.stderr.isatty():
             layout = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
             self._bar = tqdm(total=total, bar_format=layout, dynamic_ncols=True)
+        self._sign = line_seconds if self._bar is None else bar_seconds
         self._ended = threading.Event()
         self._clock = threading.Thread(target=self._tick, daemon=True)
 
@@ -47,7 +45,7 @@ class Progress:
             self._bar.update()
 
     def _tick(self) -> None:
-        while not self._ended.wait(LINE_SECONDS if self._bar is None else BAR_SECONDS):
+        while not self._ended.wait(self._sign):
             if self._bar is None:
                 self._line()
             else:

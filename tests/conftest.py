@@ -1,5 +1,6 @@
 """Small random bases in real architectures, made on the spot: no download, a byte tokenizer, a second at most."""
 
+import copy
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base import smollm2
@@ -121,3 +122,27 @@ def _conversations(path: Path, numbers: range) -> Path:
     records = [{"prompt": f"say {n}", "response": f"{n} " * (3 + n % 7) + "abcdefgh " * 3} for n in numbers]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def with_template(base: BaseModel) -> Callable[[str | None], MedusaModel]:
+    """The base with another chat template, or none; no heads."""
+
+    def make(template: str | None) -> MedusaModel:
+        tokenizer = copy.deepcopy(base.tokenizer)
+        tokenizer.chat_template = template
+        return MedusaModel(BaseModel(base.model, tokenizer, base.name))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ending_with(base: BaseModel) -> Callable[..., BaseModel]:
+    """The base with other tokens that end a completion."""
+
+    def make(*tokens: int) -> BaseModel:
+        model = copy.copy(base.model)
+        model.generation_config = GenerationConfig(eos_token_id=list(tokens))
+        return BaseModel(model, base.tokenizer, base.name)
+
+    return make

@@ -15,9 +15,6 @@ from train.workers import Workers
 
 LOGGER = logging.getLogger("train")
 
-ROWS = 1024
-"""Rows that are counted at a time; all of them may be larger than memory."""
-
 
 def check_draft_vocabulary(size: int, vocab_size: int) -> None:
     """Refuse a size that does not fit the base.
@@ -36,7 +33,9 @@ def check_draft_vocabulary(size: int, vocab_size: int) -> None:
         )
 
 
-def most_frequent_tokens(packed: PackedRows, size: int, vocab_size: int, workers: Workers) -> Tensor:
+def most_frequent_tokens(
+    packed: PackedRows, size: int, vocab_size: int, workers: Workers, rows_at_a_time: int = 1024
+) -> Tensor:
     """The tokens that are supervised most often, lower ids first where they are equally frequent.
 
     The same for any number of processes, each of which counts its share of the rows; all of them call it.
@@ -46,12 +45,13 @@ def most_frequent_tokens(packed: PackedRows, size: int, vocab_size: int, workers
         size: number of tokens; where fewer are supervised the lowest other ids fill up.
         vocab_size: V.
         workers: this process among all.
+        rows_at_a_time: rows that are counted at a time; all of them may be larger than memory.
 
     Returns:
         int64 [size] token ids, ascending.
     """
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(ROWS):
+    for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(rows_at_a_time):
         counts_V += torch.bincount(packed.input_ids[rows][packed.loss_mask[rows]].long(), minlength=vocab_size)
     counts_V = workers.total(counts_V)
     chosen = counts_V.argsort(descending=True, stable=True)[:size].sort().values

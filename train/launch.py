@@ -37,17 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         run(parse_args(arguments))
-    except ChildFailedError as error:
-        return _status(*error.get_first_failure())
-    except SignalException as signal:
-        return 128 + int(signal.sigval)
-    except (DistError, RendezvousError) as error:
-        LOGGER.error("processes cannot meet: %s; check MASTER_ADDR, MASTER_PORT and every machine's NODE_RANK", error)
-        return 1
+    except (ChildFailedError, SignalException, DistError, RendezvousError) as error:
+        return exit_status(error)
     return 0
 
 
-def _status(rank: int, failure: ProcessFailure) -> int:
+def exit_status(error: Exception) -> int:
+    """The exit status for an error that ended torchrun; logs what no worker can say."""
+    if isinstance(error, ChildFailedError):
+        return _status_of_worker(*error.get_first_failure())
+    if isinstance(error, SignalException):
+        return 128 + int(error.sigval)
+    LOGGER.error("processes cannot meet: %s; check MASTER_ADDR, MASTER_PORT and every machine's NODE_RANK", error)
+    return 1
+
+
+def _status_of_worker(rank: int, failure: ProcessFailure) -> int:
     if failure.exitcode < 0:
         LOGGER.error(
             "process %d was killed by %s (from outside, or because memory ran out); the same command goes on from the "

@@ -23,10 +23,11 @@ from data.chat import documents, special_tokens
 from data.chat_completions import ChatClient, EndpointError
 from data.endpoint import EndpointAnswerer
 from data.exchange import EndpointSettings, Prompt, Settings, UnansweredError
-from data.regenerate import Part, regenerate
+from data.regenerate import regenerate
 from tests.data.fake_server import completion, fake_server
 from tests.data.test_golden import TOKENS, byte_tokenizer
 from tests.data.test_golden import conversation as golden_conversation
+from tests.data.watched import Watched
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -42,15 +43,11 @@ def server():
         yield fake
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(chat_completions, "FIRST_WAIT", 0.001)
-
-
 @pytest.fixture
 def answerer(server, tokenizer):
     def make(endpoint=QUICK, tokenizer=tokenizer, **changes):
         options = {"url": server.url, "model": "m", "settings": Settings(seed=3), "endpoint": endpoint, "key": None}
+        options |= {"first_wait": 0.001}
         return EndpointAnswerer(partial(ChatClient, **options | changes), tokenizer, endpoint.concurrency, seed=3)
 
     return make
@@ -150,10 +147,9 @@ def test_no_pause_is_asked_for(headers):
     assert chat_completions._retry_after(httpx.Response(429, headers=headers)) is None
 
 
-def test_waits_double_up_to_a_limit_and_are_spread(monkeypatch):
-    monkeypatch.setattr(chat_completions, "FIRST_WAIT", 1.0)
+def test_waits_double_up_to_a_limit_and_are_spread():
     for tried, longest in ((0, 1), (1, 2), (5, 32), (6, 60), (20, 60)):
-        waits = [chat_completions._wait(tried, None) for _ in range(200)]
+        waits = [chat_completions._wait(1.0, tried, None) for _ in range(200)]
         assert longest / 2 <= min(waits) < max(waits) <= longest
         assert max(waits) - min(waits) > longest / 4
 
@@ -332,12 +328,11 @@ def test_a_later_turn_without_an_answer_is_named(server, answerer, caplog):
     assert "1 conversations end before a turn that has no answer; the first: line 7: endpoint" in caplog.text
 
 
-def test_a_pause_of_a_year_is_bounded_and_said_once(server, answerer, monkeypatch, caplog):
-    monkeypatch.setattr(chat_completions, "LONGEST_PAUSE", 0.05)
+def test_a_pause_of_a_year_is_bounded_and_said_once(server, answerer, caplog):
     replies = iter([(429, {"retry-after": str(365 * 24 * 3600)}, ""), (503, {"retry-after": "9" * 400}, "")])
     server.reply = lambda request: next(replies, (200, {}, completion("yes")))
     begin = time.monotonic()
-    ((_, exchanges),) = answerer().answer(numbered(conversation("a")))
+    ((_, exchanges),) = answerer(longest_pause=0.05).answer(numbered(conversation("a")))
     assert len(exchanges) == 1
     assert time.monotonic() - begin < 5.0
     assert [message for message in caplog.messages if "asks to wait 31536000 s; it is asked again after" in message]
@@ -427,22 +422,13 @@ def test_an_empty_answer_that_was_cut_is_none(server, answerer):
     assert isinstance(answered, UnansweredError)
 
 
-def test_a_stopped_run_asks_for_what_is_missing_only(server, answerer, tmp_path, monkeypatch):
+def test_a_stopped_run_asks_for_what_is_missing_only(server, answerer, tmp_path):
     prompts = [conversation(f"question {number}") for number in range(20)]
     regenerate(prompts, answerer(), tmp_path / "whole.jsonl", {})
-    add = Part.add
-
-    def stop_after_seven(part, number, records):
-        if len(part.lines) == 7:
-            raise KeyboardInterrupt
-        add(part, number, records)
-
-    monkeypatch.setattr(Part, "add", stop_after_seven)
     server.requests.clear()
     server.reply = lambda request, reply=server.reply: (time.sleep(hash(str(request)) % 7 / 500), reply(request))[1]
     with pytest.raises(KeyboardInterrupt):
-        regenerate(prompts, answerer(), tmp_path / "cut.jsonl", {})
-    monkeypatch.setattr(Part, "add", add)
+        regenerate(prompts, Watched(answerer(), stop_after=7), tmp_path / "cut.jsonl", {})
     part = tmp_path / "cut.jsonl.part"
     kept = [f"question {json.loads(line)['prompt']}" for line in part.read_text().splitlines()[1:]]
     part.write_text(part.read_text() + '{"prompt": 3, "sam')

@@ -12,9 +12,8 @@ TEMPLATE = "{% for m in messages %}user {{ m.content }}<end>{% endfor %}"
 
 
 @pytest.fixture
-def chat(model, monkeypatch):
-    monkeypatch.setattr(model.base.tokenizer, "chat_template", TEMPLATE)
-    return model
+def chat(with_template):
+    return with_template(TEMPLATE)
 
 
 class Writer:
@@ -61,12 +60,11 @@ def test_the_file_holds_the_users_words_the_given_ones_included(chat, tmp_path):
 
 
 @pytest.mark.parametrize("template", ["nobody", "{{ messages[0].content }}<end>"])
-def test_a_template_that_does_not_say_who_speaks_is_refused(model, monkeypatch, template):
-    monkeypatch.setattr(model.base.tokenizer, "chat_template", template)
+def test_a_template_that_does_not_say_who_speaks_is_refused(with_template, template):
     with pytest.raises(
         ValueError, match=r"template of the base \(.*\) does not show where a user speaks; give prompts"
     ):
-        openings(model, 1)
+        openings(with_template(template), 1)
 
 
 def test_the_command_writes_prompts_that_regenerate_takes(chat, base_directory, tmp_path, caplog):

@@ -1,16 +1,16 @@
 import json
+from functools import partial
 
 import pytest
 
 from data import EMBEDDED, resolve_base_name
-from data import regenerate as module
 from data.__main__ import main
 from data.exchange import Exchange, Prompt, Settings, samples
 from data.local import LocalAnswerer
 from data.prompts import conversations, file_prompts, fitting
 from data.regenerate import Part, regenerate
 from data.sources import Source
-from medusa.engine.batch import Batch
+from tests.data.watched import Watched
 
 
 def lines(path):
@@ -29,10 +29,10 @@ def prompts(base):
 def run(model, tmp_path):
     """Answer in this process; returns the samples."""
 
-    def run(prompts, name="a.jsonl", batch=2, **settings):
+    def run(prompts, name="a.jsonl", batch=2, model=model, watch=Watched, **settings):
         chosen = Settings(**{"max_new_tokens": 8} | settings)
         fit = fitting(model, prompts, chosen.max_new_tokens)
-        regenerate(fit, LocalAnswerer(model, chosen, batch), tmp_path / name, vars(chosen))
+        regenerate(fit, watch(LocalAnswerer(model, chosen, batch)), tmp_path / name, vars(chosen))
         return lines(tmp_path / name)
 
     return run
@@ -84,8 +84,8 @@ ALTERNATING = (
 )
 
 
-def test_conversations_that_the_template_refuses_are_left_out_and_named(model, run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(model.base.tokenizer, "chat_template", ALTERNATING)
+def test_conversations_that_the_template_refuses_are_left_out_and_named(with_template, run, tmp_path, caplog):
+    model = with_template(ALTERNATING)
     twice = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
     later = {"messages": [
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "X"}, *twice["messages"],
@@ -93,7 +93,7 @@ def test_conversations_that_the_template_refuses_are_left_out_and_named(model, r
     good = {"prompt": "good"}
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in (good, twice, later, twice)))
-    found = run(list(conversations(Source(str(path)))))
+    found = run(list(conversations(Source(str(path)))), model=model)
     texts = [model.base.tokenizer.decode(sample["input_ids"]) for sample in found]
     assert [text.partition("<end>")[0] for text in texts] == ["c", "good"]
     assert f"2 of 4 prompts are refused and left out; the first: {path}, line 2: chat template" in caplog.text
@@ -101,10 +101,10 @@ def test_conversations_that_the_template_refuses_are_left_out_and_named(model, r
     assert "roles must alternate" in caplog.text
 
 
-def test_a_template_that_refuses_everything_ends_at_once(model, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(model.base.tokenizer, "chat_template", "{{ raise_exception('no') }}")
+def test_a_template_that_refuses_everything_ends_at_once(with_template, run, tmp_path):
+    model = with_template("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"prompts \(1\) are all refused; the first: .*line 1: chat template"):
-        run(chats(tmp_path, ("user", "ab")))
+        run(chats(tmp_path, ("user", "ab")), model=model)
 
 
 def test_exchanges_join_while_each_prompt_begins_with_all_that_was_said():
@@ -115,24 +115,15 @@ def test_exchanges_join_while_each_prompt_begins_with_all_that_was_said():
     assert told[0] == ([1, 2], [3]), "what it is given stays"
 
 
-def test_a_stopped_run_goes_on_and_gives_the_same_file(model, prompts, run, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_and_gives_the_same_file(prompts, run, tmp_path):
     whole = run(prompts, "whole.jsonl")
-    calls = []
-    add = Batch.add
-
-    def stop_at_the_fourth(*args, **options):
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return add(*args, **options)
-
-    monkeypatch.setattr(Batch, "add", stop_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
-        run(prompts, "cut.jsonl")
+        run(prompts, "cut.jsonl", watch=partial(Watched, stop_after=2))
     part = tmp_path / "cut.jsonl.part"
     part.write_text(part.read_text() + '{"prompt": 1, "sam')
-    assert run(prompts, "cut.jsonl") == whole
-    assert len(calls) == 7, "the first two were not answered again"
+    watched = []
+    assert run(prompts, "cut.jsonl", watch=lambda answerer: watched.append(Watched(answerer)) or watched[0]) == whole
+    assert len(watched[0].asked) == 3, "the first two were not answered again"
     assert not part.exists()
 
 
@@ -146,11 +137,9 @@ def test_prompts_without_room_for_an_answer_are_left_out(run, prompts, tmp_path,
 
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"top_p": 0.5}, {"first": 7}])
-def test_an_unfinished_file_of_other_prompts_or_settings_is_refused(model, prompts, run, monkeypatch, changed):
-    with monkeypatch.context() as patch:
-        patch.setattr(Batch, "add", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(prompts)
+def test_an_unfinished_file_of_other_prompts_or_settings_is_refused(prompts, run, changed):
+    with pytest.raises(KeyboardInterrupt):
+        run(prompts, watch=partial(Watched, stop_after=0))
     first = changed.pop("first", None)
     with pytest.raises(ValueError, match=r"a.jsonl.part\) was begun with other prompts or settings; remove it"):
         run([Prompt(ids=(first,)), *prompts[1:]] if first else prompts, **changed)
@@ -239,15 +228,16 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     again.close()
 
 
-def test_the_command_line_writes_a_file_once(base_directory, tmp_path, monkeypatch):
+def test_the_command_line_writes_a_file_once(base_directory, tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"prompt": "hi", "response": "there"}) + "\n")
     out = tmp_path / "out.jsonl"
     words = ["regenerate", "--base", str(base_directory), "--prompts", str(path), "--out", str(out)]
     assert main([*words, "--max-new-tokens", "5"]) == 0
     assert len(lines(out)) == 1
-    monkeypatch.setattr(module, "regenerate", None)
-    assert main(words) == 0, "the file is kept"
+    out.write_text("kept")
+    assert main(words) == 0
+    assert out.read_text() == "kept"
 
 
 def test_wrong_use_and_failures_have_their_exit_status(tmp_path, capsys):

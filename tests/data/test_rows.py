@@ -41,13 +41,14 @@ def test_rows_on_disk_are_those_of_memory(source: Source, tokenizer: PreTrainedT
 
 
 def test_they_are_made_once_and_not_read_again(
-    source: Source, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Source, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     first = open_rows(source, tokenizer, 32, tmp_path / "cache")
-    monkeypatch.setattr("data.rows.samples", None)
-    monkeypatch.setattr("data.packing.hashlib", None)
+    (entry,) = _entries(tmp_path / "cache")
+    made = {path: path.stat().st_mtime_ns for path in (entry, *entry.iterdir())}
     again = open_rows(source, tokenizer, 32, tmp_path / "cache")
     assert _same(first, again)
+    assert {path: path.stat().st_mtime_ns for path in (entry, *entry.iterdir())} == made
     assert first.fingerprint() == again.fingerprint()
 
 

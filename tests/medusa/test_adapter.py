@@ -1,9 +1,9 @@
 """Heads that bring an adapter of their base (Medusa-2)."""
 
-import builtins
 import dataclasses
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,6 @@ def test_an_adapter_that_does_not_fit_is_one_clear_error(
 def test_without_peft_the_error_says_what_to_install(
     base: BaseModel, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def without_peft(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "peft":
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_peft)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match="pip install peft"):
         BaseModel.load(base.name, device="cpu", adapter=directory / "adapter")

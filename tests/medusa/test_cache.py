@@ -49,8 +49,10 @@ def test_growth_keeps_the_rows_of_every_slot():
     assert (keys[1, 0, 1:10] == 100).all()
 
 
-@pytest.mark.parametrize("headroom", [1, 7])
-@pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 16}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize(
+    ("headroom", "options"),
+    [(1, {"nodes": 1}), (7, {"nodes": 16}), (1, {"nodes": 9, "temperature": 1.0, "seed": 3})],
+)
 def test_growth_in_the_middle_of_an_answer_changes_no_token(model, monkeypatch, headroom, options):
     expected = model.generate(PROMPTS, max_new_tokens=90, **options)
     monkeypatch.setattr("medusa.engine.batch.HEADROOM", headroom)

@@ -10,6 +10,7 @@ import torch
 
 from medusa import Draft, MedusaModel, Tree
 from medusa.acceptance import greedy
+from medusa.budget.auto import WATCHED
 from medusa.drafters import (
     Drafter,
     HeadsDrafter,
@@ -18,7 +19,8 @@ from medusa.drafters import (
     PromptLookupDrafter,
     SampledHeadsDrafter,
 )
-from medusa.drafters.heads import WIDTH
+from medusa.drafters.choose import KEPT_DRAFTERS
+from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.engine.prefill import prefill
@@ -39,10 +41,9 @@ def decode_state(histories, base, seeds=None):
     return DecodeState(roots, hidden.to(base.dtype), active, history, positions, seeds, torch.zeros_like(roots))
 
 
-def unbounded(drafter):
+def unbounded(heads, base, nodes):
     """As on a GPU: every draft has its full size."""
-    drafter._shape.sizes = None
-    return drafter
+    return HeadsDrafter(heads, base, nodes, host_decides=False)
 
 
 def paths(draft, row=0):
@@ -53,7 +54,7 @@ def paths(draft, row=0):
 
 def test_a_draft_of_fixed_size_has_it(base, make_heads):
     for nodes in (1, 2, 9, 40):
-        draft = unbounded(HeadsDrafter(make_heads(), base, nodes)).propose(decode_state([[3], [1, 4]], base))
+        draft = unbounded(make_heads(), base, nodes).propose(decode_state([[3], [1, 4]], base))
         assert draft.tokens.shape == (2, nodes)
         assert draft.tokens[:, 0].tolist() == [3, 4]
         assert (draft.parents[:, 1:] < torch.arange(1, nodes)).all()
@@ -62,12 +63,10 @@ def test_a_draft_of_fixed_size_has_it(base, make_heads):
 
 
 @pytest.mark.parametrize("floor", [1e-6, 0.02, 0.3, 0.9])
-def test_on_a_cpu_unlikely_nodes_are_left_out(base, make_heads, monkeypatch, floor):
-    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", floor)
-    monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", 1e-30)
+def test_on_a_cpu_unlikely_nodes_are_left_out(base, make_heads, floor):
     heads, state = make_heads(2), decode_state([[3]], base)
-    full = paths(unbounded(HeadsDrafter(heads, base, 40)).propose(state))
-    kept = paths(HeadsDrafter(heads, base, 40).propose(state))
+    full = paths(unbounded(heads, base, 40).propose(state))
+    kept = paths(HeadsDrafter(heads, base, 40, floors=Floors(level=1e-30, node=floor)).propose(state))
 
     def probability(path):
         features = heads(state.hidden, torch.tensor([[3, path[0]]]), base)
@@ -77,12 +76,11 @@ def test_on_a_cpu_unlikely_nodes_are_left_out(base, make_heads, monkeypatch, flo
     assert set(kept) == {path for path in full if probability(path) > floor * 1.001}
 
 
-def test_on_a_cpu_no_level_follows_nodes_that_are_unlikely(base, make_heads, monkeypatch):
+def test_on_a_cpu_no_level_follows_nodes_that_are_unlikely(base, make_heads):
     state = decode_state([[3]], base)
-    monkeypatch.setattr("medusa.drafters.heads.NODE_FLOOR", 1e-30)
     for floor, depth in ((1e-30, 3), (1.0, 1)):
-        monkeypatch.setattr("medusa.drafters.heads.LEVEL_FLOOR", floor)
-        assert HeadsDrafter(make_heads(3), base, 40).propose(state).depth == depth
+        drafter = HeadsDrafter(make_heads(3), base, 40, floors=Floors(level=floor, node=1e-30))
+        assert drafter.propose(state).depth == depth
 
 
 def test_finished_sequences_have_no_say(base, make_heads):
@@ -101,7 +99,7 @@ def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture
     With 64 nodes all of a root's 16 children may get children of their own.
     """
     heads, state = make_heads(2, architecture=architecture), decode_state([[3]], base)
-    drafted = set(paths(unbounded(HeadsDrafter(heads, base, nodes=64)).propose(state)))
+    drafted = set(paths(unbounded(heads, base, 64).propose(state)))
 
     def logprobs(head, token):
         features = heads(state.hidden, torch.tensor([[3, token]]), base)
@@ -311,9 +309,8 @@ def test_wrong_drafters_are_refused(model, base):
         PromptLookupDrafter(1)
 
 
-def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads, monkeypatch):
+def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads):
     """Each temperature of drawn drafts is another drafter; an interface with a slider tries hundreds."""
-    monkeypatch.setattr("medusa.drafters.choose.KEPT_DRAFTERS", 3)
     model = MedusaModel(base, make_heads())
 
     def drafter(temperature, nodes=None):
@@ -321,10 +318,10 @@ def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads, monkeypa
         return model.drafters.choose(drafting, temperature, 1, make_rule(None, temperature=temperature))
 
     kept = drafter(0.5, nodes=4)
-    for percent in range(60, 100):
-        drafter(percent / 100)
+    for number in range(max(KEPT_DRAFTERS, WATCHED) + 9):
+        drafter(0.6 + number / 1000)
         assert drafter(0.5, nodes=4) is kept, "what is used stays"
-    assert len(model.drafters._kept) == 3
+    assert len(model.drafters._kept) == KEPT_DRAFTERS
     output = model.generate([5, 6, 7], max_new_tokens=12, drafter="heads-sampled", temperature=0.7)
     assert len(output.tokens) == 12
 

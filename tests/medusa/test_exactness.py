@@ -4,6 +4,7 @@ The same comparisons are made with the reference backend, where they must fail: 
 """
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from medusa.cpu.packed import PackedLinear, available
 from medusa.engine.prefill import prefill
 from medusa.loading import exactness
 from medusa.loading.self_test import compile_base
+from medusa.sampling import SamplingParams
 from tests.medusa.attention_cases import FEATURES, Case, make
 
 CPU = torch.device("cpu")
@@ -23,8 +25,8 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 DTYPES = [pytest.param(HALF, id="bfloat16"), pytest.param(SINGLE, id="float32")]
 SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 5}}
 TEXTS = [
-    "def read_lines(path):\n    with open(path) as file:\n", "class Stack:\n    def __init__(self):\n", "import os\n\n",
-    "    for name in names:\n        if name", "def test_add():\n    assert add(1, 2) == 3\n\ndef test_add_", "x = [",
+    "def read_lines(path):\n    with open(path) as file:\n", "class Stack:\n    def __init__(self):\n",
+    "def test_add():\n    assert add(1, 2) == 3\n\ndef test_add_", "x = [",
 ]  # fmt: skip
 
 
@@ -66,21 +68,22 @@ def test_the_comparison_fails_where_sums_depend_on_places(dtype):
     assert exactness.find_out(old).exact is False
 
 
-@pytest.mark.parametrize("settings", SAMPLING)
-def test_trees_and_batches_write_what_plain_decoding_writes(model, settings):
-    options = {"max_new_tokens": 40, **SAMPLING[settings]}
-    plain = [model.generate(text, nodes=1, **options).tokens for text in TEXTS]
+def test_trees_and_batches_write_what_plain_decoding_writes(model):
+    """Greedy rows and sampled ones, side by side."""
+    params = [SamplingParams(max_new_tokens=24, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]
+    requests = list(zip(TEXTS, params, strict=True))
+    plain = [model.generate(text, sampling=each, nodes=1).tokens for text, each in requests]
     for nodes in (4, 16, None, None):  # what is learned from the third makes other trees in the fourth
-        outputs = model.generate(TEXTS, nodes=nodes, **options)
+        outputs = model.generate(TEXTS, sampling=params, nodes=nodes)
         assert [output.tokens for output in outputs] == plain
-    assert [model.generate(text, nodes=16, **options).tokens for text in TEXTS] == plain
+    assert [model.generate(text, sampling=each, nodes=16).tokens for text, each in requests] == plain
     assert sum(output.steps for output in outputs) < sum(map(len, plain)), "some drafts were right"
 
 
 def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
     prompt = [(31 * i + 7) % base.vocab_size for i in range(300)]
     states, caches = [], []
-    for chunk, cached in ((512, 0), (64, 0), (7, 0), (512, 130), (1, 290)):
+    for chunk, cached in ((512, 0), (64, 0), (7, 130), (1, 290)):
         cache = base.new_cache(1, 400)
         if cached:
             prefill(base, cache, [prompt[: cached + 1]], chunk=33)
@@ -143,7 +146,7 @@ def test_threads_change_nothing(exact):
 
 
 def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     native.load.cache_clear()
     try:
         backend, reason = choose("auto", CPU, HALF)
@@ -168,9 +171,10 @@ def test_a_kernel_is_built_once(monkeypatch, tmp_path):
     source.write_text('extern "C" int seven() { return 7; }')
     assert native.load(source).seven() == 7
     (built,) = (tmp_path / "cache" / "medusa").iterdir()
+    before = built.stat().st_mtime_ns
     native.load.cache_clear()
-    monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("it is there"))
     assert native.load(source).seven() == 7
+    assert built.stat().st_mtime_ns == before
     assert built.name.startswith("small-")
 
 
@@ -205,7 +209,7 @@ QUESTIONS = [
 
 
 PROMPTS = int(os.environ.get("MEDUSA_EXACT_PROMPTS", "4"))
-TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "32"))
+TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "24"))
 """Of the comparison below; 64 prompts take an hour."""
 
 
@@ -225,9 +229,8 @@ def test_texts_of_many_prompts(name, compiled, smollm2_directory):
     for settings in SAMPLING.values():
         options = {"max_new_tokens": TOKENS, **settings}
         plain = [model.generate(prompt, nodes=1, **options).tokens for prompt in prompts]
-        for nodes in (1, 4, 16, None):
-            for batch in (1, 4):
-                groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-                outputs = [output for group in groups for output in model.generate(group, nodes=nodes, **options)]
-                same = sum(output.tokens == text for output, text in zip(outputs, plain, strict=True))
-                assert same == len(prompts), f"{settings}, nodes {nodes}, batch {batch}: {same} equal"
+        for nodes, batch in ((1, 4), *product((4, 16, None), (1, 4))):
+            groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+            outputs = [output for group in groups for output in model.generate(group, nodes=nodes, **options)]
+            same = sum(output.tokens == text for output, text in zip(outputs, plain, strict=True))
+            assert same == len(prompts), f"{settings}, nodes {nodes}, batch {batch}: {same} equal"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from medusa import BaseModel, MedusaModel, Prefix
 from medusa.cache import SlotLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
-from medusa.engine.graph import StepGraphs
+from medusa.engine.graph import KEPT_CACHES, KEPT_GRAPHS, StepGraphs
 from medusa.engine.prefill import prefill
 from medusa.engine.step import step_on_device
 from medusa.heads import ARCHITECTURES
@@ -82,8 +82,14 @@ def contents(outputs):
 
 
 @pytest.mark.parametrize("prompts", [pytest.param(PROMPTS[0], marks=pytest.mark.slow), PROMPTS], ids=["one", "ragged"])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param(name, settings, marks=() if (number + place) % 2 else pytest.mark.slow)
+        for number, name in enumerate(DRAFTERS)
+        for place, settings in enumerate(SETTINGS)
+    ],
+)
 def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, prompts):
     options = {"max_new_tokens": 12, "drafter": DRAFTERS[name](eager.heads, eager.base)} | SETTINGS[settings]
     recorded, replays = long_lived.recorder.recorded, long_lived.recorder.replays
@@ -94,7 +100,7 @@ def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, pr
     assert long_lived.recorder.replays - replays in (steps - 1, steps), "the first step is eager, one may run ahead"
 
 
-@pytest.mark.parametrize("name", ["dynamic", "sampled"])
+@pytest.mark.parametrize("name", ["dynamic", pytest.param("sampled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [*({"architecture": name} for name in ARCHITECTURES), {"draft_vocab_size": 60}], ids=str
 )
@@ -131,7 +137,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
 @pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
 def test_growth_in_the_middle_of_an_answer_changes_no_token(eager, fresh, monkeypatch, options):
     monkeypatch.setattr("medusa.engine.generate.HEADROOM", 1)
-    options = {"max_new_tokens": 60, "drafter": "heads"} | options
+    options = {"max_new_tokens": 40, "drafter": "heads"} | options
     assert tokens(fresh.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     grown = fresh.recorder.recorded
     assert grown > 1, "the buffers have moved"
@@ -166,17 +172,16 @@ def test_what_is_recorded_serves_later_calls(eager, fresh):
 
 
 @pytest.mark.parametrize("limit", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
-def test_answers_that_end_before_others_end_where_eager_ones_do(eager, fresh, monkeypatch, limit):
+def test_answers_that_end_before_others_end_where_eager_ones_do(eager, ending_with, limit):
     """By a token, a string or a limit, in the middle of what a step accepts; the next step is under way already."""
     drafter = HybridDrafter(heads_drafter(eager.heads, eager.base, 12), lookup(4))
     full = eager.generate(PROMPTS, max_new_tokens=40, drafter=drafter)
-    ends = frozenset({full[0].tokens[limit], full[2].tokens[limit + 9]})
+    base = ending_with(full[0].tokens[limit], full[2].tokens[limit + 9])
+    shorter, recorded = MedusaModel(base, eager.heads), graphed(base, eager.heads)
     for options in ({"stop": full[1].text[limit : limit + 2]}, {"max_steps": limit}, {"max_new_tokens": limit}, {}):
         options = {"max_new_tokens": 40, "drafter": drafter} | options
-        with monkeypatch.context() as patch:
-            patch.setattr(BaseModel, "eos_ids", ends)
-            expected = eager.generate(PROMPTS, **options)
-            assert contents(fresh.generate(PROMPTS, **options)) == contents(expected)
+        expected = shorter.generate(PROMPTS, **options)
+        assert contents(recorded.generate(PROMPTS, **options)) == contents(expected)
     assert len({output.steps for output in expected}) > 1, "some end before others"
 
 
@@ -286,21 +291,20 @@ def objection(model, base, drafter, caplog):
     return caplog.text
 
 
-def test_memory_is_bounded_and_can_be_freed(fresh, monkeypatch):
-    monkeypatch.setattr("medusa.engine.graph.KEPT_GRAPHS", 2)
-    monkeypatch.setattr("medusa.engine.graph.KEPT_CACHES", 2)
-    for nodes in (1, 3, 4, 3, 1):
-        fresh.generate(PROMPTS, max_new_tokens=3, nodes=nodes)
-    assert fresh.recorder.recorded == 4, "the first was forgotten for the third"
-    for count in (1, 2, 3, 2, 1):
+def test_memory_is_bounded_and_can_be_freed(fresh):
+    last = KEPT_GRAPHS + 2
+    for nodes in (1, *range(3, last + 1), last, 1):
+        fresh.generate([40], max_new_tokens=3, nodes=nodes)
+    assert fresh.recorder.recorded == KEPT_GRAPHS + 2, "the first was forgotten for the last"
+    for count in (*range(1, KEPT_CACHES + 2), KEPT_CACHES, 1):
         fresh.generate([[7]] * count, max_new_tokens=3, nodes=1)
-    assert list(fresh.graphs._idle) == [2, 1]
+    assert list(fresh.graphs._idle) == [*range(3, KEPT_CACHES), KEPT_CACHES + 1, KEPT_CACHES, 1]
     caches = [weakref.ref(cache) for cache in fresh.graphs._idle.values()]
     gc.disable()
     fresh.release()
     freed = [cache() for cache in caches]
     gc.enable()
-    assert freed == [None, None]
+    assert freed == [None] * KEPT_CACHES
     assert len(fresh.generate([7], max_new_tokens=3).tokens) == 3
 
 
@@ -311,16 +315,11 @@ def test_graphs_need_a_gpu(base):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "llama4_text", "opt", "phi3"])
-def test_families_that_look_at_their_cache(family, monkeypatch):
+def test_families_that_look_at_their_cache(family, tokenizer):
     """Windows, chunks, learned positions, queries scaled by their place: none may depend on the host's lengths."""
-    base, _ = tiny(family)
-    eager, model, options = (
-        MedusaModel(base),
-        graphed(base, None),
-        {"max_new_tokens": 20, "drafter": "prompt-lookup", "nodes": 8},
-    )
-    monkeypatch.setattr(BaseModel, "eos_ids", frozenset())
-    monkeypatch.setattr("medusa.engine.output.Completion._new_text", lambda answer: [])
+    base = BaseModel(tiny(family)[0].model, tokenizer, family)
+    eager, model = MedusaModel(base), graphed(base, None)
+    options = {"max_new_tokens": 20, "ignore_eos": True, "drafter": "prompt-lookup", "nodes": 8}
     assert tokens(model.generate(PROMPTS, **options)) == tokens(eager.generate(PROMPTS, **options))
     assert model.recorder.recorded == 1
 

@@ -22,7 +22,9 @@ def deep(request) -> BaseModel:
     return BaseModel(LlamaForCausalLM(config).to(request.param), None, "deep")
 
 
-@pytest.mark.parametrize("layer", [None, 0, LAYERS // 2, LAYERS - 1])
+@pytest.mark.parametrize(
+    "layer", [None, LAYERS - 1, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, LAYERS // 2))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_faults_are_found(deep, kind, layer, monkeypatch):
     """Trees are refused; a fault that chains have too lets the base decode plainly, at most."""
@@ -57,13 +59,13 @@ def test_real_weights_verify_trees(real, kind, monkeypatch):
     assert choose_decoding(real).decoding == "tree"
 
 
-def test_a_base_without_any_right_way_names_the_layer(deep, monkeypatch):
-    original = deep.decoder.layers[3].self_attn.forward
+def test_a_base_without_any_right_way_names_the_layer(deep):
+    def scale(attention, args, options, output):
+        return output if options.get("tree_plan") is None else (output[0] * 1.2, *output[1:])
 
-    def forward(*args, tree_plan=None, **options):
-        out, weights = original(*args, tree_plan=tree_plan, **options)
-        return (out if tree_plan is None else out * 1.2), weights
-
-    monkeypatch.setattr(deep.decoder.layers[3].self_attn, "forward", forward)
-    with pytest.raises(UnsupportedBaseError, match="attention of layer 4 differs from plain text by"):
-        choose_decoding(deep)
+    hook = deep.decoder.layers[3].self_attn.register_forward_hook(scale, with_kwargs=True)
+    try:
+        with pytest.raises(UnsupportedBaseError, match="attention of layer 4 differs from plain text by"):
+            choose_decoding(deep)
+    finally:
+        hook.remove()

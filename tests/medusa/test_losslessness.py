@@ -11,8 +11,6 @@ from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLoo
 from tests.medusa.known_text import Chain, RandomTrees
 from tests.medusa.trees import LOPSIDED
 
-ATTENTION = ("reference", "flash")
-"""What runs on a CPU; tests/gpu has the others, tests/medusa/test_attention.py one of them by the interpreter."""
 PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
 NEW = 18
 SETTINGS = {
@@ -48,10 +46,15 @@ ALL_GREEDY = {
 
 
 @pytest.fixture(
-    scope="module", params=[(dtype, name) for dtype in ("float32", "float64") for name in ATTENTION], ids=str
+    scope="module",
+    params=[
+        *[("float32", "flash"), ("float64", "reference")],
+        *(pytest.param(pair, marks=pytest.mark.slow) for pair in (("float32", "reference"), ("float64", "flash"))),
+    ],
+    ids=str,
 )
 def exact(request, base_directory, make_heads):
-    """A model of one dtype and attention backend."""
+    """A model of one dtype, with an attention backend that runs on a CPU; tests/gpu has the others."""
     dtype, attention = request.param
     base = BaseModel.load(base_directory, dtype=getattr(torch, dtype), device="cpu", attention=attention)
     assert base.attention.name == attention

@@ -30,9 +30,9 @@ def load(kind, tokenizer, directory):
     return MedusaModel.from_pretrained(None, base=directory, dtype=torch.float64)
 
 
-@pytest.fixture
-def mpt(tokenizer, tmp_path):
-    model = load("mpt", tokenizer, tmp_path)
+@pytest.fixture(scope="module")
+def mpt(tokenizer, tmp_path_factory):
+    model = load("mpt", tokenizer, tmp_path_factory.mktemp("mpt"))
     torch.manual_seed(1)
     heads = build_heads(HeadsConfig(32, 257, num_heads=3, architecture="recurrent"))
     for parameter in heads.parameters():
@@ -61,19 +61,26 @@ def test_alibi_by_rows_verifies_chains_and_says_so(tokenizer, tmp_path, caplog):
     assert warning.endswith("; drafts are chains")
 
 
+SAMPLED = {"temperature": 1.0, "seed": 4, "max_new_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def written(mpt):
+    """What transformers writes greedily, and the base alone when it samples."""
+    ids = [mpt.base.tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
+    texts = [mpt.base.model.generate(prompt, max_length=64, do_sample=False)[0] for prompt in ids]
+    greedy = [text[prompt.shape[1] :].tolist() for text, prompt in zip(texts, ids, strict=True)]
+    return greedy, [o.tokens for o in mpt.generate(PROMPTS, nodes=1, **SAMPLED)]
+
+
 @pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "hybrid", None])
-def test_chains_write_what_the_base_writes_alone(mpt, drafter):
+def test_chains_write_what_the_base_writes_alone(mpt, written, drafter):
     """Up to the last position of the context, beyond which an ALiBi table has no rows; in a ragged batch too."""
+    greedy, sampled = written
     options = {"max_new_tokens": 100, "drafter": drafter}
-    outputs = mpt.generate(PROMPTS, **options)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        ids = mpt.base.tokenizer(prompt, return_tensors="pt").input_ids
-        expected = mpt.base.model.generate(ids, max_length=64, do_sample=False)[0, ids.shape[1] :].tolist()
-        assert output.tokens == expected
-        assert mpt.generate(prompt, nodes=9, **options).tokens == expected
-    sampled = {"temperature": 1.0, "seed": 4, "max_new_tokens": 100}
-    expected = [o.tokens for o in mpt.generate(PROMPTS, nodes=1, **sampled)]
-    assert [o.tokens for o in mpt.generate(PROMPTS, drafter=drafter, **sampled)] == expected
+    assert [o.tokens for o in mpt.generate(PROMPTS, **options)] == greedy
+    assert mpt.generate(PROMPTS[0], nodes=9, **options).tokens == greedy[0]
+    assert [o.tokens for o in mpt.generate(PROMPTS, drafter=drafter, **SAMPLED)] == sampled
 
 
 def test_chains_save_steps(mpt):
@@ -164,16 +171,13 @@ def test_where_only_single_rows_are_right_every_step_is_plain(base, make_heads, 
     assert sum("is left out" in warning for warning in warnings) == 1
 
 
-def test_an_output_layer_that_is_more_than_a_matrix_is_noticed(base_directory, monkeypatch):
+def test_an_output_layer_that_is_more_than_a_matrix_is_noticed(base_directory):
     base = BaseModel.load(base_directory, dtype=torch.float64, device="cpu")
-    whole = base.model.forward
 
-    def forward(*args, **options):
-        out = whole(*args, **options)
-        out.logits = out.logits.roll(1, dims=-1)
-        return out
+    def turn(model, args, output):
+        output.logits = output.logits.roll(1, dims=-1)
 
-    monkeypatch.setattr(base.model, "forward", forward)
+    base.model.register_forward_hook(turn)
     with pytest.raises(UnsupportedBaseError, match="its logits differ"):
         choose_decoding(base)
 

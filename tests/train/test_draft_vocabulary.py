@@ -15,12 +15,12 @@ from medusa.base.model import BaseModel
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from tests.train.jobs import metrics
-from train import draft_vocabulary
 from train.__main__ import main
 from train.draft_vocabulary import most_frequent_tokens
 from train.losses import HeadsLoss
 from train.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 Interrupting = Callable[[int], AbstractContextManager[None]]
 
 HEADS, ROWS, PART = 3, 29, 60
@@ -45,22 +45,27 @@ def packed() -> PackedRows:
     return PackedRows(ids, torch.arange(16, dtype=torch.int32).expand(37, -1), mask, torch.full((37,), 16))
 
 
-def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_vocabulary, "ROWS", 5)
+def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows) -> None:
     counts = Counter(packed.input_ids[packed.loss_mask].tolist())
     order = sorted(range(50), key=lambda token: (-counts[token], token))
     assert len(counts) < 30
     for size in (3, 11, len(counts) + 5):
-        assert most_frequent_tokens(packed, size, 50, _workers()).tolist() == sorted(order[:size])
+        chosen = most_frequent_tokens(packed, size, 50, _workers(), rows_at_a_time=5)
+        assert chosen.tolist() == sorted(order[:size])
     filled = most_frequent_tokens(packed, len(counts) + 3, 50, _workers()).tolist()
     assert set(filled) - set(counts) == {0, 1, 2}, "the lowest ids fill up"
 
 
-def test_processes_count_every_row_once(packed: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_count_every_row_once(packed: PackedRows) -> None:
     parts: list[torch.Tensor] = []
-    monkeypatch.setattr(Alone, "total", lambda self, values: parts.append(values) or values.double())
+
+    class Noting(Alone):
+        def total(self, values: torch.Tensor) -> torch.Tensor:
+            parts.append(values)
+            return super().total(values)
+
     for rank in range(3):
-        most_frequent_tokens(packed, 10, 50, _workers(rank, 3))
+        most_frequent_tokens(packed, 10, 50, Noting(rank, 3, torch.device("cpu")))
     expected = torch.bincount(packed.input_ids[packed.loss_mask].long(), minlength=50)
     assert torch.equal(sum(parts), expected)
 

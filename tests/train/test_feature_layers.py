@@ -24,6 +24,7 @@ from train.sharded_base import load_sharded
 from train.stop import StopRequest
 from train.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 Interrupting = Callable[[int], AbstractContextManager[None]]
 
 LAYERS = (1, 3)

@@ -27,6 +27,8 @@ from train.__main__ import main
 from train.run_directory import RunDirectory
 from train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:

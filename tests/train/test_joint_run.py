@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_the_base_learns_after_its_rest_and_the_result_says_so(finished: Path) -
     assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0] - 0.1
     assert "heldout_top1" in steps[5]
     assert last["heldout_tokens_per_step"] >= 1.0
+    assert (finished / "training.png").is_file() == (find_spec("matplotlib") is not None)
     provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
     assert provenance["base"]["training"].startswith("changed by adapter/")
     assert json.loads((finished / "heads" / "config.json").read_text(encoding="utf-8"))["base_adapter"] == "adapter"

@@ -8,38 +8,27 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from train import launch
-
-
-def raising(error):
-    def run(_):
-        raise error
-
-    return run
+from train.launch import exit_status
 
 
 @pytest.mark.parametrize(("exit_code", "status"), [(2, 2), (1, 1), (130, 130), (-9, 1)])
-def test_a_workers_exit_status_is_handed_on(monkeypatch, exit_code, status):
+def test_a_workers_exit_status_is_handed_on(exit_code, status):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file="/nowhere")
-    monkeypatch.setattr(launch, "run", raising(ChildFailedError("train", {0: failure})))
-    assert launch.main(["-m", "train"]) == status
+    assert exit_status(ChildFailedError("train", {0: failure})) == status
 
 
-def test_a_signal_to_the_launcher_is_its_exit_status(monkeypatch):
-    monkeypatch.setattr(launch, "run", raising(SignalException("stopped", 2)))
-    assert launch.main(["-m", "train"]) == 130
+def test_a_signal_to_the_launcher_is_its_exit_status():
+    assert exit_status(SignalException("stopped", 2)) == 130
 
 
-def test_a_killed_worker_is_named_since_it_cannot_speak(monkeypatch, caplog):
+def test_a_killed_worker_is_named_since_it_cannot_speak(caplog):
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=-9, error_file="/nowhere")
-    monkeypatch.setattr(launch, "run", raising(ChildFailedError("train", {11: failure})))
-    assert launch.main(["-m", "train"]) == 1
+    assert exit_status(ChildFailedError("train", {11: failure})) == 1
     assert "process 11 was killed by SIGKILL" in caplog.text
 
 
-def test_machines_that_cannot_meet_are_one_sentence(monkeypatch, caplog):
-    monkeypatch.setattr(launch, "run", raising(DistNetworkError("address already in use")))
-    assert launch.main(["-m", "train"]) == 1
+def test_machines_that_cannot_meet_are_one_sentence(caplog):
+    assert exit_status(DistNetworkError("address already in use")) == 1
     assert "processes cannot meet: address already in use; check MASTER_ADDR" in caplog.text
 
 

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from train.recipe_file import build_recipe, resolved
-from train.report import figures, read_report, write_report
+from train.report import read_report, write_report
 from train.report.__main__ import main
+from train.report.figures import POINTS
 
 RECIPE = build_recipe({"data.train": "x.jsonl", "base.name": "org/$base$", "optim.loss": "kl"})
 
@@ -52,12 +53,13 @@ def test_curves_evaluations_and_totals_are_those_of_the_metrics(write: Callable[
     assert "LoRA rank" not in report["recipe"]
 
 
-def test_long_runs_are_averaged_over_stretches(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "POINTS", 2)
-    curves = read_report(write(*(_step(step) for step in (1, 2, 3))))["curves"]
-    assert curves["step"] == [2, 3]
-    assert curves["loss"] == [6.0, pytest.approx(8 / 3)]
-    assert curves["useful_tokens_per_s"] == [50.0, 50.0]
+def test_long_runs_are_averaged_over_stretches(write: Callable[..., Path]) -> None:
+    steps = 2 * POINTS + 3
+    curves = read_report(write(*(_step(step) for step in range(1, steps + 1))))["curves"]
+    assert curves["step"] == [*range(3, steps, 3), steps]
+    assert curves["loss"][0] == pytest.approx((8 + 4 + 8 / 3) / 3)
+    assert curves["loss"][-1] == pytest.approx((8 / (steps - 1) + 8 / steps) / 2)
+    assert curves["useful_tokens_per_s"] == [pytest.approx(50.0)] * len(curves["step"])
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -77,9 +79,8 @@ def test_the_command_writes_a_picture_and_a_table(
 
 
 def test_without_matplotlib_the_log_says_so(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    write: Callable[..., Path], no_pictures: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(figures, "find_spec", lambda _: None)
     with caplog.at_level(logging.INFO, "train"):
         path = write_report(write(_step(1)))
     assert path.is_file()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from train.recipe_file import build_recipe
-from train.run_directory import RunDirectory
+from train.run_directory import Position, RunDirectory
 from train.trackers import Trackers
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -27,10 +27,10 @@ def _record(step: int, start: int = 0) -> dict[str, Any]:
     return {"step": step, "loss": 10.0 * start + step, "head_top1": [0.5, 0.25], "note": "text"}
 
 
-def _train(directory: RunDirectory, recipe: Any, steps: range, monkeypatch: pytest.MonkeyPatch, start: int = 0) -> None:
+def _train(directory: RunDirectory, recipe: Any, steps: range, start: int = 0) -> None:
     """Make steps with trackers, from a checkpoint at the first one; a run that ends in the middle dies."""
-    position = SimpleNamespace(step=steps.start) if steps.start else None
-    monkeypatch.setattr(directory, "position", lambda: position)
+    if steps.start:
+        directory.save(Position(steps.start, total=6, seconds=0.0, data=""), {}, keep=1)
     directory.start(recipe, steps.start)
     trackers = Trackers(recipe, directory, shown=True)
     for step in range(steps.start + 1, steps.stop + 1):
@@ -74,14 +74,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     return server
 
 
-def test_wandb_online_neither_loses_nor_doubles_steps(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_online_neither_loses_nor_doubles_steps(server: FakeServer, tmp_path: Path) -> None:
     directory, recipe = RunDirectory(tmp_path), _recipe(wandb="online")
-    _train(directory, recipe, range(4), monkeypatch)
+    _train(directory, recipe, range(4))
     identity = server.options["id"]
     del server.history[4]  # the machine died before it was sent
-    _train(directory, recipe, range(2, 6), monkeypatch, start=1)
+    _train(directory, recipe, range(2, 6), start=1)
     assert server.options["id"] == identity
     assert server.options["resume"] == "allow"
     assert [server.history[step]["loss"] for step in range(1, 7)] == [1, 2, 3, 14, 15, 16]
@@ -90,33 +88,29 @@ def test_wandb_online_neither_loses_nor_doubles_steps(
     assert server.statuses == [0]
 
 
-def test_wandb_gets_the_last_figures_although_it_has_the_last_step(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_the_last_figures_although_it_has_the_last_step(server: FakeServer, tmp_path: Path) -> None:
     directory, recipe = RunDirectory(tmp_path), _recipe(wandb="online")
     server.history = {step: {} for step in range(7)}
-    _train(directory, recipe, range(6, 6), monkeypatch)
+    _train(directory, recipe, range(6, 6))
     assert server.history[7]["heldout_tokens_per_step"] == 2.0
 
 
-def test_wandb_switched_on_later_gets_the_steps_before(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_switched_on_later_gets_the_steps_before(server: FakeServer, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    _train(directory, _recipe(), range(4), monkeypatch)
-    _train(directory, _recipe(wandb="online"), range(3, 6), monkeypatch)
+    _train(directory, _recipe(), range(4))
+    _train(directory, _recipe(wandb="online"), range(3, 6))
     assert sorted(server.history) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tracker_that_fails_later_is_dropped_and_training_goes_on(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenPipeError("the service is gone")
 
-    monkeypatch.setattr(server, "log", broken)
+    server.log = broken  # type: ignore[method-assign]
     directory = RunDirectory(tmp_path)
-    _train(directory, _recipe(wandb="online"), range(6), monkeypatch)
+    _train(directory, _recipe(wandb="online"), range(6))
     assert [record["step"] for record in directory.records()] == [1, 2, 3, 4, 5, 6]
     assert caplog.text.count("log.wandb has failed and is dropped: the service is gone") == 1
     assert server.statuses == []
@@ -130,12 +124,12 @@ def test_a_tracker_that_fails_later_is_dropped_and_training_goes_on(
     ],
 )
 def test_wandb_that_cannot_start_is_one_clear_error(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
+    server: FakeServer, tmp_path: Path, name: str, value: Any, message: str
 ) -> None:
     def unreachable(**_: Any) -> None:
         raise RuntimeError("no such\nhost")
 
-    monkeypatch.setattr(sys.modules["wandb"], name, value or unreachable)
+    setattr(sys.modules["wandb"], name, value or unreachable)
     with pytest.raises(ValueError, match=r"log\.wandb \(online\)") as caught:
         Trackers(_recipe(wandb="online"), RunDirectory(tmp_path), shown=True)
     assert message in str(caught.value)
@@ -158,11 +152,11 @@ def test_other_processes_track_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path: Path) -> None:
     directory, recipe = RunDirectory(tmp_path), _recipe(tensorboard=True)
-    _train(directory, _recipe(), range(2), monkeypatch)
-    _train(directory, recipe, range(2, 4), monkeypatch)
-    _train(directory, recipe, range(3, 6), monkeypatch, start=1)
+    _train(directory, _recipe(), range(2))
+    _train(directory, recipe, range(2, 4))
+    _train(directory, recipe, range(3, 6), start=1)
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in events.Scalars("loss")] == [
         (1, 1), (2, 2), (3, 3), (4, 14), (5, 15), (6, 16),
@@ -180,8 +174,8 @@ def test_wandb_offline_leaves_one_folder_with_every_step(
     monkeypatch.setenv("WANDB_SILENT", "true")
     directory, recipe = RunDirectory(tmp_path), _recipe(wandb="offline")
     with caplog.at_level(logging.WARNING, "train"):
-        _train(directory, recipe, range(6), monkeypatch)
-        _train(directory, recipe, range(4, 6), monkeypatch, start=1)
+        _train(directory, recipe, range(6))
+        _train(directory, recipe, range(4, 6), start=1)
     assert not caplog.text
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert _losses(file) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 15), (6, 16)]

@@ -32,6 +32,7 @@ from train.run_directory import RunDirectory
 from train.trainer import Trainer
 from train.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 Interrupting = Callable[[int], AbstractContextManager[None]]
 
 

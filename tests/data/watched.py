@@ -1,0 +1,28 @@
+"""An answerer that is looked at from outside."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+
+class Watched:
+    """Answers as another one does.
+
+    Args:
+        answerer: The other one.
+        stop_after: Answers until Ctrl-C; None = it never comes.
+
+    Attributes:
+        asked: Numbers of the prompts that it was given.
+    """
+
+    def __init__(self, answerer: Any, stop_after: int | None = None) -> None:
+        self._answerer, self._stop_after = answerer, stop_after
+        self.asked: list[int] = []
+
+    def answer(self, prompts: Sequence[Any]) -> Iterator[Any]:
+        """What the other one answers, until it is stopped."""
+        self.asked = [number for number, _ in prompts]
+        yield from islice(self._answerer.answer(prompts), self._stop_after)
+        if self._stop_after is not None:
+            raise KeyboardInterrupt
