@@ -209,7 +209,7 @@ class MedusaModel:
         return Batch(self.base, self.drafters, self.graphs)
 
     def explain_nodes(self, drafter: str | None = None) -> str:
-        """What ``nodes=None`` means for one prompt and why, in one line; measures step costs that are not known."""
+        """What ``nodes=None`` means for one prompt and why, in one line."""
         return self.drafters.explain(drafter)
 
     def release(self) -> None:

@@ -158,10 +158,9 @@ class Speculation:
     delta: float = DELTA
     """Entropy factor of typical acceptance, at least 0."""
     nodes: int | None = None
-    """Tree budget N with the root; 1 = plain decoding. None = what brings most tokens per second here, by step costs
-    that the first call of its kind measures (a second or two, or some twenty steps of a slow base; later starts read
-    them from ~/.cache/medusa) and by what is accepted; plain decoding is among the choices. Under speculative and
-    typical acceptance only a number makes the text repeat for a seed."""
+    """Tree budget N with the root; 1 = plain decoding. None = what brings the most tokens per second, found out as
+    it runs; plain decoding is among the choices, and drawn drafts ("heads-sampled") have 8. Under speculative and
+    typical acceptance with other drafters only a number makes the text repeat for a seed."""
     tree: "Tree | None" = None
     """A static tree instead of a dynamic one of ``nodes`` nodes."""
 

@@ -140,8 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=tree_budget,
         default=settings.nodes,
         metavar="N",
-        help="tree budget, in tokens per verify pass; 1 is plain decoding (default: auto, what brings most tokens per"
-        " second by step costs that are measured once on this machine)",
+        help="tree budget, in tokens per verify pass; 1 is plain decoding (default: auto, what brings the most tokens"
+        " per second, found out as it runs)",
     )
     decoding.add_argument(
         "--drafter",

@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("trace", "record the acceptance of trained heads, for replay", _add_trace),
         ("tree", "the best static trees for trained heads, beside dynamic ones", _add_tree),
         ("attention", "attention of one layer per backend, beside the memory's bound", _add_attention),
-        ("nodes", "trees sized by measured costs, beside fixed sizes and plain decoding", _add_nodes),
+        ("nodes", "sizes that are found out as it runs, beside fixed sizes and plain decoding", _add_nodes),
     ):
         add_flags(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
     return parser
@@ -84,7 +84,7 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add_answers(command, count=8)
     add("--out", required=True, metavar="FILE", help="where the trace goes")
-    add("--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, sized by what steps cost)")
+    add("--nodes", type=at_least(2), metavar="N", help="tree budget (default: auto, found out as it runs)")
     add("--drafter", choices=GREEDY_DRAFTERS, help="what guesses (default: heads, as replay drafts)")
     text = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
     add("--tree", metavar="FILE", help=text)

@@ -73,7 +73,7 @@ def record(
         model: A base with trained heads.
         prompts: Token ids.
         max_new_tokens: Limit per answer.
-        nodes: Tree budget, None = sized by what steps cost.
+        nodes: Tree budget, None = found out as it runs.
         drafter: As ``MedusaModel.start`` takes it.
         tree: A static tree in place of both.
 

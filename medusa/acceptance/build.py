@@ -14,7 +14,7 @@ from medusa.tree import Draft
 
 
 class BuiltRule:
-    """A rule, and what it computes at every node whatever the numbers: "sampling, top_p". Step costs depend on it."""
+    """A rule, and what it computes at every node whatever the numbers: "sampling, top_p". Time depends on it."""
 
     def __init__(self, rule: Rule, work: str) -> None:
         self._rule, self.work = rule, work
