@@ -78,11 +78,9 @@ def measure_replay(
         trace: What to force.
         nodes: Tree size N.
         batch: Sequences B.
-        context: Cached tokens L per sequence before the first step.
         steps: Steps per sample.
         rounds: Measured repetitions.
-        seed: Of the contents.
-        record: As ``Rig`` takes it.
+        context, seed, record: As ``Rig`` takes them.
 
     Returns:
         A row of the report.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel, Output, Tree
+from medusa.files import read_object
 
 EMBEDDED_TRACE = Path(__file__).parent / "traces" / "embedded.json"
 FORMAT = "medusa-trace"
@@ -40,17 +41,11 @@ def load_trace(path: str | Path) -> Trace:
         FileNotFoundError: There is no such file.
         ValueError: It is not a trace.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"trace ({path}) does not exist; record one with medusa-bench trace")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        emitted = tuple(values["emitted"]) if values.get("format") == FORMAT else ()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"trace ({path}) cannot be read: {error!r}; record it again") from error
-    if not emitted or not all(isinstance(count, int) and count >= 1 for count in emitted):
+    values = read_object(Path(path), "trace", "record it again with medusa-bench trace")
+    emitted = values.get("emitted") if values.get("format") == FORMAT else None
+    if not isinstance(emitted, list) or not emitted or not all(isinstance(n, int) and n >= 1 for n in emitted):
         raise ValueError(f"trace ({path}) holds no numbers of tokens per step, each at least 1; record it again")
-    return Trace(emitted, values.get("provenance", {}))
+    return Trace(tuple(emitted), values.get("provenance", {}))
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:

@@ -10,9 +10,10 @@ import torch
 from transformers import PretrainedConfig
 
 from benchmarks.machine import bandwidth_samples, best_bandwidth, timed
-from benchmarks.step.rig import default_record, likely_tree
+from benchmarks.step.rig import default_record
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
 from medusa.attention.backends import build
+from medusa.budget.tree_search import typical_tree
 from medusa.clock import alternate
 from medusa.tree import Draft
 
@@ -59,11 +60,7 @@ def measure_attention(
         config: Says how many heads of which size.
         dtype: Of queries, keys and values.
         device: Where it runs.
-        nodes: Tree sizes N.
-        batches: Batch sizes B.
-        context: Cached tokens L per sequence.
-        rounds: Measured repetitions.
-        seed: Of the contents.
+        nodes, batches, context, rounds, seed: As ``measure_steps`` takes them.
 
     Returns:
         The report's own part: bandwidth, a row per (backend, B, N), and why backends are missing.
@@ -137,7 +134,7 @@ class _Layer:
         heads, kv_heads = config.num_attention_heads, key_heads(config)
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         generator = torch.Generator(device).manual_seed(seed)
-        tree = likely_tree(nodes, TREE_DEPTH)
+        tree = typical_tree(nodes, TREE_DEPTH).tree
         tokens_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
         self._draft = Draft.of(tokens_BN, tree.parents.to(device).expand(batch, -1), tree.depth)
         self._lengths = torch.full((batch,), context, device=device)

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from benchmarks.machine import SAMPLE_SECONDS
-from medusa import BaseModel, Draft, DraftHeads, Tree
+from medusa import BaseModel, Draft, DraftHeads
 from medusa.acceptance import Rule, greedy
 from medusa.budget.tree_search import typical_tree
 from medusa.clock import seconds
@@ -22,11 +22,6 @@ logger = logging.getLogger(__name__)
 
 STEPS = 4
 """Steps in a row per sample, where a caller has no number of its own."""
-
-
-def likely_tree(nodes: int, depth: int) -> Tree:
-    """The best tree of ``nodes`` nodes for heads that are typical and all alike."""
-    return typical_tree(nodes, depth).tree
 
 
 def default_record(device: torch.device) -> Record | None:
@@ -106,8 +101,8 @@ class Rig:
         """A drafter of a fixed tree of ``nodes`` nodes; 1 = plain decoding."""
         if nodes == 1:
             return PlainDrafter()
-        tree = likely_tree(nodes, self.heads.config.num_heads)
-        return HeadsDrafter(self.heads, self.base, nodes, tree)
+        grown = typical_tree(nodes, self.heads.config.num_heads)
+        return HeadsDrafter(self.heads, self.base, nodes, grown.tree)
 
     def rewind(self) -> None:
         """Forget what steps have committed."""

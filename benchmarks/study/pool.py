@@ -2,9 +2,8 @@
 
 import os
 import subprocess
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -40,21 +39,16 @@ class Pool:
         Raises:
             ChildProcessError: A command failed; names the job, its last words and its log.
         """
-        with ThreadPoolExecutor(self._processes) as threads, self._ending():
+        with ThreadPoolExecutor(self._processes) as threads:
             futures = [threads.submit(self._do, job) for job in jobs]
-            for future in as_completed(futures):
-                yield future.result()
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Leave no process behind."""
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._ended = True
-                for process in self._running:
-                    process.terminate()  # a trainer answers with a checkpoint
+            try:
+                for future in as_completed(futures):
+                    yield future.result()
+            finally:  # leave no process behind
+                with self._lock:
+                    self._ended = True
+                    for process in self._running:
+                        process.terminate()  # a trainer answers with a checkpoint
 
     def _do(self, job: Job) -> Job:
         job.log.parent.mkdir(parents=True, exist_ok=True)

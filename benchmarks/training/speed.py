@@ -133,11 +133,8 @@ def measure_cache(
     """Epochs that compute hidden states beside epochs that read them from files, which memory may hold.
 
     Args:
-        recipe: the recipe's file.
-        overrides: dotted key -> value.
-        workers: this process; there is no other.
+        recipe, overrides, workers, rounds: as `measure_speed` takes them.
         scratch: an empty directory, which gets the cache.
-        rounds: timed epochs of each.
 
     Returns:
         One row per kind of epoch; `epoch_s` is the median of the rounds, but the epoch that fills the cache is one.

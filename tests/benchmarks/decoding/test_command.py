@@ -9,10 +9,25 @@ from benchmarks.decoding import arguments
 from benchmarks.decoding.__main__ import main
 from benchmarks.decoding.nodes import measure_nodes
 from benchmarks.replay.trace import Trace, save_trace
-from benchmarks.step.rig import likely_tree
 from benchmarks.step.shapes import SHAPES
 from medusa.attention import BACKENDS
+from medusa.budget.tree_search import typical_tree
 from medusa.heads import ARCHITECTURES
+
+
+def test_every_drafter_answers_the_questions_of_a_file(model, base_directory, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "heads")
+    (tmp_path / "x.jsonl").write_text(
+        '{"category": "qa", "turns": ["why"]}\n{"category": "coding", "turns": ["code"]}\n'
+    )
+    words = ["--heads", str(tmp_path / "heads"), "--base", str(base_directory), "--dtype", "float32"]
+    files = ["--questions", str(tmp_path / "x.jsonl"), "--json", str(tmp_path / "compare.json")]
+    assert main(["compare", *words, *files, "--rounds", "1", "--max-new-tokens", "6"]) == 0
+    report = json.loads((tmp_path / "compare.json").read_text())
+    assert (report["prompts"], report["identical_outputs"]["count"]) == (2, 2)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 prompts, greedy" in shown
+    assert "mt_bench" in shown
 
 
 @pytest.mark.slow
@@ -80,7 +95,7 @@ def test_replay_says_so_everywhere(base_directory, tmp_path, capsys):
     assert report["trace"] == {"drafter": "heads", "tokens_per_step": 4.3333, "steps": 3}
     for row in report["rows"]:
         assert row["clamped_steps"] == 2 * row["batch"]
-        assert row["replay_tokens_per_step"] == round((2 * (1 + 3) + 2 * (likely_tree(8, 5).depth + 1)) / 6, 4)
+        assert row["replay_tokens_per_step"] == round((2 * (1 + 3) + 2 * (typical_tree(8, 5).tree.depth + 1)) / 6, 4)
         expected = row["replay_tokens_per_step"] / row["step_overhead"]
         assert row["replay_speedup"] == pytest.approx(expected, rel=1e-3)
     assert "REPLAY" in capsys.readouterr().out

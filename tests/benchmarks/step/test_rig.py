@@ -7,9 +7,10 @@ import torch
 
 from benchmarks.machine import ratio
 from benchmarks.step.baseline import TokenClock
-from benchmarks.step.rig import Rig, likely_tree
+from benchmarks.step.rig import Rig
 from benchmarks.step.shapes import random_heads
 from benchmarks.step.step import pass_bytes
+from medusa.budget.tree_search import typical_tree
 from medusa.clock import alternate
 
 CPU = torch.device("cpu")
@@ -36,14 +37,14 @@ def test_a_pass_reads_weights_once_and_each_cached_token(rig):
 
 @pytest.mark.parametrize("nodes", [1, 2, 8, 64, 128])
 def test_likely_trees_have_the_size_asked_for(nodes):
-    tree = likely_tree(nodes, depth=5)
+    tree = typical_tree(nodes, 5).tree
     assert tree.nodes == nodes
     assert tree.depth <= 5
 
 
 def test_likely_trees_take_the_best_paths_first():
     # .5, then .25 below it, .2 beside it, .1 and .1 below these; rank 2 has .08
-    assert likely_tree(6, depth=2).paths == ((0,), (1,), (0, 0), (0, 1), (1, 0))
+    assert typical_tree(6, 2).tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 def test_rounds_begin_with_another_sample_and_the_first_does_not_count():
