@@ -11,7 +11,11 @@ from tests.medusa.planted_faults import KINDS, plant
 LAYERS = 12
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def deep(request) -> BaseModel:
     """Deep enough that rounding grows on the way to the logits."""
     torch.manual_seed(0)
