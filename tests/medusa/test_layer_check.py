@@ -50,7 +50,12 @@ def real(request, smollm2_directory) -> BaseModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", [0, 15, 29])
+@pytest.mark.parametrize(
+    ("real", "layer"),
+    [(torch.bfloat16, 0), (torch.bfloat16, 29), (torch.float32, 15)],
+    indirect=["real"],
+    ids=["bfloat16-0", "bfloat16-29", "float32-15"],
+)
 def test_faults_in_one_layer_of_real_weights_are_found(real, kind, layer, monkeypatch):
     plant(monkeypatch, real, kind, [layer])
     choose_decoding(real)
