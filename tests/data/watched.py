@@ -1,6 +1,7 @@
 """An answerer that is looked at from outside."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ class Watched:
     def answer(self, prompts: Sequence[Any]) -> Iterator[Any]:
         """What the other one answers, until it is stopped."""
         self.asked = [number for number, _ in prompts]
-        yield from islice(self._answerer.answer(prompts), self._stop_after)
-        if self._stop_after is not None:
-            raise KeyboardInterrupt
+        with closing(self._answerer.answer(prompts)) as answers:
+            yield from islice(answers, self._stop_after)
+            if self._stop_after is not None:
+                raise KeyboardInterrupt

@@ -70,7 +70,7 @@ def test_the_comparison_fails_where_sums_depend_on_places(dtype):
 
 def test_trees_and_batches_write_what_plain_decoding_writes(model):
     """Greedy rows and sampled ones, side by side."""
-    params = [SamplingParams(max_new_tokens=24, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]
+    params = [SamplingParams(max_new_tokens=16, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]
     requests = list(zip(TEXTS, params, strict=True))
     plain = [model.generate(text, sampling=each, nodes=1).tokens for text, each in requests]
     for nodes in (4, 16, None, None):  # what is learned from the third makes other trees in the fourth

@@ -51,6 +51,16 @@ DRAFTERS = {
     "sampled hybrid": lambda heads, base: HybridDrafter(SampledHeadsDrafter(heads, base, 7, 1.0), lookup(4)),
 }
 
+PAIRS = pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param(name, settings, marks=() if (number + place) % 2 else pytest.mark.slow)
+        for number, name in enumerate(DRAFTERS)
+        for place, settings in enumerate(SETTINGS)
+    ],
+)
+"""Every drafter with two of the rules, every rule with half of the drafters; the other pairs are slow."""
+
 
 def graphed(base, heads, record=None):
     """A model that records tapes."""
@@ -82,14 +92,7 @@ def contents(outputs):
 
 
 @pytest.mark.parametrize("prompts", [pytest.param(PROMPTS[0], marks=pytest.mark.slow), PROMPTS], ids=["one", "ragged"])
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        pytest.param(name, settings, marks=() if (number + place) % 2 else pytest.mark.slow)
-        for number, name in enumerate(DRAFTERS)
-        for place, settings in enumerate(SETTINGS)
-    ],
-)
+@PAIRS
 def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, prompts):
     options = {"max_new_tokens": 12, "drafter": DRAFTERS[name](eager.heads, eager.base)} | SETTINGS[settings]
     recorded, replays = long_lived.recorder.recorded, long_lived.recorder.replays
@@ -113,8 +116,7 @@ def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
     assert model.recorder.recorded == 1
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", DRAFTERS)
+@PAIRS
 def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, settings):
     """On the meta device there are no values, and the mode refuses copies that a graph cannot hold."""
     config = {key: value for key, value in SETTINGS[settings].items() if key not in ("seed", "acceptance")}

@@ -11,7 +11,11 @@ from tests.medusa.planted_faults import KINDS, plant
 LAYERS = 12
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def deep(request) -> BaseModel:
     """Deep enough that rounding grows on the way to the logits."""
     torch.manual_seed(0)
@@ -44,7 +48,12 @@ def real(request, smollm2_directory) -> BaseModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", [0, 15, 29])
+@pytest.mark.parametrize(
+    ("real", "layer"),
+    [(torch.bfloat16, 0), (torch.bfloat16, 29), (torch.float32, 15)],
+    indirect=["real"],
+    ids=["bfloat16-0", "bfloat16-29", "float32-15"],
+)
 def test_faults_in_one_layer_of_real_weights_are_found(real, kind, layer, monkeypatch):
     plant(monkeypatch, real, kind, [layer])
     assert choose_decoding(real).decoding != "tree"
