@@ -3,15 +3,17 @@
 SIZES = (1, 2, 4, 8, 12, 16, 32, 64)
 """Nodes of a draft with the root; 1 is plain decoding, a size like the others."""
 FIRST_WAIT, PLAIN_WAIT, LONGEST_WAIT = 12, 48, 512
-"""Steps between two trials of another size: twice as many after each trial (exponential back-off), until one wins. More
-at first where plain decoding is best, since a trial costs most then."""
+"""Steps between two trials of another size: twice as many after each trial (exponential back-off), a quarter after one
+that wins. More at first where plain decoding is best, since a trial costs most then."""
 TRIAL = 8
 """Steps of a trial with one sequence; of a batch, steps of all its sequences together count."""
 SHORTEST_TRIAL = 2
 """Steps of a trial with a large batch, or of plain decoding, which always brings one token per step."""
-MEMORY = 128
+MEMORY = 256
 """Steps that speeds reach back, those of sizes that were not taken too."""
-DROP = 0.8
+MARGIN = 1.1
+"""Another size must be so much faster, plain decoding aside: the luck of a few steps is not enough."""
+DROP = 0.7
 """A size that has become so much slower is compared at once."""
 LATE = 3.0
 """A step that something else held up counts so many times its usual seconds at most."""
@@ -60,10 +62,9 @@ class SizePolicy:
         if nodes != self.choose():
             return
         self._left -= steps
-        slower = self._trial == 0 and self._speeds[nodes].tokens_per_second < DROP * self._usual
-        if slower:
-            self._wait = FIRST_WAIT // 2
-        if self._left <= 0 or slower:
+        if self._trial == 0 and self._speeds[nodes].tokens_per_second < DROP * self._usual:
+            self._left = self._wait = 0
+        if self._left <= 0:
             self._take_turn()
 
     def __str__(self) -> str:
@@ -78,10 +79,16 @@ class SizePolicy:
             self._trial = self._next()
             self._left = SHORTEST_TRIAL if self._trial == 1 else self._trial_steps
             return
-        best = max(self._speeds, key=lambda size: self._speeds[size].tokens_per_second)
-        won, self.size, self._trial = best != self.size, best, 0
-        self._left = self._wait = self._first_wait() if won else min(2 * self._wait, LONGEST_WAIT)
+        best = self._fastest()
+        wait = self._wait // 4 if best != self.size else min(2 * self._wait, LONGEST_WAIT)
+        self.size, self._trial = best, 0
+        self._left = self._wait = max(wait, self._first_wait())
         self._usual = self._speeds[best].tokens_per_second
+
+    def _fastest(self) -> int:
+        speeds = {size: speed.tokens_per_second for size, speed in self._speeds.items()}
+        best = max(speeds, key=lambda size: speeds[size] * (MARGIN if size == self.size else 1.0))
+        return 1 if speeds.get(1, 0.0) > speeds[best] else best
 
     def _first_wait(self) -> int:
         return FIRST_WAIT if self.size > 1 else PLAIN_WAIT
