@@ -213,7 +213,7 @@ def test_recorded_steps_choose_their_size_too(base, make_heads, caplog):
 def test_what_auto_means_is_always_said(base, make_heads):
     assert MedusaModel(base).explain_nodes() == "nodes auto: 1, plain decoding"
     model = MedusaModel(base, make_heads())
-    assert model.explain_nodes() == "nodes auto for hybrid, batch of 1: 8 now, tried anew as it runs"
+    assert model.explain_nodes() == "nodes auto for hybrid, batch of 1: 8 now, others are tried as it runs"
     model.generate([5, 6, 7], max_new_tokens=60, logit_bias={0: -100.0})
     assert "(tokens per second by size: 1: " in model.explain_nodes()
     assert "so that a seed gives the same text again" in model.explain_nodes("heads-sampled")

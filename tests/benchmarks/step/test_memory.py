@@ -25,7 +25,7 @@ def growing_decode(base, leak=None):
         result = decode_step(base, rig.cache, drafter, greedy, state)
         state = result.state
         if leak is not None:
-            leak.append(torch.ones(10_000))
+            leak.append(torch.ones(30_000))
 
     return step
 
@@ -34,7 +34,7 @@ def growing_decode(base, leak=None):
 def test_live_tensors_do_not_grow_with_steps_and_a_leak_is_seen(tiny):
     flat, leaking = (watch_memory(growing_decode(tiny, leak), 30, CPU, marks=3) for leak in (None, []))
     assert abs(flat[-1]["tensor_bytes"] - flat[0]["tensor_bytes"]) < 4000
-    assert leaking[-1]["tensor_bytes"] - leaking[0]["tensor_bytes"] > 19 * 40_000
+    assert leaking[-1]["tensor_bytes"] - leaking[0]["tensor_bytes"] > 19 * 120_000
 
 
 @pytest.mark.slow
@@ -42,4 +42,4 @@ def test_memory_is_flat_over_two_thousand_steps(tiny):
     flat, leaking = (watch_memory(growing_decode(tiny, leak), 2000, CPU, marks=3) for leak in (None, []))
     assert abs(flat[-1]["tensor_bytes"] - flat[0]["tensor_bytes"]) < 4000
     assert flat[-1]["resident_bytes"] - flat[0]["resident_bytes"] < 4 << 20
-    assert leaking[-1]["resident_bytes"] - leaking[0]["resident_bytes"] > 32 << 20
+    assert leaking[-1]["resident_bytes"] - leaking[0]["resident_bytes"] > 64 << 20
