@@ -69,9 +69,10 @@ class SizePolicy:
 
     def __str__(self) -> str:
         """For logs and screens: the size, and what is known of sizes in tokens per second of a sequence."""
-        known = {size: speed.tokens_per_second for size, speed in sorted(self._speeds.items()) if speed.seconds > 0}
-        seen = ", ".join(f"{size}: {speed:.3g}" for size, speed in known.items())
-        return f"{self.size} now, others are tried as it runs" + (f" (tokens per second by size: {seen})" if seen else "")
+        speeds = {size: speed.tokens_per_second for size, speed in sorted(self._speeds.items()) if speed.seconds > 0}
+        seen = ", ".join(f"{size}: {speed:.3g}" for size, speed in speeds.items())
+        known = f" (tokens per second by size: {seen})" if seen else ""
+        return f"{self.size} now, others are tried as it runs{known}"
 
     def _take_turn(self) -> None:
         """Begin a trial, or end one: stay with the fastest size."""

@@ -179,10 +179,13 @@ def _apart(x: Tensor, batch: int, nodes: int) -> Tensor:
 
 
 def _enough_rows(x_BN: Tensor) -> Tensor:
-    """[1, R]: all numbers, and behind a few of them the last one again; linear layers would pad rows one by one."""
+    """[1, R]: all numbers, and behind a few of them the last one again; linear layers would pad rows one by one.
+
+    Always a new tensor: one that was made outside of inference mode would compile the graph once more (50 s).
+    """
     flat = x_BN.reshape(1, -1)
-    missing = packed.FAST_ROWS - flat.shape[1]
-    return torch.cat([flat, flat[:, -1:].expand(1, missing)], 1) if missing > 0 else flat.contiguous()
+    missing = max(0, packed.FAST_ROWS - flat.shape[1])
+    return torch.cat([flat, flat[:, -1:].expand(1, missing)], 1)
 
 
 def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

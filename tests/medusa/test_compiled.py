@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from medusa import BaseModel, MedusaModel
-from medusa.cpu.compiled import compile_function, stack_siblings
+from medusa.cpu.compiled import _enough_rows, compile_function, stack_siblings
 from medusa.cpu.header_cache import keep_headers_in_cache
 from medusa.cpu.packed import PackedLinear, available
 from medusa.loading.self_test import choose_decoding, compile_base
@@ -81,6 +81,12 @@ def test_compiled_decoding_writes_the_same_text(compiled_base, base_directory, m
             output.tokens for output in theirs
         ]
         assert model.generate(prompts[1], nodes=nodes, max_new_tokens=40).tokens == theirs[1].tokens
+
+
+def test_compiled_rows_are_always_tensors_of_inference_mode():
+    rows = torch.zeros(5, 1, dtype=torch.long)  # another kind of tensor is another graph: a batch stalled for 50 s
+    with torch.inference_mode():
+        assert _enough_rows(rows).is_inference()
 
 
 @pytest.mark.slow
