@@ -79,7 +79,6 @@ class MedusaModel:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         attention: str = "auto",
-        compiled: bool = False,
         int8: bool = False,
         load_options: Mapping[str, Any] | None = None,
         graph: bool | None = None,
@@ -98,9 +97,6 @@ class MedusaModel:
             device: None = the GPU where there is one.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
                 a GPU, exact on a CPU with a C++ compiler, otherwise the reference.
-            compiled: Compile the base's pass (``torch.compile``; needs a C++ compiler): up to half a minute at the
-                first load, seconds later, and a small model decodes about 1.6 times faster on a CPU. Same weights, but
-                sums are rounded in other places than in a pass that is not compiled.
             int8: LOSSY, for CPUs: round the base's large layers to 8 bits. A base of a billion weights decodes about
                 1.2 times faster, but what it says is no longer what the base says.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
@@ -119,7 +115,7 @@ class MedusaModel:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
             >>> print(model.generate("def read_lines(path):").text)
         """
-        loaded = load_base_and_heads(heads, base, dtype, device, attention, compiled, int8, load_options, revision)
+        loaded = load_base_and_heads(heads, base, dtype, device, attention, int8, load_options, revision)
         return cls(loaded.base, loaded.heads, graph, loaded.calibration, loaded.provenance)
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:

@@ -75,12 +75,6 @@ def build_parser() -> argparse.ArgumentParser:
         " (default: off)",
     )
     model.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the base's pass: seconds at start-up (half a minute the first time), then faster for small"
-        " models on a CPU (default: off)",
-    )
-    model.add_argument(
         "--no-graph",
         action="store_true",
         help="on a GPU, run decode steps kernel by kernel and not as CUDA graphs (default: graphs on a GPU)",
@@ -189,7 +183,6 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         dtype=None if args.dtype == "auto" else getattr(torch, args.dtype),
         device=None if args.device == "auto" else args.device,
         attention=args.attention,
-        compiled=args.compile,
         graph=False if args.no_graph else None,
         int8=args.int8,
     )
@@ -201,7 +194,7 @@ def describe(model: "MedusaModel", directory: str) -> str:
     lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
-    dtype = str(base.dtype).removeprefix("torch.") + ", compiled" * base.compiled
+    dtype = str(base.dtype).removeprefix("torch.") + ", fused pass" * base.fused
     lines.append(f"on     {base.device}, {dtype}, {base.attention.name} attention")
     if base.int8:
         lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")

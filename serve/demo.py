@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _remove(run)
         _make_heads(run, options.train_prompts)
         _quiet_transformers()
-        report = _compare(run, options.prompts, options.rounds, options.compile)
-        report["smollm2"] = _compare_real(options.real_prompts, options.real_rounds, options.compile)
+        report = _compare(run, options.prompts, options.rounds)
+        report["smollm2"] = _compare_real(options.real_prompts, options.real_rounds)
         report["demo_seconds"] = round(time.monotonic() - began, 1)
         publish(run, report)
     except subprocess.CalledProcessError as error:
@@ -92,7 +92,7 @@ def _make_heads(run: Path, train_prompts: int) -> None:
     _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, **processes)
 
 
-def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, Any]:
+def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     """The third stage: the embedded base with the heads that the first two made."""
     _say(
         "3/4  held-out prompts, decoded by transformers, plainly, and with each drafter; compiling takes half a minute"
@@ -101,7 +101,7 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
     from medusa import MedusaModel
     from serve.figures import measure
 
-    model = MedusaModel.from_pretrained(run / "heads", compiled=compiled)
+    model = MedusaModel.from_pretrained(run / "heads")
     prompts = embedded_prompts(model, "heldout", count)
     kinds = {"code": range(0, len(prompts), 2), "chat": range(1, len(prompts), 2)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
@@ -116,7 +116,7 @@ def _compare(run: Path, count: int, rounds: int, compiled: bool) -> dict[str, An
     }
 
 
-def _compare_real(count: int, rounds: int, compiled: bool) -> dict[str, Any] | None:
+def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
     """The fourth stage: a real chat model with heads of the repository; None where the model cannot be had."""
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
     from data import shipped_heads
@@ -125,7 +125,7 @@ def _compare_real(count: int, rounds: int, compiled: bool) -> dict[str, Any] | N
     from serve.questions import chat_questions
 
     try:
-        model = MedusaModel.from_pretrained(shipped_heads("smollm2"), compiled=compiled)
+        model = MedusaModel.from_pretrained(shipped_heads("smollm2"))
     except OSError as error:
         print(f"left out: {error}", flush=True)
         return None
@@ -163,12 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")
     parser.add_argument("--real-prompts", type=at_least(1), default=12, help="the same for the real model")
-    parser.add_argument(
-        "--no-compile",
-        dest="compile",
-        action="store_false",
-        help="compare without compiling the base's pass: saves up to a minute, and both of our speeds drop",
-    )
     parser.add_argument("--real-rounds", type=at_least(1), default=1, help="of the real model")
     parser.add_argument("--rounds", type=at_least(1), default=2, help="measured repetitions; the median counts")
     return parser

@@ -34,7 +34,7 @@ def show(base: str, figures: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    engine = f"{figures['dtype']}, {'compiled, ' if figures['compiled'] else ''}{figures['threads']} threads"
+    engine = f"{figures['dtype']}, {'fused pass, ' if figures['fused'] else ''}{figures['threads']} threads"
     table = Table(title=f"{base}: {figures['prompts']} prompts, greedy, {engine}")
     for heading in ("decoding", "tokens/s", "tokens per step", "over plain", "over transformers"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")

@@ -70,7 +70,7 @@ def measure(
         "rounds": rounds,
         "nodes": "auto",
         "dtype": str(base.dtype).removeprefix("torch."),
-        "compiled": base.compiled,
+        "fused": base.fused,
         "device": str(base.device),
         "threads": torch.get_num_threads(),
         "sample": _sample(model, prompts, timings[default], new_tokens),

@@ -12,7 +12,7 @@ ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
-  medusa-bench compare --compile
+  medusa-bench compare
   medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
   medusa-bench replay --shape llama-1b --nodes 16
   medusa-bench tree --heads runs/demo/heads --keep 16 --out tree.json --picture tree.png
@@ -51,7 +51,6 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     add("--questions", metavar="FILE", help=f"{text} (default: held-out prompts of the repository)")
     _add_lengths(command, count=24)
     _add_rounds(command, rounds=3)
-    add("--compile", action="store_true", help="compile the base's pass (default: off)")
     _add_place(command)
     _add_json(command)
 
@@ -171,7 +170,6 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     add("--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)")
     text = "LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)"
     add("--int8", action="store_true", help=text)
-    add("--compile", action="store_true", help="compile the base's pass (default: off)")
     add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
     text = "heads, the depth of trees (default: %(default)s)"
     add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)

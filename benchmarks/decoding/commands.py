@@ -38,7 +38,7 @@ from serve.questions import chat_questions, file_questions
 
 def _compare(options: argparse.Namespace) -> None:
     options.heads = options.heads or shipped_heads("smollm2")
-    model = trained(options, compiled=options.compile)
+    model = trained(options)
     if options.questions:
         prompts, kinds = file_questions(model, options.questions, options.count)
     else:
@@ -138,7 +138,7 @@ def _tree(options: argparse.Namespace) -> None:
 
 def _nodes(options: argparse.Namespace) -> None:
     if options.heads:
-        model = trained(options, attention=options.attention, compiled=options.compile, int8=options.int8)
+        model = trained(options, attention=options.attention, int8=options.int8)
     else:
         options.base = options.base or EMBEDDED
         model = MedusaModel(*with_random_heads(options))

@@ -11,7 +11,7 @@ from benchmarks.step.shapes import random_base, random_heads, shape_config
 from data import resolve_base_name
 from data.prompts import embedded_prompts, file_prompts
 from medusa import BaseModel, DraftHeads, MedusaModel
-from medusa.loading.self_test import choose_decoding, compile_base
+from medusa.loading.self_test import choose_decoding, fuse
 
 
 def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
@@ -69,9 +69,7 @@ def with_random_heads(options: argparse.Namespace) -> tuple[BaseModel, DraftHead
     shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
     heads = random_heads(base, *shape)
     base = base.tapped(heads.config.feature_layers)
-    if options.compile and not (base := compile_base(base)).compiled:
-        raise ValueError("the base's pass cannot be compiled, see above; leave --compile out")
-    model = MedusaModel(base, heads)
+    model = MedusaModel(fuse(base), heads)
     assert model.heads is not None, "given above"
     return model.base, model.heads
 
@@ -80,4 +78,4 @@ def describe(options: argparse.Namespace, base: BaseModel) -> dict[str, Any]:
     """How steps with random heads are made, as reports say it."""
     heads = f"{options.num_heads} {options.architecture}, random"
     heads += f", reading {options.feature_layers} layers" if options.feature_layers else ""
-    return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "compiled": options.compile}
+    return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "fused": base.fused}

@@ -50,7 +50,7 @@ def show(report: Report) -> None:
 
 def title(report: Report) -> str:
     """One line: what was measured, and where."""
-    ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", compiled" if report.get("compiled") else "")
+    ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", fused pass" if report.get("fused") else "")
     ways += ", steps as graphs" if report.get("graph") else ""
     threads = f", {report['threads']} threads" if report["threads"] else ""
     return (

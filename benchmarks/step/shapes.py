@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
-from medusa.cpu import packed
 from medusa.cpu.int8 import Int8Linear, round_linears
+from medusa.cpu.native import use_kernels
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3
@@ -102,7 +102,7 @@ def random_base(
     if int8:
         round_linears(model, keep=model.get_output_embeddings())
     if device.type == "cpu":
-        packed.pack_linears(model, keep=model.get_output_embeddings())
+        use_kernels(model)
     no_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     return BaseModel(model, no_words, config.name_or_path, attention, int8=int8)
 

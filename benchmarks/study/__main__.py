@@ -149,7 +149,7 @@ def _speed(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts", tre
     from medusa.files import write_json
 
     heads = {run.variant: run.directory / "heads" for run in runs if run.seed == 0}
-    sizes = (options.speed_prompts, options.rounds, options.compile)
+    sizes = (options.speed_prompts, options.rounds)
     designs = {run.variant: resolved(run.recipe) for run in runs if run.seed == 0}
     asked = [texts.digest, designs, *sizes, torch.get_num_threads()]
     path = options.out / "speed.json"
@@ -174,7 +174,7 @@ def _report(
     from benchmarks.study.report import summarise
     from train.provenance import device_name, software
 
-    names = ("seeds", "max_new_tokens", "speed_prompts", "rounds", "compile")
+    names = ("seeds", "max_new_tokens", "speed_prompts", "rounds")
     settings = {name: getattr(options, name) for name in names}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {

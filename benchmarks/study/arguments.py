@@ -41,7 +41,6 @@ def parser(quick: bool) -> argparse.ArgumentParser:
     nodes = QUICK_NODES if quick else NODES
     add("--nodes", type=at_least(2), nargs="+", default=nodes, metavar="N", help="sizes of dynamic trees")
     add("--processes", type=at_least(1), default=2, help="runs at a time; they share the cores")
-    add("--compile", action="store_true", help="measure speed with the base's pass compiled")
     add("--quick", action="store_true", help="try everything in minutes; its figures mean nothing")
     for name, (size, text) in SIZES.items():
         default = QUICK[name] if quick else size

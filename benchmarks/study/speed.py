@@ -26,7 +26,7 @@ PLAIN = ("plain decoding", "")
 
 
 def measure_speed(
-    texts: Texts, heads: Mapping[str, Path], trees: Mapping[str, Any], prompts: int, rounds: int, compiled: bool
+    texts: Texts, heads: Mapping[str, Path], trees: Mapping[str, Any], prompts: int, rounds: int
 ) -> dict[str, Any]:
     """Time greedy decoding and drafts.
 
@@ -36,14 +36,13 @@ def measure_speed(
         trees: Paths of each variant's static tree, for those that have one.
         prompts: So many of the study's prompts are decoded, of all lengths.
         rounds: Measurements of each way.
-        compiled: Compile the base's pass.
 
     Returns:
         By variant and tree ("dynamic 16"): "draft_ms", the median over rounds; "speedups" over plain decoding and
         "tokens_per_s", one per round; "tokens_per_step". Plain decoding is a variant of one tree, "".
     """
     questions = texts.questions
-    base = MedusaModel.from_pretrained(None, base=questions.base, compiled=compiled).base
+    base = MedusaModel.from_pretrained(None, base=questions.base).base
     ways: dict[tuple[str, str], tuple[MedusaModel, Drafter]] = {PLAIN: (MedusaModel(base), PlainDrafter())}
     for name, directory in heads.items():
         model = MedusaModel(base, load_heads(directory, dtype=base.dtype, device=base.device))

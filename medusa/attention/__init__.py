@@ -2,11 +2,10 @@
 
 from medusa.attention.backends import BACKENDS, attend, choose
 from medusa.attention.contract import BackendUnavailableError, Scoring, TreeAttention, TreePlan
-from medusa.attention.hook import AMBIENT, IMPLEMENTATION, register
+from medusa.attention.hook import IMPLEMENTATION, register
 from medusa.attention.spans import Span, UnknownSpanError, layer_spans
 
 __all__ = [
-    "AMBIENT",
     "BACKENDS",
     "IMPLEMENTATION",
     "BackendUnavailableError",

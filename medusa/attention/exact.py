@@ -1,18 +1,17 @@
-"""The exact backend: a C++ kernel for CPUs whose sums depend on a row's own text alone, bit by bit (``exact.cpp``).
+"""The exact backend: a C++ kernel for CPUs whose sums depend on a row's own text alone, bit by bit (attention.h).
 
 Rows of a tree, of plain decoding, of a prefill in chunks of any size and of any batch come out equal.
 """
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from medusa.attention.contract import BackendUnavailableError, Scoring, TreePlan
-from medusa.cpu import build as native
+from medusa.cpu import native
+from medusa.cpu.build import NativeUnavailableError
 
-SOURCE = Path(__file__).with_name("exact.cpp")
 NUMBERS = ctypes.c_int64 * 18
 _POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 
@@ -28,10 +27,9 @@ class ExactAttention:
         if device.type != "cpu":
             raise BackendUnavailableError(f"attention (exact) is a CPU's, not for {device}; choose another")
         try:
-            self._kernel = native.load(SOURCE).medusa_attention
-        except native.NativeUnavailableError as error:
+            self._kernel = native.kernels().medusa_attention
+        except NativeUnavailableError as error:
             raise BackendUnavailableError(f"attention (exact): {error}; or choose reference") from error
-        self._kernel.restype = None
         self._kernel.argtypes = [_INT, _INT, NUMBERS, *[_POINTER] * 7, _FLOAT, _FLOAT]
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:

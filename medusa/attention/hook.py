@@ -4,7 +4,7 @@ The base stays an unmodified transformers model: the function is registered once
 of a step travels as a keyword argument of the forward call.
 """
 
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from medusa.attention.layers import rescale_queries
 from medusa.attention.reference import masked_attention
 
 IMPLEMENTATION = "medusa_tree"
-AMBIENT: Final = "ambient"
-"""In place of a plan: a compiler is looking; the operator that it sees finds cache and plan when it runs."""
 
 
 def tree_attention(
@@ -29,7 +27,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree_plan: TreePlan | Literal["ambient"] | None = None,
+    tree_plan: TreePlan | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -40,12 +38,12 @@ def tree_attention(
     Without a plan (training, a plain forward pass) this is plain attention under transformers' own mask.
 
     Args:
-        module: The attention layer; its number is read where the plan is ambient.
+        module: The attention layer.
         query: [B, H, N, D].
         key: [B, Hkv, S, D], cached rows and tree rows.
         value: [B, Hkv, S, Dv].
         attention_mask: Used without a plan only.
-        tree_plan: The step's plan, or ``AMBIENT``: the key and value rows are then not in the cache yet.
+        tree_plan: The step's plan.
         scaling: Factor on the scores; None = 1 / sqrt(D).
         softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
         s_aux: [H] attention sinks, where the layer has them.
@@ -53,12 +51,6 @@ def tree_attention(
     Returns:
         Output [B, N, H, Dv] and None for the weights.
     """
-    if tree_plan == AMBIENT:
-        assert module is not None, "transformers hands its layer over"
-        if getattr(module, "attn_temperature_tuning", False):
-            raise RuntimeError("a layer scales its queries by their indices in a cache that a compiler does not see")
-        layer, scale = module.layer_idx, query.shape[-1] ** -0.5 if scaling is None else scaling
-        return torch.ops.medusa.tree_attention(query, key, value, s_aux, layer, scale, softcap), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_plan is not None:
         assert module is not None, "transformers hands its layer over"

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from medusa.base import smollm2
 from medusa.base.adapter import apply_adapter
-from medusa.cpu import packed
 from medusa.cpu.int8 import round_linears
+from medusa.cpu.native import use_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def read_checkpoint(
     if int8:
         round_linears(model, keep=model.get_output_embeddings())
     if pack and device.type == "cpu" and not spread:
-        packed.pack_linears(model, keep=model.get_output_embeddings())
+        use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path))
 
 

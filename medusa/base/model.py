@@ -1,7 +1,6 @@
 """The frozen base: an unmodified transformers model, run over plain rows (training) or tree rows (decoding)."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,17 +20,15 @@ from medusa.base.output import OutputLayer
 from medusa.base.taps import DecoderPass
 from medusa.base.traits import Decoding, Traits
 from medusa.cache import SlotCache
-from medusa.cpu.compiled import CompiledPass, RecompileLimitError
+from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.tree import Draft
-
-logger = logging.getLogger(__name__)
 
 
 class BaseModel:
     """The frozen causal language model that verifies drafts.
 
-    What is found out about it, the layers that heads read and a compiled pass make another ``BaseModel`` of the same
-    transformers model: see ``with_traits``, ``tapped`` and ``with_compiled_pass``.
+    What is found out about it, the layers that heads read and a fused pass make another ``BaseModel`` of the same
+    transformers model: see ``with_traits``, ``tapped`` and ``with_fused_pass``.
 
     Args:
         model: The transformers model; it is frozen, and its layers call our attention from now on.
@@ -86,7 +83,7 @@ class BaseModel:
         self.traits = Traits()
         self.feature_layers: tuple[int, ...] = ()
         self._pass = DecoderPass(self.decoder)
-        self._compiled: CompiledPass | None = None
+        self._fused: FusedPass | None = None
 
     @classmethod
     def load(
@@ -106,8 +103,8 @@ class BaseModel:
             name: Directory, Hub id or "smollm2".
             dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
             device: None = the GPU where there is one.
-            pack: Reorder the linear layers for a CPU's matrix kernels (decoding only; no effect on a GPU, on quantised
-                layers, or on a base that is spread).
+            pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
+                quantised layers, or on a base that is spread).
             int8: LOSSY, for CPUs: round the weights of large linear layers to 8 bits, but not the output layer's.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 exact on a CPU with a C++ compiler, otherwise the reference.
@@ -147,9 +144,9 @@ class BaseModel:
         return self.traits.exact
 
     @property
-    def compiled(self) -> bool:
-        """Whether passes over tree rows run as a compiled graph."""
-        return self._compiled is not None
+    def fused(self) -> bool:
+        """Whether a pass over tree rows is one call of C++, see ``with_fused_pass``."""
+        return self._fused is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -180,14 +177,17 @@ class BaseModel:
         known.traits = replace(self.traits, **found)
         return known
 
-    def with_compiled_pass(self) -> "BaseModel":
-        """The same base with its pass over tree rows compiled; see ``compile_base``, which also checks the outcome.
+    def with_fused_pass(self) -> "BaseModel":
+        """The same base with its pass over tree rows as one call of C++; see ``fuse``, which also checks the outcome.
 
-        The first pass of each kind of shape (one sequence or several, one row or several) takes seconds.
+        Raises:
+            UnusualBlockError: Its layers are not the usual block, or it is not on a CPU with a compiler.
         """
-        compiled = copy.copy(self)
-        compiled._compiled = CompiledPass(self._pass)
-        return compiled
+        if self.attention.name != "exact" or self.explicit_mask:
+            raise UnusualBlockError("each call carries its mask" if self.explicit_mask else "it has other attention")
+        fused = copy.copy(self)
+        fused._fused = FusedPass(self.decoder, self.feature_layers)
+        return fused
 
     def tapped(self, layers: Sequence[int]) -> "BaseModel":
         """The same base with wider hidden states: outputs of some layers stand behind the last one.
@@ -205,7 +205,7 @@ class BaseModel:
         tapped = copy.copy(self)
         tapped._pass = DecoderPass(self.decoder, layers, self.num_layers)
         tapped.feature_layers = tuple(layers)
-        return tapped.with_compiled_pass() if self.compiled else tapped
+        return tapped.with_fused_pass() if self.fused else tapped
 
     @cached_property
     def spans(self) -> dict[int | None, Span]:
@@ -259,12 +259,8 @@ class BaseModel:
         Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.
         """
         positions_BN = positions_BN.clamp(max=self.context_length - 1)
-        if self._compiled is not None:
-            try:
-                return self._compiled(tokens_BN, positions_BN, self._no_mask, cache, plan)
-            except RecompileLimitError as error:
-                logger.warning("base (%s) runs without compilation from now on: %s", self.name, error)
-                self._compiled = None
+        if self._fused is not None:
+            return self._fused(tokens_BN, positions_BN, cache, plan)
         hidden = self._pass(
             input_ids=tokens_BN,
             position_ids=positions_BN,
@@ -312,6 +308,6 @@ class BaseModel:
 
         Args:
             tokens: int64 [n] token ids.
-            pack: Reorder the copy for a CPU's matrix kernels; no gradient passes through these.
+            pack: Let our kernel compute it on a CPU; no gradient passes through.
         """
         return self._output.of(tokens, pack)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from medusa.cpu.packed import packed_linear
+from medusa.cpu.native import native_linear
 
 
 class OutputLayer:
@@ -51,7 +51,7 @@ class OutputLayer:
         index = tokens.to(self.weight.device)
         weight, bias = self.weight[index], getattr(self._lm_head, "bias", None)
         bias = None if bias is None else bias[index]
-        linear = packed_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
+        linear = native_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
         return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))
 
     def _as_given(self, logits: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from medusa.files import cache_directory, replace_file
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("g++", "clang++", "c++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-Wno-ignored-attributes")
 TIMEOUT = 120
 """Seconds; a kernel compiles in a few."""
 
@@ -61,7 +61,11 @@ def _run(command: list[str]) -> str:
 
 def _fingerprint(source: Path, compiler: str) -> str:
     """A name that changes with the source, the compiler, its flags and the CPU that "native" means."""
-    parts = (source.read_bytes(), _run([compiler, "--version"]).encode(), " ".join(FLAGS).encode(), _cpu().encode())
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    parts = (
+        *(file.read_bytes() for file in files), _run([compiler, "--version"]).encode(), " ".join(FLAGS).encode(),
+        _cpu().encode(),
+    )  # fmt: skip
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

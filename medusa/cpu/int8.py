@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from medusa.cpu import packed
+from medusa.cpu.native import replace_linears
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ class Int8Linear(nn.Module):
     Attributes:
         out_features: Columns of the output.
         weights: Numbers in the weight.
-        handle: The layer's number for ``medusa::packed_linear``.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -41,18 +40,9 @@ class Int8Linear(nn.Module):
         self.out_features, self.weights = len(weight), weight.numel()
         self._scales, self._zeros = scales, torch.zeros(len(weight), dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(rounded, None)
-        self._least_rows = packed.FAST_ROWS if self.weights >= packed.LARGE_WEIGHT else 1
-        self.handle = packed.register(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for x [..., in], in x's dtype."""
-        return packed.call(self, x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        """The same, outside of any compiler."""
-        return packed.with_enough_rows(self._product, x, self._least_rows)
-
-    def _product(self, x: Tensor) -> Tensor:
         rows = x.float()
         scale = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
         whole = ((rows / scale).round_() + ZERO).to(torch.uint8)
@@ -91,7 +81,7 @@ def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
     def rounded(linear: nn.Linear) -> nn.Module:
         return linear if linear is keep or linear.weight.numel() < MIN_WEIGHTS else Int8Linear(linear)
 
-    count = packed.replace_linears(module, rounded)
+    count = replace_linears(module, rounded)
     if not count:
         raise ValueError(f"int8 rounds layers of at least {MIN_WEIGHTS:,} weights and there are none; leave int8 out")
     return count

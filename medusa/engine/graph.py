@@ -117,9 +117,9 @@ class StepGraphs:
     def _objection(self, base: BaseModel, drafter: Drafter) -> str | None:
         if self._failed:
             return "recording failed before"
-        if base.decoding != "tree" or base.explicit_mask or base.compiled:
-            how = "is compiled" if base.compiled else "gets its masks with each call"
-            return f"base ({base.name}) {how if base.decoding == 'tree' else 'does not verify trees'}"
+        if base.decoding != "tree" or base.explicit_mask:
+            how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
+            return f"base ({base.name}) {how}"
         if not base.attention.recordable:
             return f"attention ({base.attention.name}) reads lengths on the host here"
         if not drafter.recordable:

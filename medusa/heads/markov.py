@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from medusa.cpu.packed import LinearFunction, packed_linear
+from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
 from medusa.heads.medusa import MedusaHeads
@@ -33,11 +33,11 @@ class MarkovHeads(MedusaHeads):
         self._low_rank: list[tuple[LinearFunction, LinearFunction]] = []  # P_k and W Q_k of frozen heads
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """Besides, the correction with the output layer behind it, as packed layers."""
+        """Besides, the correction with the output layer behind it, as layers of their own."""
         super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.linear:
             raised = [self._behind_output(head, vocabulary) for head in range(self.config.num_heads)]
-            self._low_rank = [(packed_linear(p), packed_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
+            self._low_rank = [(native_linear(p), native_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from medusa.cpu.packed import LinearFunction, packed_linear
+from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 
 
@@ -27,9 +27,9 @@ class MedusaHeads(DraftHeads):
         self._joined_blocks: LinearFunction | None = None  # of heads that are frozen, see ``join``
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """The first blocks of all heads as one packed layer."""
+        """The first blocks of all heads as one layer."""
         super().join(vocabulary)
-        self._joined_blocks = packed_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
+        self._joined_blocks = native_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D]; the tokens are not read."""

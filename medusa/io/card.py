@@ -207,7 +207,7 @@ def _speed(report: Mapping[str, Any]) -> str:
         return ""
     rows.insert(0, ("none (plain)", "1.00", f"{report['plain_tokens_per_s']:.0f}", "1.00x"))
     threads = f", {report['threads']} threads" if report.get("threads") else ""
-    where = f"{report['device']}{threads}, {report['dtype']}{', compiled' if report.get('compiled') else ''}"
+    where = f"{report['device']}{threads}, {report['dtype']}{', fused pass' if report.get('fused') else ''}"
     lead = f"{report['prompts']} held-out prompts, {report['max_new_tokens']} new tokens at most, greedy, on {where}:"
     table = _table(("drafter", "tokens per step", "tokens/s", "speedup over plain"), rows)
     notes = [lead, table]

@@ -14,7 +14,7 @@ from medusa.formats import load_calibration, load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
 from medusa.io.hub import fetch_heads
 from medusa.loading import exactness
-from medusa.loading.self_test import choose_decoding, compile_base
+from medusa.loading.self_test import choose_decoding, fuse
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ def load_base_and_heads(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     attention: str = "auto",
-    compiled: bool = False,
     int8: bool = False,
     load_options: Mapping[str, Any] | None = None,
     revision: str | None = None,
@@ -54,8 +53,7 @@ def load_base_and_heads(
     if config is not None:
         _warn_of_other_weights(config, base_model)
         base_model = base_model.tapped(config.feature_layers)
-    if compiled:
-        base_model = compile_base(base_model)
+    base_model = fuse(base_model)
     base_model = exactness.find_out(base_model)
     if heads is None or loaded is None:
         return Loaded(base_model)

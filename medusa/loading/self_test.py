@@ -10,6 +10,7 @@ from torch import Tensor
 from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
 from medusa.base.traits import Decoding
+from medusa.cpu.fused import UnusualBlockError
 from medusa.engine.prefill import prefill
 from medusa.engine.step import verify
 from medusa.loading.layer_check import LayerCheck
@@ -74,27 +75,21 @@ def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
 
 
 @torch.inference_mode()
-def compile_base(base: BaseModel) -> BaseModel:
-    """The base with its pass compiled and held to the same comparison; where that fails the base, with a warning."""
-    reason = _uncompilable(base)
+def fuse(base: BaseModel) -> BaseModel:
+    """The base with its pass as one call of C++, where its layers are the usual block, held to the same comparison.
+
+    Elsewhere the base as it is; why is logged.
+    """
+    try:
+        fused = base.with_fused_pass()
+    except UnusualBlockError as error:
+        logger.info("base (%s) runs as transformers does: %s", base.name, error)
+        return base
+    reason = _objection(fused, DRAFTS[base.decoding])
     if reason is None:
-        compiled = base.with_compiled_pass()
-        # One graph serves all, but rows are joined and padded by the number of sequences and rows.
-        shapes = ((lengths, nodes) for lengths in (LENGTHS, LENGTHS[:1]) for nodes in (DRAFTS[base.decoding], [0]))
-        reason = next((found for lengths, nodes in shapes if (found := _objection(compiled, nodes, lengths))), None)
-        if reason is None:
-            return compiled
-    logger.warning("base (%s) runs without compilation: %s", base.name, reason)
+        return fused
+    logger.warning("base (%s) runs as transformers does: in C++ %s", base.name, reason)
     return base
-
-
-def _uncompilable(base: BaseModel) -> str | None:
-    """What a compiled pass would not see, although short texts come out right."""
-    if base.explicit_mask:
-        return "the whole mask travels with each call"
-    if any(getattr(module, "attn_temperature_tuning", False) for module in base.model.modules()):
-        return "its layers scale queries by their indices in the cache"
-    return None
 
 
 def _has_windows(base: BaseModel) -> bool:
@@ -115,7 +110,7 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
     draft, paths_N = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth), [PATHS[node] for node in nodes]
-    num_layers = 0 if base.compiled else base.num_layers  # a compiled pass shows its logits only
+    num_layers = 0 if base.fused else base.num_layers  # a fused pass shows its logits only
     layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
     own_code = len(base.spans) < base.num_layers
     rows = min(base.context_length, OWN_ROWS) if own_code else max(lengths) + TREE.nodes

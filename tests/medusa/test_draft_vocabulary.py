@@ -130,7 +130,7 @@ class Reads(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.mkldnn._linear_pointwise):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.medusa.linear):
             self.bytes += max(leaf.numel() * 4 for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         return function(*arguments, **(options or {}))
 

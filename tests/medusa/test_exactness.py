@@ -13,10 +13,10 @@ from data import resolve_base_name, shipped_heads
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.attention.backends import choose
 from medusa.cpu import build as native
-from medusa.cpu.packed import PackedLinear, available
+from medusa.cpu.native import kernels
 from medusa.engine.prefill import prefill
 from medusa.loading import exactness
-from medusa.loading.self_test import compile_base
+from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams
 from tests.medusa.attention_cases import FEATURES, Case, make
 
@@ -145,13 +145,18 @@ def test_threads_change_nothing(exact):
     assert torch.equal(outputs[0], outputs[2])
 
 
+def forget_kernels():
+    native.load.cache_clear()
+    kernels.cache_clear()
+
+
 def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    native.load.cache_clear()
+    forget_kernels()
     try:
         backend, reason = choose("auto", CPU, HALF)
     finally:
-        native.load.cache_clear()
+        forget_kernels()
     assert backend.name == "reference"
     assert "no C++ compiler (g++, clang++, c++) is on the path" in reason
 
@@ -178,24 +183,6 @@ def test_a_kernel_is_built_once(monkeypatch, tmp_path):
     assert built.name.startswith("small-")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(576, 1536), (320, 1280), (192, 576), (48, 32), (2048, 1024)], ids=str)
-def test_a_row_of_a_linear_layer_does_not_depend_on_how_many_there_are(shape, dtype):
-    """Terms cancel: what is left shows the order of the sums even in bfloat16."""
-    if not available(dtype):
-        pytest.skip("this torch has no oneDNN packing")
-    columns, width = shape
-    layer = torch.nn.Linear(width, columns, bias=False, dtype=dtype)
-    half, x = layer.weight.data[:, : width // 2], torch.randn(200, width // 2).to(dtype)
-    layer.weight.data, x = torch.cat([half, half.flip(1)], 1), torch.cat([x, -x.flip(1)], 1)
-    packed = PackedLinear(layer)
-    expected = packed(x)
-    assert expected.abs().max() > 0
-    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 129):
-        assert torch.equal(packed(x[:rows]), expected[:rows])
-        assert torch.equal(packed(x[-rows:]), expected[-rows:])
-
-
 QUESTIONS = [
     question.format(topic)
     for question in (
@@ -214,17 +201,18 @@ TOKENS = int(os.environ.get("MEDUSA_EXACT_TOKENS", "24"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
 @pytest.mark.parametrize("name", ["embedded", "smollm2"])
-def test_texts_of_many_prompts(name, compiled, smollm2_directory):
+def test_texts_of_many_prompts(name, fused, smollm2_directory, monkeypatch):
     """All texts of trees of 4, of 16 and of automatic size, alone and in batches of 4, are those of plain decoding."""
     if name == "smollm2":
-        model = MedusaModel.from_pretrained(shipped_heads("smollm2"), base=smollm2_directory, compiled=compiled)
+        if not fused:
+            monkeypatch.setattr("medusa.loading.load.fuse", lambda base: base)
+        model = MedusaModel.from_pretrained(shipped_heads("smollm2"), base=smollm2_directory)
     else:
         base = load(resolve_base_name("embedded"), HALF)
-        base = compile_base(base) if compiled else base
-        model = with_random_heads(exactness.find_out(base))
-    assert model.base.exact and model.base.compiled == compiled
+        model = with_random_heads(exactness.find_out(fuse(base) if fused else base))
+    assert model.base.exact and model.base.fused == fused
     prompts = [model.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[:PROMPTS]]
     for settings in SAMPLING.values():
         options = {"max_new_tokens": TOKENS, **settings}

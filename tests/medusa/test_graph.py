@@ -267,7 +267,6 @@ def test_a_drafter_that_reads_values_cannot_be_recorded(eager, fresh, caplog):
     [
         (lambda base: base.with_traits(decoding="chain"), "does not verify trees"),
         (lambda base: base.with_traits(explicit_mask=True), "gets its masks with each call"),
-        (lambda base: base.with_compiled_pass(), "is compiled"),
     ],
 )
 def test_bases_that_stay_eager(base, fresh, change, reason, caplog):

@@ -107,24 +107,6 @@ def test_passes_of_two_threads_do_not_mix(llama):
 
 
 @pytest.mark.slow
-@torch.inference_mode()
-def test_a_compiled_pass_gives_the_same_rows():
-    base = tiny("llama")[0].tapped(LAYERS)
-    tree = Tree.full([2, 1])
-    tokens = torch.arange(3, 3 + 2 * tree.nodes).view(2, -1)
-
-    def rows(base):
-        cache = base.new_cache(2)
-        state = prefill(base, cache, PROMPTS)
-        return state.hidden, verify(base, cache, Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth))
-
-    expected = rows(base)
-    base = base.with_compiled_pass()
-    torch.testing.assert_close(rows(base), expected, atol=1e-5, rtol=1e-5)
-    assert base.compiled
-    assert base.tapped((1,)).compiled
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

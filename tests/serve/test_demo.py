@@ -104,7 +104,7 @@ def report():
         "hf_tokens_per_s": 100.0, "plain_tokens_per_s": 150.0, "medusa_tokens_per_s": 300.0, "tokens_per_step": 2.5,
         "identical_outputs": {"count": 3, "total": 3, "dtype": "bfloat16"}, "nodes": 16,
         "head_top1": [0.6, 0.4], "head_top5": [0.8, 0.6],
-        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "compiled": True, "threads": 2,
+        "head_top10": [0.9, 0.7], "prompts": 3, "dtype": "bfloat16", "fused": True, "threads": 2,
         "repeated_4grams": 0.25,
         "plain_speedup_over_transformers": 1.5,
         "drafters": {
@@ -196,7 +196,7 @@ def test_the_whole_demo_in_small(tmp_path):
     for key in ("speedup", "plain_tokens_per_s", "medusa_tokens_per_s", "hf_tokens_per_s", "steps", "train_seconds"):
         assert values[key] > 0
     assert set(values["versions"]) == {"python", "torch", "transformers", "deepspeed"}
-    assert values["compiled"] == (shutil.which("g++") is not None)
+    assert values["fused"] == (shutil.which("g++") is not None)
     assert (tmp_path / "run" / "report.png").is_file()
     real = values["smollm2"]
     if real is None:
@@ -213,7 +213,7 @@ def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_
                                                   "steps": 1, "train_seconds": 1.0}})  # fmt: skip
     monkeypatch.setattr("data.prompts.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 12)
-    values = demo._compare(tmp_path, 3, 1, compiled=False)
+    values = demo._compare(tmp_path, 3, 1)
     assert list(values["drafters"]) == list(LABELS) == list(GREEDY_DRAFTERS)
     assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
     json.dumps(values)

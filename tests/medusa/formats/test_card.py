@@ -34,7 +34,7 @@ PROVENANCE = {
 }
 REPORT = {
     "drafters": {"heads": {"tokens_per_step": 2.387, "tokens_per_s": 361.6, "speedup": 1.158}},
-    "plain_tokens_per_s": 295.5, "prompts": 24, "max_new_tokens": 128, "dtype": "bfloat16", "compiled": True,
+    "plain_tokens_per_s": 295.5, "prompts": 24, "max_new_tokens": 128, "dtype": "bfloat16", "fused": True,
     "device": "cpu", "threads": 2,
     "identical_outputs": {"count": 24, "total": 24, "dtype": "float32", "against": "plain greedy"},
 }  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_card_tells_the_run():
         "| t + 2 | 54.6% | 78.0% |",
         "| t + 3 | 49.9% | 73.0% |",
         "Tokens per step on held-out prompts (plain decoding: 1), trees of 16 nodes: **2.24**",
-        "24 held-out prompts, 128 new tokens at most, greedy, on cpu, 2 threads, bfloat16, compiled:",
+        "24 held-out prompts, 128 new tokens at most, greedy, on cpu, 2 threads, bfloat16, fused pass:",
         "| none (plain) | 1.00 | 296 | 1.00x |",
         "| heads | 2.39 | 362 | 1.16x |",
         "Outputs identical to plain greedy (float32): 24 of 24.",

@@ -6,68 +6,14 @@
 // each output is one chain along positions; what is hidden weighs 0 and changes no bit. Segments are merged in order.
 // So neither the number of rows, nor the batch, nor the threads, nor who computed the rows before can change a sum.
 //
-// Rows of all query heads that share a key head share each load of a key. Needs GCC's vector extensions (g++, clang++).
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <utility>
-#include <vector>
+// Rows of all query heads that share a key head share each load of a key.
+#pragma once
+#include "vectors.h"
 
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int SEGMENT = 128;  // positions; a multiple of LANES
 constexpr int BLOCK = 48;     // rows (nodes x query heads of a key head) that share a segment's keys
 constexpr int TILE = 6;       // rows in registers
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
-typedef uint16_t bf16;
-
-template <class V, class T> static inline V load(const T* from) { V x; std::memcpy(&x, from, sizeof x); return x; }
-template <class V, class T> static inline void store(T* to, V x) { std::memcpy(to, &x, sizeof x); }
-static inline vf splat(float x) { return x - vf{}; }
-
-static inline float widen(float x) { return x; }
-static inline float widen(bf16 x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
-static inline void narrow(float x, float* to) { *to = x; }
-static inline void narrow(float x, bf16* to) {
-    uint32_t bits; std::memcpy(&bits, &x, 4);
-    *to = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-static inline vf wide(const float* from) { return load<vf>(from); }
-static inline vf wide(const bf16* from) { return vf(__builtin_convertvector(load<vh>(from), vu) << 16); }
-template <class T> static inline vf wide(const T* from, int count) {  // the first numbers only, zeros behind them
-    if (count >= LANES) return wide(from);
-    T part[LANES] = {};
-    std::memcpy(part, from, count * sizeof(T));
-    return wide(part);
-}
-
-// e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
-static inline vf exponential(vf x) {
-    vf whole = (x * splat(1.44269504f) + splat(12582912.f)) - splat(12582912.f);
-    vf kept = x < splat(-87.f) ? vf{} : whole;
-    vf r = x - kept * splat(0.693359375f) - kept * splat(-2.12194440e-4f);
-    r = x < splat(-87.f) ? vf{} : r;
-    vf y = splat(1.9875691500e-4f);
-    y = y * r + splat(1.3981999507e-3f);
-    y = y * r + splat(8.3334519073e-3f);
-    y = y * r + splat(4.1665795894e-2f);
-    y = y * r + splat(1.6666665459e-1f);
-    y = y * r + splat(5.0000001201e-1f);
-    y = y * r * r + r + splat(1.f);
-    vf scale = vf((__builtin_convertvector(kept, vi) + 127) << 23);
-    return x < splat(-87.f) ? vf{} : y * scale;
-}
-static inline float exponential(float x) { return exponential(splat(x))[0]; }
 
 template <int S> static inline void swap_blocks(vu* rows) {
     vu low, high;
@@ -178,7 +124,22 @@ struct Scratch {
     std::vector<int64_t> depth, leading;
 };
 
-template <class T> struct Kernel {
+// How a team shares a layer. Few rows: segments are spread over the threads too. Either way the same numbers are merged
+// in the same order.
+struct Work {
+    int64_t blocks, units, segments = 1;
+    bool apart;
+    std::vector<float> partial;
+
+    Work(const Layer& at, int threads) {
+        blocks = (at.nodes * at.groups() + BLOCK - 1) / BLOCK, units = at.batch * at.kv_heads * blocks;
+        for (int64_t b = 0; b < at.batch; b++) segments = std::max(segments, (at.lengths[b] + at.nodes - 1) / SEGMENT + 1);
+        apart = units < 4 * threads && threads > 1 && segments > 1;
+        if (apart) partial.resize(units * segments * BLOCK * (at.width() + 2));
+    }
+};
+
+template <class T> struct Attention {
     const Layer& at;
     const T *query, *key, *value;
     T* out;
@@ -344,58 +305,40 @@ template <class T> struct Kernel {
         }
     }
 
-    void run(int threads) const {
-        const int64_t blocks = (at.nodes * at.groups() + BLOCK - 1) / BLOCK, units = at.batch * at.kv_heads * blocks;
+    // The work of every thread of a team; it ends with a barrier.
+    void run(Work& work) const {
         const int width = at.width();
-        int64_t segments = 1;
-        for (int64_t b = 0; b < at.batch; b++) segments = std::max(segments, (at.lengths[b] + at.nodes - 1) / SEGMENT + 1);
-        // Few rows: segments are spread over the threads too. Either way the same numbers are merged in the same order.
-        const bool apart = units < 4 * threads && threads > 1 && segments > 1;
-        const int64_t parts = apart ? segments : 1, part = BLOCK * (width + 2);
-        std::vector<float> partial(units * parts * part);
-#pragma omp parallel num_threads(threads)
-        {
-            thread_local Scratch s;
-            const auto place = [&](int64_t unit, int64_t index) { return partial.data() + (unit * parts + index) * part; };
-            const auto start = [&](int64_t unit) { return begin(unit / blocks / at.kv_heads, unit / blocks % at.kv_heads, unit % blocks, s); };
-            if (apart) {
+        const int64_t part = BLOCK * (width + 2);
+        thread_local Scratch s;
+        const auto place = [&](int64_t unit, int64_t index) { return work.partial.data() + (unit * work.segments + index) * part; };
+        const auto start = [&](int64_t unit) {
+            return begin(unit / work.blocks / at.kv_heads, unit / work.blocks % at.kv_heads, unit % work.blocks, s);
+        };
+        if (work.apart) {
 #pragma omp for schedule(dynamic)
-                for (int64_t item = 0; item < units * segments; item++) {
-                    const int64_t unit = item / segments, index = item % segments;
-                    float* to = place(unit, index);
-                    segment(start(unit), unit / blocks / at.kv_heads, unit / blocks % at.kv_heads, index, s, to, to + BLOCK, to + 2 * BLOCK);
+            for (int64_t item = 0; item < work.units * work.segments; item++) {
+                const int64_t unit = item / work.segments, index = item % work.segments;
+                float* to = place(unit, index);
+                segment(start(unit), unit / work.blocks / at.kv_heads, unit / work.blocks % at.kv_heads, index, s, to, to + BLOCK, to + 2 * BLOCK);
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t unit = 0; unit < work.units; unit++) {
+            const Rows rows = start(unit);
+            const int64_t b = unit / work.blocks / at.kv_heads, kv = unit / work.blocks % at.kv_heads;
+            float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
+            std::fill(tops, tops + BLOCK, NOTHING);
+            s.all.assign(BLOCK * width, 0.f), s.sums.resize(BLOCK * width);
+            for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
+                if (work.apart) {
+                    const float* from = place(unit, index);
+                    merge(rows.count, from, from + BLOCK, from + 2 * BLOCK, tops, totals, s.all.data());
+                } else {
+                    segment(rows, b, kv, index, s, top, total, s.sums.data());
+                    merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());
                 }
             }
-#pragma omp for schedule(dynamic)
-            for (int64_t unit = 0; unit < units; unit++) {
-                const Rows rows = start(unit);
-                const int64_t b = unit / blocks / at.kv_heads, kv = unit / blocks % at.kv_heads;
-                float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
-                std::fill(tops, tops + BLOCK, NOTHING);
-                s.all.assign(BLOCK * width, 0.f), s.sums.resize(BLOCK * width);
-                for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
-                    if (apart) {
-                        const float* from = place(unit, index);
-                        merge(rows.count, from, from + BLOCK, from + 2 * BLOCK, tops, totals, s.all.data());
-                    } else {
-                        segment(rows, b, kv, index, s, top, total, s.sums.data());
-                        merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());
-                    }
-                }
-                finish(rows, b, tops, totals, s.all.data());
-            }
+            finish(rows, b, tops, totals, s.all.data());
         }
     }
 };
-
-// shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
-// query [batch, head, node], key and value [batch, head, row]. The output is [batch, node, head, Dv], contiguous.
-extern "C" void medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
-                                 const void* query, const void* key, const void* value, void* out, const float* sinks,
-                                 float scaling, float softcap) {
-    const int64_t* s = shape + 8;
-    const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
-                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7]};
-    if (half) Kernel<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(threads);
-    else Kernel<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(threads);
-}

@@ -1,0 +1,230 @@
+"""A decoder's pass over tree rows as one C++ call, for families whose layers are the usual block (Llama's).
+
+A family is recognised by its modules; that it computes what they do is for the load-time check to find out
+(``medusa.loading.self_test``).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa.attention import TreePlan
+from medusa.cache import SlotCache
+from medusa.cpu import native
+from medusa.cpu.native import LinearStruct
+
+BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+ROTARY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose angles follow from the position alone."""
+POSITIONS = 1024
+"""Rows of the table of angles at first; it doubles."""
+
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+_Pair = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        *[(name, LinearStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")],
+        *[(name, _POINTER) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "keys", "values")],
+        *[(name, _INT) for name in ("window", "chunk", "tap")],
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        *[
+            (name, _INT)
+            for name in (
+                "half", "threads", "batch", "nodes", "hidden", "inner", "heads", "kv_heads", "dim", "rotated", "layers",
+                "capacity", "width", "parents_b",
+            )
+        ],
+        *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual")],
+        *[
+            (name, _POINTER)
+            for name in ("lengths", "parents", "positions", "cosines", "sines", "norm", "embedded", "out", "blocks")
+        ],
+    ]  # fmt: skip
+
+
+class UnusualBlockError(ValueError):
+    """A decoder is not built of the usual block; it runs as transformers does."""
+
+
+class FusedPass:
+    """The pass of one decoder. All its weights are read where they are; they must not move.
+
+    Args:
+        decoder: What is between token ids and the output layer, on a CPU.
+        taps: Layers, counted from 1, whose outputs stand behind the last hidden state.
+
+    Raises:
+        UnusualBlockError: Its layers are something else, or hold something that the kernel does not know.
+    """
+
+    def __init__(self, decoder: Any, taps: Sequence[int] = ()) -> None:
+        _know(decoder, DECODER_PARTS, "the decoder")
+        for layer in decoder.layers:
+            _know(layer, BLOCK_PARTS, "a layer")
+            _know(layer.self_attn, ATTENTION_PARTS, "its attention")
+            _know(layer.mlp, MLP_PARTS, "its MLP")
+        if not native.available():
+            raise UnusualBlockError("there are no C++ kernels here")
+        self._decoder, self._taps = decoder, tuple(taps)
+        layers = list(decoder.layers)
+        self._shape, self._alive = _shape(decoder, layers[0]), list[Tensor]()
+        self._dtype = decoder.norm.weight.dtype
+        self._blocks = (_Block * len(layers))(*[self._read(layer) for layer in layers])
+        for place, layer in enumerate(self._taps):
+            self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
+        self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
+        """Hidden states [B, N, F]; the rows' keys and values go into the cache."""
+        (batch, nodes), shape = tokens_BN.shape, self._shape
+        embedded = self._decoder.embed_tokens(tokens_BN)
+        if self._multiplier != 1.0:
+            embedded = embedded * self._multiplier
+        embedded, positions = embedded.contiguous(), positions_BN.contiguous()
+        parents = plan.draft.parents if plan.draft.parents.stride(1) == 1 else plan.draft.parents.contiguous()
+        lengths, (cosines, sines) = plan.lengths.contiguous(), self._angles_of(cache)
+        out: Tensor = embedded.new_empty(batch, nodes, shape["hidden"] * (1 + len(self._taps)))
+        blocks = type(self._blocks).from_buffer_copy(self._blocks)  # several threads may decode
+        for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
+            if not layer.is_initialized:
+                like = embedded.new_empty(1, shape["kv_heads"], 1, shape["dim"])
+                layer.lazy_initialization(like, like)
+            block.keys, block.values = layer.keys.data_ptr(), layer.values.data_ptr()
+            window, chunk = plan.span(index)
+            block.window, block.chunk = window or 0, chunk or 0
+        native.kernels().medusa_pass(
+            ctypes.byref(
+                _Pass(
+                    half=self._dtype == torch.bfloat16, threads=torch.get_num_threads(), batch=batch, nodes=nodes,
+                    layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
+                    parents_b=parents.stride(0), lengths=lengths.data_ptr(), parents=parents.data_ptr(),
+                    positions=positions.data_ptr(), cosines=cosines.data_ptr(), sines=sines.data_ptr(),
+                    rotated=cosines.shape[-1], norm=self._decoder.norm.weight.data_ptr(),
+                    embedded=embedded.data_ptr(), out=out.data_ptr(), blocks=ctypes.addressof(blocks), **shape,
+                )
+            )
+        )  # fmt: skip
+        return out
+
+    def _read(self, layer: Any) -> _Block:
+        """The pointers of a layer's weights."""
+        attention, mlp = layer.self_attn, layer.mlp
+        activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+        if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
+            raise UnusualBlockError(f"its MLP's activation is {type(activation).__name__}")
+        if getattr(attention, "sinks", None) is not None or not getattr(attention, "use_rope", True):
+            raise UnusualBlockError("its attention has sinks, or no positions in some layers")
+        shape = self._shape
+        queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
+        joined = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")
+        heads = (
+            _parts(attention.qkv_proj, (queries, keys, keys))
+            if joined[0]
+            else [_whole(getattr(attention, f"{name}_proj")) for name in "qkv"]
+        )
+        gated = (
+            _parts(mlp.gate_up_proj, (shape["inner"], shape["inner"]))
+            if joined[1]
+            else [_whole(mlp.gate_proj), _whole(mlp.up_proj)]
+        )
+        norms = [
+            _norm(norm, shape["epsilon"])
+            for norm in (
+                layer.input_layernorm, layer.post_attention_layernorm,
+                getattr(attention, "q_norm", None), getattr(attention, "k_norm", None),
+            )
+        ]  # fmt: skip
+        linears = [*heads, _whole(attention.o_proj), *gated, _whole(mlp.down_proj)]
+        for (weight, _), size in zip(heads, (queries, keys, keys), strict=True):
+            if weight.shape != (size, shape["hidden"]):
+                raise UnusualBlockError("its heads are not those of the other layers")
+        tensors = [tensor for pair in linears for tensor in pair] + norms
+        if any(tensor is not None and tensor.dtype != self._dtype for tensor in tensors):
+            raise UnusualBlockError("its weights are of several dtypes")
+        if any(norm is not None and norm.numel() != shape["dim"] for norm in norms[2:]):
+            raise UnusualBlockError("it norms queries and keys over all heads")
+        self._alive += [tensor for tensor in tensors if tensor is not None]
+        return _Block(
+            *(LinearStruct.of(*pair) for pair in linears),
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+        )
+
+    def _angles_of(self, cache: SlotCache) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, rotated], for as many positions as the cache has rows at least."""
+        if self._angles is None or len(self._angles[0]) < cache.capacity:
+            count = POSITIONS
+            while count < cache.capacity:
+                count *= 2
+            like = torch.empty(0, dtype=self._dtype)
+            cosines, sines = self._decoder.rotary_emb(like, torch.arange(count)[None])
+            self._angles = cosines[0].contiguous(), sines[0].contiguous()
+        return self._angles
+
+
+def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
+    """The numbers that all layers share."""
+    attention, norm, config = layer.self_attn, decoder.norm, decoder.config
+    dim, rotary = getattr(attention, "head_dim", 0), decoder.rotary_emb
+    if getattr(rotary, "rope_type", None) not in ROTARY:
+        raise UnusualBlockError(f"its positions are {getattr(rotary, 'rope_type', 'of another kind')}")
+    if norm.weight.dtype not in native.DTYPES or norm.weight.device.type != "cpu":
+        raise UnusualBlockError(f"its weights are {norm.weight.dtype} on {norm.weight.device}")
+    epsilon = getattr(norm, "variance_epsilon", None)
+    if not dim or epsilon is None or _norm(norm, epsilon) is None:
+        raise UnusualBlockError("its norms or heads are of another kind")
+    return {
+        "hidden": config.hidden_size,
+        "inner": _whole(layer.mlp.down_proj)[0].shape[1],
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "dim": dim,
+        "epsilon": epsilon,
+        "scaling": attention.scaling,
+        "residual": float(getattr(layer, "residual_multiplier", 1.0)),
+    }
+
+
+def _know(module: nn.Module, parts: set[str], what: str) -> None:
+    """Refuse a module with parts or parameters that the kernel does not know."""
+    own = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    strange = (own | {name for name, _ in module.named_parameters(recurse=False)}) - parts
+    if strange:
+        raise UnusualBlockError(f"{what} ({type(module).__name__}) has {', '.join(sorted(strange))}")
+
+
+def _norm(norm: Any, epsilon: float) -> Tensor | None:
+    if norm is None:
+        return None
+    if not type(norm).__name__.endswith("RMSNorm") or getattr(norm, "variance_epsilon", None) != epsilon:
+        raise UnusualBlockError(f"a norm is {type(norm).__name__}")
+    weight: Tensor = norm.weight
+    return weight
+
+
+def _whole(linear: Any) -> _Pair:
+    if not isinstance(linear, nn.Linear) or type(linear.weight) is not nn.Parameter:
+        raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
+    return linear.weight, linear.bias
+
+
+def _parts(linear: Any, sizes: Sequence[int]) -> list[_Pair]:
+    """Rows of one layer as layers of their own."""
+    weight, bias = _whole(linear)
+    biases = [None] * len(sizes) if bias is None else bias.split(list(sizes))
+    return list(zip(weight.split(list(sizes)), biases, strict=True))

@@ -1,0 +1,196 @@
+// A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
+// positions, residual, norm, gated MLP, residual. Numbers are rounded to T where transformers rounds them.
+//
+// One team of threads runs through all layers, and meets at a barrier where one stage reads what another thread wrote.
+#pragma once
+#include <omp.h>
+
+#include "attention.h"
+#include "linear.h"
+
+struct Block {
+    Linear query, key, value, output, gate, up, down;
+    const void *norm, *mlp_norm, *query_norm, *key_norm;  // weights; the last two [D] or null
+    void *keys, *values;                                  // the layer's cache, [slots, capacity, kv heads, D]
+    int64_t window, chunk;                                // 0 = none
+    int64_t tap;                                          // where its output goes in a row of hidden states; 0 = nowhere
+};
+
+struct Pass {
+    int64_t half, threads, batch, nodes, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width, parents_b;
+    float epsilon, scaling, residual;
+    const int64_t *lengths, *parents, *positions;  // [batch], [batch, nodes], [batch, nodes]
+    const void *cosines, *sines;                   // [positions, rotated]
+    const void* norm;
+    const void* embedded;  // [rows, hidden]
+    void* out;             // [rows, width]: the last hidden state, then what is tapped
+    const Block* blocks;
+};
+
+static inline vf sigmoid(vf x) {
+    const vf e = exponential(x < vf{} ? x : -x);
+    return (x < vf{} ? e : splat(1.f)) / (splat(1.f) + e);
+}
+
+template <class T> class Run {
+    const Pass& at;
+    const int64_t rows = at.batch * at.nodes, wide_hidden = arranged<T>(at.hidden), wide_inner = arranged<T>(at.inner);
+    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = arranged<T>(queries);
+    std::vector<float> stream, x, projected, gated, middle;
+    std::vector<T> query, attended;
+
+    // A row divided by its root mean square, times a weight.
+    static void normed(const float* from, const T* weight, int64_t count, float epsilon, float* to) {
+        vf squares = {};
+        for (int64_t i = 0; i < count; i += LANES) {
+            const vf numbers = wide(from + i, int(count - i));
+            squares += numbers * numbers;
+        }
+        float sum = 0;
+        for (int j = 0; j < LANES; j++) sum += squares[j];
+        const float factor = 1 / std::sqrt(sum / count + epsilon);
+        for (int64_t i = 0; i < count; i++) to[i] = rounded<T>(widen(weight[i]) * rounded<T>(from[i] * factor));
+    }
+
+    void norm_rows(const void* weight, int thread, int threads) {
+        const Share share(rows, 1, thread, threads);
+        float row[at.hidden];
+        for (int64_t r = share.first; r < share.last; r++) {
+            normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, row);
+            arrange(row, at.hidden, T(), &x[r * wide_hidden]);
+        }
+#pragma omp barrier
+    }
+
+    // Layers that read the same rows, their outputs side by side.
+    template <size_t N>
+    void project(const Linear (&layers)[N], const float* from, float* to, int thread, int threads) {
+        int64_t total = 0, begin = 0;
+        for (const Linear& layer : layers) total += layer.outputs;
+        const Share share(total, OUTPUTS, thread, threads);
+        for (const Linear& layer : layers) {
+            const int64_t first = std::max(share.first, begin), last = std::min(share.last, begin + layer.outputs);
+            if (first < last) linear<T>(layer, from, rows, to + begin, total, first - begin, last - begin);
+            begin += layer.outputs;
+        }
+#pragma omp barrier
+    }
+
+    // One head's numbers, normed where the family does so, turned by the row's position.
+    void turned(const float* from, const void* weight, int64_t position, T* to) const {
+        float head[at.dim];
+        if (weight) normed(from, (const T*)weight, at.dim, at.epsilon, head);
+        else std::memcpy(head, from, at.dim * 4);
+        const int64_t half = at.rotated / 2;
+        const T *cosines = (const T*)at.cosines + position * at.rotated, *sines = (const T*)at.sines + position * at.rotated;
+        for (int64_t d = 0; d < at.rotated; d++) {
+            const float other = d < half ? -head[d + half] : head[d - half];
+            narrow(rounded<T>(head[d] * widen(cosines[d])) + rounded<T>(other * widen(sines[d])), to + d);
+        }
+        for (int64_t d = at.rotated; d < at.dim; d++) narrow(head[d], to + d);
+    }
+
+    void place_heads(const Block& block, int thread, int threads) {
+        const int64_t total = queries + 2 * keys;
+        const Share share(rows, 1, thread, threads);
+        for (int64_t r = share.first; r < share.last; r++) {
+            const int64_t b = r / at.nodes, row = b * at.capacity + at.lengths[b] + r % at.nodes;
+            const float* from = &projected[r * total];
+            for (int64_t h = 0; h < at.heads; h++)
+                turned(from + h * at.dim, block.query_norm, at.positions[r], &query[r * queries + h * at.dim]);
+            for (int64_t h = 0; h < at.kv_heads; h++)
+                turned(from + queries + h * at.dim, block.key_norm, at.positions[r], (T*)block.keys + row * keys + h * at.dim);
+            for (int64_t d = 0; d < keys; d++) narrow(from[queries + keys + d], (T*)block.values + row * keys + d);
+        }
+#pragma omp barrier
+    }
+
+    void attend(const Block& block, Work& work, int thread, int threads) {
+        const int64_t slot = at.capacity * keys;
+        const Layer layer{at.batch, at.heads, at.kv_heads, at.nodes, at.dim, at.dim, at.lengths, at.parents, at.parents_b,
+                          at.nodes * queries, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
+                          nullptr, at.scaling, 0, block.window, block.chunk};
+        Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work);
+        const Share share(rows, 1, thread, threads);
+        float row[queries];
+        for (int64_t r = share.first; r < share.last; r++) {
+            for (int64_t i = 0; i < queries; i++) row[i] = widen(attended[r * queries + i]);
+            arrange(row, queries, T(), &x[r * wide_queries]);
+        }
+#pragma omp barrier
+    }
+
+    // Adds a layer's output to the residual stream.
+    void add(const Linear& layer, const float* from, int thread, int threads) {
+        const Share share(at.hidden, OUTPUTS, thread, threads);
+        linear<T>(layer, from, rows, projected.data(), at.hidden, share.first, share.last);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = share.first; i < share.last; i++) {
+                float& sum = stream[r * at.hidden + i];
+                const float more = projected[r * at.hidden + i];
+                sum = rounded<T>(sum + (at.residual == 1 ? more : rounded<T>(more * at.residual)));
+            }
+#pragma omp barrier
+    }
+
+    void gate(const Block& block, int thread, int threads) {
+        const Share share(at.inner, STEP<T>, thread, threads);
+        float* gates = middle.data();
+        float* ups = middle.data() + rows * at.inner;
+        linear<T>(block.gate, x.data(), rows, gates, at.inner, share.first, share.last);
+        linear<T>(block.up, x.data(), rows, ups, at.inner, share.first, share.last);
+        for (int64_t r = 0; r < rows; r++) {
+            float* row = gates + r * at.inner;
+            for (int64_t i = share.first; i < share.last; i += LANES) {
+                const int count = int(std::min<int64_t>(LANES, share.last - i));
+                const vf g = wide(row + i, count), s = g * sigmoid(g);
+                for (int j = 0; j < count; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
+            }
+            if (share.first < share.last) arrange(row + share.first, share.last - share.first, T(), &gated[r * wide_inner + share.first]);
+        }
+#pragma omp barrier
+    }
+
+    void tap(int64_t column, int thread, int threads) {
+        const Share share(rows, 1, thread, threads);
+        for (int64_t r = share.first; r < share.last; r++)
+            for (int64_t i = 0; i < at.hidden; i++) narrow(stream[r * at.hidden + i], (T*)at.out + r * at.width + column + i);
+    }
+
+  public:
+    explicit Run(const Pass& pass) : at(pass) {
+        stream.resize(rows * at.hidden), x.resize(rows * std::max(wide_hidden, wide_queries));
+        projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
+        gated.resize(rows * wide_inner), middle.resize(2 * rows * at.inner);
+        query.resize(rows * queries), attended.resize(rows * queries);
+    }
+
+    void operator()() {
+        const Layer any{at.batch, at.heads, at.kv_heads, at.nodes, at.dim, at.dim, at.lengths};
+        Work work(any, int(at.threads));
+#pragma omp parallel num_threads(int(at.threads))
+        {
+            const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+            const Share share(rows * at.hidden, 1, thread, threads);
+            for (int64_t i = share.first; i < share.last; i++) stream[i] = widen(((const T*)at.embedded)[i]);
+#pragma omp barrier
+            for (const Block* block = at.blocks; block < at.blocks + at.layers; block++) {
+                norm_rows(block->norm, thread, threads);
+                project({block->query, block->key, block->value}, x.data(), projected.data(), thread, threads);
+                place_heads(*block, thread, threads);
+                attend(*block, work, thread, threads);
+                add(block->output, x.data(), thread, threads);
+                norm_rows(block->mlp_norm, thread, threads);
+                gate(*block, thread, threads);
+                add(block->down, gated.data(), thread, threads);
+                if (block->tap) tap(block->tap, thread, threads);
+            }
+            const Share mine(rows, 1, thread, threads);
+            for (int64_t r = mine.first; r < mine.last; r++) {
+                float* row = &stream[r * at.hidden];
+                normed(row, (const T*)at.norm, at.hidden, at.epsilon, row);
+                for (int64_t i = 0; i < at.hidden; i++) narrow(row[i], (T*)at.out + r * at.width + i);
+            }
+        }
+    }
+};

@@ -1,0 +1,59 @@
+// Vectors of floats, and of bfloat16 numbers read as floats. Needs GCC's vector extensions (g++, clang++).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint16_t bf16;
+
+template <class V, class T> static inline V load(const T* from) { V x; std::memcpy(&x, from, sizeof x); return x; }
+template <class V, class T> static inline void store(T* to, V x) { std::memcpy(to, &x, sizeof x); }
+static inline vf splat(float x) { return x - vf{}; }
+
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+static inline void narrow(float x, float* to) { *to = x; }
+static inline void narrow(float x, bf16* to) {
+    uint32_t bits; std::memcpy(&bits, &x, 4);
+    *to = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+static inline vf wide(const float* from) { return load<vf>(from); }
+static inline vf wide(const bf16* from) { return vf(__builtin_convertvector(load<vh>(from), vu) << 16); }
+template <class T> static inline vf wide(const T* from, int count) {  // the first numbers only, zeros behind them
+    if (count >= LANES) return wide(from);
+    T part[LANES] = {};
+    std::memcpy(part, from, count * sizeof(T));
+    return wide(part);
+}
+
+// e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
+static inline vf exponential(vf x) {
+    vf whole = (x * splat(1.44269504f) + splat(12582912.f)) - splat(12582912.f);
+    vf kept = x < splat(-87.f) ? vf{} : whole;
+    vf r = x - kept * splat(0.693359375f) - kept * splat(-2.12194440e-4f);
+    r = x < splat(-87.f) ? vf{} : r;
+    vf y = splat(1.9875691500e-4f);
+    y = y * r + splat(1.3981999507e-3f);
+    y = y * r + splat(8.3334519073e-3f);
+    y = y * r + splat(4.1665795894e-2f);
+    y = y * r + splat(1.6666665459e-1f);
+    y = y * r + splat(5.0000001201e-1f);
+    y = y * r * r + r + splat(1.f);
+    vf scale = vf((__builtin_convertvector(kept, vi) + 127) << 23);
+    return x < splat(-87.f) ? vf{} : y * scale;
+}
+static inline float exponential(float x) { return exponential(splat(x))[0]; }

@@ -1,0 +1,125 @@
+"""The C++ kernels of ``medusa/cpu/kernels``: a linear layer, and a decoder's whole pass in one call.
+
+Both read weights where torch has them. A row's numbers are equal bit by bit whatever rows stand beside it.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from medusa.cpu import build
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
+DTYPES = (torch.float32, torch.bfloat16)
+
+LinearFunction = Callable[[Tensor], Tensor]
+
+
+class LinearStruct(ctypes.Structure):
+    """``Linear`` of linear.h."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "LinearStruct":
+        """The layer of these tensors, which must outlive it."""
+        assert weight.stride(1) == 1 and weight.stride(0) == weight.shape[1], "rows of a weight follow each other"
+        return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """The library, built where that has not been done yet.
+
+    Raises:
+        NativeUnavailableError: It cannot be built or loaded.
+    """
+    library = build.load(SOURCE)
+    for function in (library.medusa_linear, library.medusa_pass, library.medusa_attention):
+        function.restype = None
+    library.medusa_linear.argtypes = [
+        ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+    ]  # fmt: skip
+    return library
+
+
+@cache
+def available() -> bool:
+    """Whether the kernels run here; why not is logged once."""
+    try:
+        kernels()
+    except build.NativeUnavailableError as error:
+        logger.warning("no C++ kernels on this CPU, decoding is slower: %s", error)
+        return False
+    return True
+
+
+class NativeLinear(nn.Linear):
+    """A frozen ``nn.Linear``, computed by the kernel. It shares the other's weights."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` for x [..., in] of the weight's dtype; no gradient passes through."""
+        out: Tensor = torch.ops.medusa.linear(x, self.weight, self.bias)
+        return out
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x, rows = x.contiguous(), x.shape[:-1].numel()
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    kernels().medusa_linear(
+        x.dtype == torch.bfloat16, torch.get_num_threads(), LinearStruct.of(weight, bias), rows, x.data_ptr(),
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+_library = torch.library.Library("medusa", "FRAGMENT")  # an operator, so that profilers see it
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+
+
+def native_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
+    """``x -> x @ weight.T + bias`` for frozen weights [out, in], by the kernel where it can."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
+    module = NativeLinear(linear) if _plain(linear) and available() else linear
+    return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
+
+
+def use_kernels(module: nn.Module) -> int:
+    """Let the kernel compute every plain ``nn.Linear`` below ``module``, in place; returns how many there are."""
+    return replace_linears(module, NativeLinear) if available() else 0
+
+
+def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> int:
+    """Replace every plain ``nn.Linear`` below ``module`` in place; returns how many were replaced."""
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and _plain(child):
+                setattr(parent, name, replacement(child))
+                count += getattr(parent, name) is not child
+    return count
+
+
+def _plain(linear: nn.Linear) -> bool:
+    """Plain layers with plain weights on a CPU only: a subclass of either (quantised, say) computes something else."""
+    weight = linear.weight
+    plain = type(linear) is nn.Linear and type(weight) is nn.Parameter and weight.is_contiguous()
+    return plain and weight.device.type == "cpu" and weight.dtype in DTYPES

@@ -1,0 +1,172 @@
+"""The C++ kernels: a linear layer, and a decoder's whole pass for families of the usual block."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from medusa.base.model import BaseModel
+from medusa.cpu import build
+from medusa.cpu.fused import FusedPass, UnusualBlockError
+from medusa.cpu.native import NativeLinear, available, use_kernels
+from medusa.engine.step import verify
+from medusa.loading.self_test import choose_decoding, fuse
+from medusa.tree import Draft, Tree
+from tests.medusa.test_conformance import FAMILIES, tiny
+
+pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+DTYPES = [pytest.param(HALF, id="bfloat16"), pytest.param(SINGLE, id="float32")]
+FUSED = ("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+SHAPES = [(576, 1536), (320, 1280), (37, 100), (5, 33), (1, 7), (2048, 1024)]
+
+
+def layer(shape, dtype, bias=False):
+    torch.manual_seed(0)
+    return nn.Linear(shape[1], shape[0], bias=bias).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_linear_layer_is_computed(shape, bias, dtype):
+    plain = layer(shape, dtype, bias)
+    for rows in [(), (1,), (2, 3), (29,), (200,)]:
+        x = torch.randn(*rows, shape[1]).to(dtype)
+        ours, theirs = NativeLinear(plain)(x), nn.functional.linear(x.double(), plain.weight.double())
+        theirs = theirs + (plain.bias.double() if bias else 0)
+        assert ours.dtype == dtype
+        accuracy = 1e-5 if dtype == SINGLE else 2**-8
+        torch.testing.assert_close(ours.double(), theirs, atol=accuracy * float(theirs.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_does_not_depend_on_how_many_there_are(shape, dtype):
+    """Terms cancel: what is left shows the order of the sums even in bfloat16."""
+    plain, half = layer(shape, dtype), shape[1] // 2
+    part, x = plain.weight[:, :half], torch.randn(200, half).to(dtype)
+    odd = torch.zeros(len(part), shape[1] - 2 * half, dtype=dtype), torch.zeros(200, shape[1] - 2 * half, dtype=dtype)
+    plain.weight.data = torch.cat([part, part.flip(1), odd[0]], 1)
+    x = torch.cat([x, -x.flip(1), odd[1]], 1)
+    ours = NativeLinear(plain)
+    expected = ours(x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 129):
+        assert torch.equal(ours(x[:rows]), expected[:rows])
+        assert torch.equal(ours(x[-rows:]), expected[-rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(dtype):
+    ours, x, before = NativeLinear(layer((301, 64), dtype)), torch.randn(9, 64).to(dtype), torch.get_num_threads()
+    try:
+        outs = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            outs.append(ours(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+class Scaled(nn.Linear):
+    """Computes something else than its weight says, as quantised layers do."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Quantised(torch.Tensor):
+    """A weight that says how it is multiplied, as torchao's do."""
+
+
+def test_what_is_not_plain_is_left_alone():
+    layers = nn.Sequential(Scaled(128, 256), nn.Linear(256, 128), nn.Linear(8, 8).double(), nn.Linear(8, 8))
+    layers[1].weight = nn.Parameter(layers[1].weight.detach().as_subclass(Quantised))
+    assert use_kernels(layers) == 1
+    assert isinstance(layers[3], NativeLinear)
+
+
+def rows_of(base, lengths=(40, 3)):
+    """Hidden states of a prompt each, and of a tree behind it, with the cached keys of the last layer."""
+    torch.manual_seed(1)
+    tree, cache = Tree.full([2, 2]), base.new_cache(len(lengths), 8)
+    prompts = torch.randint(3, base.vocab_size, (len(lengths), max(lengths)))
+    prompt_rows = verify(base, cache, Draft.chain(prompts))
+    cache.extend(torch.tensor(lengths))
+    cache.grow(lengths)
+    tokens = torch.randint(3, base.vocab_size, (len(lengths), tree.nodes))
+    tree_rows = verify(base, cache, Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth))
+    keys = cache.layers[-1].keys
+    return [prompt_rows[b, :length] for b, length in enumerate(lengths)], tree_rows, [
+        keys[b, : length + tree.nodes] for b, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FUSED)
+@torch.inference_mode()
+def test_a_fused_pass_computes_what_the_family_computes(family):
+    base, _ = tiny(family, "exact")
+    base = base.tapped((2, 1))
+    torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", FUSED)
+@torch.inference_mode()
+def test_it_rounds_where_the_family_rounds(family):
+    """As near to the family's own pass in bfloat16 as that one is to its pass in float32."""
+    base, _ = tiny(family, "exact")
+    exact = rows_of(base)[1]
+    base = BaseModel(base.model.to(HALF), None, family, "exact")
+    theirs, ours = rows_of(base)[1].float(), rows_of(base.with_fused_pass())[1].float()
+    assert (ours - theirs).norm() < (theirs - exact).norm()
+
+
+@torch.inference_mode()
+def test_sizes_that_fill_no_vector(monkeypatch):
+    odd = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6, "num_attention_heads": 6, "num_hidden_layers": 3}
+    monkeypatch.setitem(FAMILIES, "qwen3", odd)
+    base, _ = tiny("qwen3", "exact")
+    torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
+
+
+def test_loading_fuses_the_usual_block_and_nothing_else(caplog):
+    for family in FAMILIES:
+        base = choose_decoding(tiny(family, "exact")[0])
+        with caplog.at_level(logging.INFO, logger="medusa"):
+            assert fuse(base).fused == (family in FUSED)
+    assert "base (gpt2) runs as transformers does: the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
+    assert "base (ernie4_5) runs as transformers does: in C++ its logits differ" in caplog.text, "it turns pairs"
+
+
+def test_a_pass_that_computes_something_else_is_not_used(monkeypatch, caplog):
+    base = choose_decoding(tiny("llama", "exact")[0])
+    angles = FusedPass._angles_of
+    monkeypatch.setattr(FusedPass, "_angles_of", lambda self, cache: angles(self, cache)[::-1])
+    assert not fuse(base).fused
+    assert "in C++ its logits differ" in caplog.text
+
+
+def test_layers_that_a_kernel_does_not_know_are_refused():
+    base, _ = tiny("llama", "exact")
+    base.model.model.layers[1].mlp.extra = nn.Linear(4, 4)
+    with pytest.raises(UnusualBlockError, match=r"its MLP \(LlamaMLP\) has extra"):
+        base.with_fused_pass()
+
+
+def test_without_a_compiler_bases_run_as_transformers_does(monkeypatch, caplog):
+    def missing():
+        raise build.NativeUnavailableError("no C++ compiler")
+
+    base, _ = tiny("llama", "exact")
+    available.cache_clear()
+    monkeypatch.setattr("medusa.cpu.native.kernels", missing)
+    try:
+        assert use_kernels(nn.Sequential(nn.Linear(8, 8))) == 0
+        assert not fuse(choose_decoding(tiny("llama")[0])).fused
+        assert not fuse(base).fused
+    finally:
+        available.cache_clear()
+    assert "no C++ kernels on this CPU, decoding is slower: no C++ compiler" in caplog.text
