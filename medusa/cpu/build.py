@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from medusa.files import cache_directory, replace_file
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("g++", "clang++", "c++")
+EXTRA_FLAGS = "MEDUSA_CXXFLAGS"
+"""Environment variable with more flags for the compiler; "-mno-avx512f" hides what a processor has."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-Wno-ignored-attributes")
 TIMEOUT = 120
 """Seconds; a kernel compiles in a few."""
@@ -48,11 +51,15 @@ def load(source: Path) -> ctypes.CDLL:
 def _build(source: Path, compiler: str, library: Path) -> None:
     objects = library.with_suffix(".o")
     try:
-        _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
+        _run([compiler, *_flags(), "-c", str(source), "-o", str(objects)])
         # Linked without OpenMP: it shares the threads of torch's, which is loaded; two sets would wait for each other.
         _run([compiler, "-shared", str(objects), "-o", str(library)])
     finally:
         objects.unlink(missing_ok=True)
+
+
+def _flags() -> list[str]:
+    return [*FLAGS, *os.environ.get(EXTRA_FLAGS, "").split()]
 
 
 def _run(command: list[str]) -> str:
@@ -63,7 +70,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
     """A name that changes with the source, the compiler, its flags and the CPU that "native" means."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = (
-        *(file.read_bytes() for file in files), _run([compiler, "--version"]).encode(), " ".join(FLAGS).encode(),
+        *(file.read_bytes() for file in files), _run([compiler, "--version"]).encode(), " ".join(_flags()).encode(),
         _cpu().encode(),
     )  # fmt: skip
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -20,7 +20,7 @@ extern "C" void medusa_linear(int half, int threads, const Linear* layer, int64_
     const auto run = [&](auto zero) {
         using T = decltype(zero);
         const int64_t in = layer->in, wide_in = arranged<T>(in);
-        std::vector<float> from(rows * wide_in);
+        std::vector<number<T>> from(rows * wide_in);
 #pragma omp parallel num_threads(threads)
         {
             const int thread = omp_get_thread_num(), count = omp_get_num_threads();
@@ -28,7 +28,7 @@ extern "C" void medusa_linear(int half, int threads, const Linear* layer, int64_
             std::vector<float> row(in);
             for (int64_t r = mine.first; r < mine.last; r++) {
                 for (int64_t i = 0; i < in; i++) row[i] = widen(((const T*)x)[r * in + i]);
-                arrange(row.data(), in, T(), &from[r * wide_in]);
+                Row<T>::arrange(row.data(), in, &from[r * wide_in]);
             }
 #pragma omp barrier
             linear<T>(*layer, from.data(), rows, (T*)out, layer->outputs, share.first, share.last);

@@ -4,18 +4,21 @@
 // chain of such vectors, whose lanes are added up at the end. So a row's sums do not depend on the rows beside it, nor
 // on the threads.
 #pragma once
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include "vectors.h"
 
-constexpr int ROWS = 6;                   // rows x OUTPUTS sums stay in registers
-constexpr int OUTPUTS = 4;
-constexpr int NEAR = 4 * ROWS;            // so few rows stay in the nearest cache while weights pass by
+constexpr int ROWS = LANES == 16 ? 8 : 4;  // rows x OUTPUTS sums stay in registers
+constexpr int OUTPUTS = 3;
+constexpr int NEAR = 3 * ROWS;            // so few rows stay in the nearest cache while weights pass by
 constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache while more rows pass by
 
 typedef float v4 __attribute__((vector_size(16)));
 typedef uint32_t u4 __attribute__((vector_size(16)));
 
-template <class T> constexpr int PARTS = 4 / sizeof(T);  // vectors of floats in a vector of weights
-template <class T> constexpr int STEP = LANES * PARTS<T>;
+template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
 
 struct Linear {
@@ -31,18 +34,47 @@ static inline v4 rounded(v4 x, bf16) {
 }
 template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
 
-// A row in the order in which vectors of weights come apart, zeros behind its end.
-static inline void arrange(const float* row, int64_t in, float, float* to) { std::memcpy(to, row, in * 4), std::fill(to + in, to + arranged<float>(in), 0.f); }
-static inline void arrange(const float* row, int64_t in, bf16, float* to) {
-    for (int64_t k = 0; k < in; k += 2 * LANES)
-        for (int i = 0; i < LANES; i++) {
-            to[k + i] = k + 2 * i < in ? row[k + 2 * i] : 0.f;
-            to[k + LANES + i] = k + 2 * i + 1 < in ? row[k + 2 * i + 1] : 0.f;
-        }
-}
-
-static inline void split(vu words, float, vf* to) { to[0] = vf(words); }
-static inline void split(vu words, bf16, vf* to) { to[0] = vf(words << 16), to[1] = vf(words & 0xffff0000u); }
+// How rows travel, and how a vector of them meets a vector of weights.
+template <class T> struct Row {
+    typedef float number;
+    typedef vf vector, weights;
+    static vector read(const number* x) { return load<vf>(x); }
+    static weights split(vu words) { return vf(words); }
+    static void add(vf& sum, vector x, weights w) { sum += x * w; }
+    static void arrange(const float* row, int64_t in, number* to) {
+        std::memcpy(to, row, in * 4), std::fill(to + in, to + arranged<T>(in), 0.f);
+    }
+};
+#ifdef __AVX512BF16__
+template <> struct Row<bf16> {  // one instruction adds the products of pairs
+    typedef bf16 number;
+    typedef __m512bh vector, weights;
+    static vector read(const number* x) { return load<vector>(x); }
+    static weights split(vu words) { return weights(words); }
+    static void add(vf& sum, vector x, weights w) { sum = vf(_mm512_dpbf16_ps(__m512(sum), x, w)); }
+    static void arrange(const float* row, int64_t in, number* to) {
+        for (int64_t k = 0; k < in; k++) narrow(row[k], to + k);
+        std::fill(to + in, to + arranged<bf16>(in), 0);
+    }
+};
+#else
+template <> struct Row<bf16> {  // weights are widened: even numbers to one vector of floats, odd ones to another
+    typedef float number;
+    struct vector { vf even, odd; };
+    typedef vector weights;
+    static vector read(const number* x) { return {load<vf>(x), load<vf>(x + LANES)}; }
+    static weights split(vu words) { return {vf(words << 16), vf(words & 0xffff0000u)}; }
+    static void add(vf& sum, vector x, weights w) { sum += x.even * w.even, sum += x.odd * w.odd; }
+    static void arrange(const float* row, int64_t in, number* to) {
+        for (int64_t k = 0; k < in; k += 2 * LANES)
+            for (int i = 0; i < LANES; i++) {
+                to[k + i] = k + 2 * i < in ? row[k + 2 * i] : 0.f;
+                to[k + LANES + i] = k + 2 * i + 1 < in ? row[k + 2 * i + 1] : 0.f;
+            }
+    }
+};
+#endif
+template <class T> using number = typename Row<T>::number;
 
 // The lanes of four vectors added up, each in the same order.
 static inline v4 added(const vf* x) {
@@ -72,26 +104,26 @@ static inline v4 added(const vf* x) {
 #endif
 }
 
-static inline void put(v4 x, int count, float* to) { std::memcpy(to, &x, count * 4); }
-static inline void put(v4 x, int count, bf16* to) {
-    for (int i = 0; i < count; i++) to[i] = uint16_t(u4(x)[i] >> 16);
+static inline void put(float x, float* to) { *to = x; }
+static inline void put(float x, bf16* to) {
+    uint32_t bits; std::memcpy(&bits, &x, 4);
+    *to = uint16_t(bits >> 16);  // it is rounded
 }
 
-// Outputs n .. n + count of R rows of x, arranged.
+// Outputs n .. n + OUTPUTS, of which the first `count` are there, of R rows of x, arranged.
 template <class T, int R, class O>
-static void tile(const Linear& at, int64_t n, int count, const float* x, O* out, int64_t stride) {
+static inline void tile(const Linear& at, int64_t n, int count, const number<T>* x, O* out, int64_t stride) {
     const int64_t in = at.in, wide_in = arranged<T>(in);
     const T* weight[OUTPUTS];
     for (int c = 0; c < OUTPUTS; c++) weight[c] = (const T*)at.weight + (n + std::min(c, count - 1)) * in;
-    vf sums[R][OUTPUTS] = {};
+    vf sums[R][OUTPUTS + 1] = {};
     const auto add = [&](int64_t k, const vu* words) {
-        vf w[OUTPUTS][PARTS<T>];
-        for (int c = 0; c < OUTPUTS; c++) split(words[c], T(), w[c]);
-        for (int r = 0; r < R; r++)
-            for (int part = 0; part < PARTS<T>; part++) {
-                const vf number = load<vf>(x + r * wide_in + k + part * LANES);
-                for (int c = 0; c < OUTPUTS; c++) sums[r][c] += number * w[c][part];
-            }
+        typename Row<T>::weights w[OUTPUTS];
+        for (int c = 0; c < OUTPUTS; c++) w[c] = Row<T>::split(words[c]);
+        for (int r = 0; r < R; r++) {
+            const auto numbers = Row<T>::read(x + r * wide_in + k);
+            for (int c = 0; c < OUTPUTS; c++) Row<T>::add(sums[r][c], numbers, w[c]);
+        }
     };
     int64_t k = 0;
     vu words[OUTPUTS];
@@ -110,30 +142,40 @@ static void tile(const Linear& at, int64_t n, int count, const float* x, O* out,
         }
         add(k, words);
     }
-    v4 bias = {};
-    if (at.bias)
-        for (int c = 0; c < count; c++) bias[c] = widen(((const T*)at.bias)[n + c]);
-    for (int r = 0; r < R; r++) put(rounded(added(sums[r]) + bias, T()), count, out + r * stride + n);
+    for (int r = 0; r < R; r++) {
+        v4 all = added(sums[r]);
+        if (at.bias)
+            for (int c = 0; c < count; c++) all[c] += widen(((const T*)at.bias)[n + c]);
+        all = rounded(all, T());
+        if (count == OUTPUTS)
+            for (int c = 0; c < OUTPUTS; c++) put(all[c], out + r * stride + n + c);
+        else
+            for (int c = 0; c < count; c++) put(all[c], out + r * stride + n + c);
+    }
+}
+template <class T, int R, class O>
+static void tiles(const Linear& at, int64_t first, int64_t last, const number<T>* x, O* out, int64_t stride) {
+    int64_t n = first;
+    for (; n + OUTPUTS <= last; n += OUTPUTS) tile<T, R>(at, n, OUTPUTS, x, out, stride);
+    if (n < last) tile<T, R>(at, n, int(last - n), x, out, stride);
 }
 
 // Outputs first .. last of all rows.
 template <class T, class O>
-static void linear(const Linear& at, const float* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
     const int64_t groups = (rows + ROWS - 1) / ROWS, wide_in = arranged<T>(at.in);
     const int64_t fitting = FAR_BYTES / int64_t(at.in * sizeof(T)) / OUTPUTS * OUTPUTS;
-    const int64_t block = rows <= NEAR ? OUTPUTS : std::max<int64_t>(OUTPUTS, fitting);
+    const int64_t block = groups == 1 ? last : rows <= NEAR ? OUTPUTS : std::max<int64_t>(OUTPUTS, fitting);
     for (int64_t from = first; from < last; from += block)
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = group * rows / groups, count = (group + 1) * rows / groups - row;
-            for (int64_t n = from; n < std::min(from + block, last); n += OUTPUTS) {
-                const int outputs = int(std::min<int64_t>(OUTPUTS, last - n));
-#define CALL(R) tile<T, R>(at, n, outputs, x + row * wide_in, out + row * stride, stride)
-                switch (count) {
-                    case 6: CALL(6); break; case 5: CALL(5); break; case 4: CALL(4); break;
-                    case 3: CALL(3); break; case 2: CALL(2); break; default: CALL(1);
-                }
-#undef CALL
+            const int64_t to = std::min(from + block, last);
+#define CALL(R) tiles<T, R>(at, from, to, x + row * wide_in, out + row * stride, stride)
+            switch (count) {
+                case 8: CALL(8); break; case 7: CALL(7); break; case 6: CALL(6); break; case 5: CALL(5); break;
+                case 4: CALL(4); break; case 3: CALL(3); break; case 2: CALL(2); break; default: CALL(1);
             }
+#undef CALL
         }
 }
 

@@ -36,7 +36,8 @@ template <class T> class Run {
     const Pass& at;
     const int64_t rows = at.batch * at.nodes, wide_hidden = arranged<T>(at.hidden), wide_inner = arranged<T>(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = arranged<T>(queries);
-    std::vector<float> stream, x, projected, gated, middle;
+    std::vector<float> stream, projected, middle;
+    std::vector<number<T>> x, gated;
     std::vector<T> query, attended;
 
     // A row divided by its root mean square, times a weight.
@@ -57,14 +58,14 @@ template <class T> class Run {
         float row[at.hidden];
         for (int64_t r = share.first; r < share.last; r++) {
             normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, row);
-            arrange(row, at.hidden, T(), &x[r * wide_hidden]);
+            Row<T>::arrange(row, at.hidden, &x[r * wide_hidden]);
         }
 #pragma omp barrier
     }
 
     // Layers that read the same rows, their outputs side by side.
     template <size_t N>
-    void project(const Linear (&layers)[N], const float* from, float* to, int thread, int threads) {
+    void project(const Linear (&layers)[N], const number<T>* from, float* to, int thread, int threads) {
         int64_t total = 0, begin = 0;
         for (const Linear& layer : layers) total += layer.outputs;
         const Share share(total, OUTPUTS, thread, threads);
@@ -115,13 +116,13 @@ template <class T> class Run {
         float row[queries];
         for (int64_t r = share.first; r < share.last; r++) {
             for (int64_t i = 0; i < queries; i++) row[i] = widen(attended[r * queries + i]);
-            arrange(row, queries, T(), &x[r * wide_queries]);
+            Row<T>::arrange(row, queries, &x[r * wide_queries]);
         }
 #pragma omp barrier
     }
 
     // Adds a layer's output to the residual stream.
-    void add(const Linear& layer, const float* from, int thread, int threads) {
+    void add(const Linear& layer, const number<T>* from, int thread, int threads) {
         const Share share(at.hidden, OUTPUTS, thread, threads);
         linear<T>(layer, from, rows, projected.data(), at.hidden, share.first, share.last);
         for (int64_t r = 0; r < rows; r++)
@@ -146,7 +147,8 @@ template <class T> class Run {
                 const vf g = wide(row + i, count), s = g * sigmoid(g);
                 for (int j = 0; j < count; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
             }
-            if (share.first < share.last) arrange(row + share.first, share.last - share.first, T(), &gated[r * wide_inner + share.first]);
+            if (share.first < share.last) 
+                Row<T>::arrange(row + share.first, share.last - share.first, &gated[r * wide_inner + share.first]);
         }
 #pragma omp barrier
     }
