@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from medusa.cpu import native
+
 
 class PerDevice:
     """A small tensor, copied once to each device that asks for it: the layers of a base may be spread over several."""
@@ -199,10 +201,7 @@ class SlotCache(Cache):
         """
         base_B1 = (self.first_rows + self.lengths)[:, None]
         source_BA, target_BA = base_B1 + path_BA, base_B1 + torch.arange(path_BA.shape[1], device=path_BA.device)
-        moves = PerDevice(torch.stack([source_BA.flatten(), target_BA.flatten()]))
-        for buffer in self._buffers():
-            rows, (source, target) = buffer.view(-1, *buffer.shape[2:]), moves.on(buffer.device)
-            rows.index_copy_(0, target, rows.index_select(0, source))
+        native.move_rows(list(self._buffers()), source_BA.flatten(), target_BA.flatten())
         self.extend(counts_B)
 
     def extend(self, counts_B: Tensor) -> None:

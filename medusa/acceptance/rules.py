@@ -11,6 +11,7 @@ from torch import Tensor
 from medusa.acceptance.logits import widened
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rejection import first_accepted, rejection_chances
+from medusa.cpu.native import argmax
 from medusa.noise import CHANCE, gumbel_noise, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -21,9 +22,7 @@ Process = Callable[[Tensor], Tensor]
 
 def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
     """Lossless at temperature 0: a token is allowed iff it is the base's argmax after its parent."""
-    if logits_BNV.dtype == torch.bfloat16 and logits_BNV.device.type == "cpu":
-        logits_BNV = logits_BNV.float()  # the same tokens, three times as fast
-    return _exact(draft, logits_BNV.argmax(-1))
+    return _exact(draft, argmax(logits_BNV))
 
 
 def sampling(process: Process) -> Rule:

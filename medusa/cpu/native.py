@@ -5,7 +5,7 @@ Both read weights where torch has them. A row's numbers are equal bit by bit wha
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -44,11 +44,16 @@ def kernels() -> ctypes.CDLL:
         NativeUnavailableError: It cannot be built or loaded.
     """
     library = build.load(SOURCE)
-    for function in (library.medusa_linear, library.medusa_pass, library.medusa_attention):
-        function.restype = None
-    library.medusa_linear.argtypes = [
-        ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
-    ]  # fmt: skip
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    arguments = {
+        "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
+        "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
+        "move": [number, pointer, pointer, number, pointer, pointer],
+        "pass": [pointer],
+    }
+    for name, types in arguments.items():
+        function = getattr(library, f"medusa_{name}")
+        function.restype, function.argtypes = None, types
     return library
 
 
@@ -87,11 +92,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-_library = torch.library.Library("medusa", "FRAGMENT")  # an operator, so that profilers see it
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("linear", _linear, "CPU")
-
-
 def native_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
     """``x -> x @ weight.T + bias`` for frozen weights [out, in], by the kernel where it can."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -123,3 +123,54 @@ def _plain(linear: nn.Linear) -> bool:
     weight = linear.weight
     plain = type(linear) is nn.Linear and type(weight) is nn.Parameter and weight.is_contiguous()
     return plain and weight.device.type == "cpu" and weight.dtype in DTYPES
+
+
+def argmax(x: Tensor) -> Tensor:
+    """``x.argmax(-1)`` of x [..., V]: the first of the largest; by the kernel where it can, several times as fast."""
+    if x.device.type != "cpu" or x.dtype not in DTYPES or not available():
+        return x.argmax(-1)
+    out: Tensor = torch.ops.medusa.argmax(x)
+    return out
+
+
+def _argmax(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty(x.shape[:-1], dtype=torch.int64)
+    kernels().medusa_argmax(
+        x.dtype == torch.bfloat16, torch.get_num_threads(), out.numel(), x.shape[-1], x.data_ptr(), out.data_ptr()
+    )
+    return out
+
+
+def move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy rows of each buffer [slots, rows, ...] to other places of it, counted over all slots.
+
+    On a CPU in one call of C++; the buffers may live on several devices.
+
+    Args:
+        buffers: Contiguous.
+        sources: int64 [R], ascending within a slot.
+        targets: int64 [R], ascending; none lies behind its source.
+    """
+    if not available() or any(x.device.type != "cpu" for x in (sources, *buffers)):
+        for device in {buffer.device for buffer in buffers}:
+            theirs, ours = sources.to(device), targets.to(device)
+            for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):
+                rows.index_copy_(0, ours, rows.index_select(0, theirs))
+    else:
+        torch.ops.medusa.move_rows(buffers, sources, targets)
+
+
+def _move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
+    sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
+    kernels().medusa_move(len(buffers), memory, sizes, len(sources), sources.data_ptr(), targets.data_ptr())
+
+
+# Operators, so that profilers and whoever else listens to torch see them.
+_library = torch.library.Library("medusa", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("argmax(Tensor x) -> Tensor")
+_library.define("move_rows(Tensor(a!)[] buffers, Tensor sources, Tensor targets) -> ()")
+for _name, _function in (("linear", _linear), ("argmax", _argmax), ("move_rows", _move_rows)):
+    _library.impl(_name, _function, "CPU")

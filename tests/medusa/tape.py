@@ -55,9 +55,10 @@ class Tape(Strict):
         for place, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = arguments[place] if place < len(arguments) else options[argument.name]
-                if address(written) not in self.before:
-                    storage = written.untyped_storage()
-                    self.before[address(written)] = storage, storage.clone()
+                for tensor in written if isinstance(written, list) else [written]:
+                    if address(tensor) not in self.before:
+                        storage = tensor.untyped_storage()
+                        self.before[address(tensor)] = storage, storage.clone()
         out = super().__torch_dispatch__(function, types, arguments, options)
         self.calls.append((function, arguments, options, out))
         return out

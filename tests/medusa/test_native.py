@@ -9,7 +9,7 @@ from torch import nn
 from medusa.base.model import BaseModel
 from medusa.cpu import build
 from medusa.cpu.fused import FusedPass, UnusualBlockError
-from medusa.cpu.native import NativeLinear, available, use_kernels
+from medusa.cpu.native import NativeLinear, argmax, available, move_rows, use_kernels
 from medusa.engine.step import verify
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.tree import Draft, Tree
@@ -170,3 +170,27 @@ def test_without_a_compiler_bases_run_as_transformers_does(monkeypatch, caplog):
     finally:
         available.cache_clear()
     assert "no C++ kernels on this CPU, decoding is slower: no C++ compiler" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 16, 100, 4099])
+def test_the_first_of_the_largest_is_found(columns, dtype):
+    torch.manual_seed(0)
+    x = (4 * torch.randn(5, 3, columns)).to(dtype)
+    assert torch.equal(argmax(x), x.argmax(-1))
+    x[0], x[1] = 2.0, float("-inf")
+    x[2, 0, columns // 2 :], x[2, 1, columns // 3] = float("inf"), float("-inf")
+    x[3, 0, columns // 2 :], x[3, 1, -1] = float("nan"), float("nan")
+    assert torch.equal(argmax(x), x.argmax(-1))
+
+
+def test_rows_move_to_the_front_of_their_slot():
+    torch.manual_seed(0)
+    buffers = [torch.randn(3, 10, 2, width).to(dtype) for width in (4, 7) for dtype in (HALF, SINGLE)]
+    expected = [buffer.clone() for buffer in buffers]
+    sources, targets = torch.tensor([2, 4, 7, 13, 15, 29]), torch.tensor([2, 3, 4, 10, 11, 28])
+    for buffer in expected:
+        rows = buffer.view(30, *buffer.shape[2:])
+        rows[targets] = rows[sources]
+    move_rows(buffers, sources, targets)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(buffers, expected, strict=True))
