@@ -276,6 +276,14 @@ class BaseModel:
         """Whether logits are a linear function of hidden states, apart from a constant: no soft cap bends them."""
         return self._output.linear
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
+        embeddings, output = self._embeddings, self._output.matrices
+        if output is None or type(embeddings) is not nn.Embedding:
+            return None
+        return embeddings.weight, *output
+
     def check_tokens(self, where: str, tokens: Iterable[object]) -> None:
         """Refuse what is no token id of this base.
 

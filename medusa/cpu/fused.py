@@ -159,7 +159,7 @@ class FusedPass:
             raise UnusualBlockError("its weights are of several dtypes")
         if any(norm is not None and norm.numel() != shape["dim"] for norm in norms[2:]):
             raise UnusualBlockError("it norms queries and keys over all heads")
-        self._alive += [tensor for tensor in tensors if tensor is not None]
+        self._alive += [tensor.detach() for tensor in tensors if tensor is not None]  # where a module moves, it stays
         return _Block(
             *(LinearStruct.of(*pair) for pair in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms),

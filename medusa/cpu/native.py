@@ -50,6 +50,7 @@ def kernels() -> ctypes.CDLL:
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
         "move": [number, pointer, pointer, number, pointer, pointer],
         "pass": [pointer],
+        "level": [pointer],
     }
     for name, types in arguments.items():
         function = getattr(library, f"medusa_{name}")

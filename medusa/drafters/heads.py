@@ -91,8 +91,10 @@ class HeadsDrafter(Drafter):
         tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
         heads_state = self.heads.begin(state.hidden, self.vocabulary)
         for head in range(shape.depth):
-            logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
-            best_BmW, logprobs_BmW = _best_tokens(logits, shape.width)
+            best_BmW, logprobs_BmW, heads_state = self.heads.best(
+                head, heads_state, slots_Bm, frontier_Bm, self.vocabulary, shape.width
+            )
+            logprobs_BmW = logprobs_BmW.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0) - EDGE_COST
             scores_BmW = scores_Bm[:, :, None] + logprobs_BmW
             tokens.append(self.heads.token_ids(best_BmW).expand_as(scores_BmW).flatten(1))
             parents.append(columns_Bm[:, :, None].expand_as(scores_BmW).flatten(1))
@@ -126,12 +128,6 @@ def check_tree(tree: Tree, config: HeadsConfig) -> None:
         raise ValueError(
             f"tree width ({tree.width}) exceeds the tokens that the heads can draft ({config.output_size}); prune it"
         )
-
-
-def _best_tokens(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The ``width`` best columns of each row of logits, and their log-probabilities less the cost of an edge."""
-    best = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
-    return best.indices, best.values.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0) - EDGE_COST
 
 
 class _Shape(Protocol):

@@ -25,6 +25,10 @@ class Vocabulary(Protocol):
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """What computes the logits of some tokens alone; see ``BaseModel.logits_of``."""
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
+
 
 @dataclass(frozen=True)
 class HeadsConfig:
@@ -175,6 +179,19 @@ class DraftHeads(nn.Module, ABC):
         Returns:
             Logits of the children [B, m, V], or [B, 1, V] where they are the same for all m nodes; the new state.
         """
+
+    def best(
+        self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The ``width`` likeliest children of m nodes per sequence; arguments as for ``level``.
+
+        Returns:
+            Columns [B, m, W] and their log-probabilities [B, m, W] in float32, or [B, 1, W] where they are the same for
+            all m nodes; the new state.
+        """
+        logits, state = self.level(head, state, parents_Bm, tokens_Bm, vocabulary)
+        likeliest = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
+        return likeliest.indices, likeliest.values, state
 
     def with_config(self, **changes: Any) -> Self:
         """Heads with the same weights, in the same memory, and another config; these stay as they are."""

@@ -139,7 +139,7 @@ def test_a_draft_reads_a_part_of_the_output_layer(base_directory, make_heads):
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
     read = {}
     for size in (0, PART):
-        heads = make_heads(draft_vocab_size=size).float()
+        heads = make_heads(draft_vocab_size=size, architecture="hydra").float()
         heads = freeze(heads, base)
         drafter = HeadsDrafter(heads, base, 9, host_decides=False)
         state = decode_state([[3], [1, 4]], base)

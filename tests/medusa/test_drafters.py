@@ -163,6 +163,8 @@ def test_draws_follow_their_law_and_repeat_for_a_seed(base, make_heads):
 
 def test_draws_never_wait_for_the_device(base, make_heads):
     class Vocabulary:
+        matrices = None
+
         def embed(self, tokens):
             return torch.zeros(*tokens.shape, base.hidden_size, device="meta")
 

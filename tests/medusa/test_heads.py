@@ -21,6 +21,7 @@ def randomised(heads):
 class Vocabulary:
     """A random base of width 8 with 20 tokens."""
 
+    matrices = None
     linear = True
 
     def __init__(self, dim=8, vocab_size=20):

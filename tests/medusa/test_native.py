@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from medusa.base.model import BaseModel
+from medusa import BaseModel, HeadsConfig, build_heads
 from medusa.cpu import build
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.native import NativeLinear, argmax, available, move_rows, use_kernels
 from medusa.engine.step import verify
+from medusa.heads.frozen import freeze
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.tree import Draft, Tree
 from tests.medusa.test_conformance import FAMILIES, tiny
@@ -194,3 +195,32 @@ def test_rows_move_to_the_front_of_their_slot():
         rows[targets] = rows[sources]
     move_rows(buffers, sources, targets)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(buffers, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", [0, 21], ids=["whole", "part"])
+@torch.inference_mode()
+def test_a_level_of_recurrent_heads_is_what_the_module_computes(part, dtype):
+    torch.manual_seed(0)
+    base = BaseModel(tiny("llama", "exact")[0].model.to(dtype), None, "llama", "exact")
+    config = HeadsConfig(32, 50, 3, num_layers=2, architecture="recurrent", draft_vocab_size=part)
+    heads = build_heads(config)
+    for parameter in heads.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    heads = heads.to(dtype)
+    if part:
+        heads.draft_ids.copy_(torch.randperm(50)[:part].sort().values)
+    frozen, hidden = freeze(heads, base), torch.randn(2, 32).to(dtype)
+    state, nodes = frozen.begin(hidden, base), (torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[7], [9]]))
+    theirs_state, tolerance = heads.begin(hidden, base), 1e-3 if dtype == SINGLE else 0.2
+    for head in range(3):
+        columns, logprobs, state = frozen.best(head, state, *nodes, base, 5)
+        logits, theirs_state = heads.level(head, theirs_state, *nodes, base)
+        theirs = logits.log_softmax(-1, dtype=SINGLE)
+        assert (state - theirs_state).norm() < (1e-5 if dtype == SINGLE else 0.02) * theirs_state.norm()
+        torch.testing.assert_close(logprobs, theirs.topk(5).values, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(theirs.gather(-1, columns), logprobs, atol=tolerance, rtol=tolerance)
+        nodes = (
+            torch.tensor([[0, 0, 0], [0, 0, 0]]) if not head else torch.tensor([[2, 0, 1], [1, 1, 2]]),
+            torch.tensor([[3, 4, 5], [6, 40, 8]]),
+        )

@@ -165,6 +165,7 @@ def test_more_layers_than_there_are_cannot_be_spread():
 
 
 class Vocabulary:
+    matrices = None
     linear = True
 
     def __init__(self, dim):

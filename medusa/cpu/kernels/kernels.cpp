@@ -1,4 +1,5 @@
 // What Python calls, see medusa/cpu/native.py.
+#include "heads.h"
 #include "pass.h"
 
 // shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
@@ -77,4 +78,9 @@ extern "C" void medusa_argmax(int half, int threads, int64_t rows, int64_t colum
     };
     if (half) run((const bf16*)x);
     else run((const float*)x);
+}
+
+extern "C" void medusa_level(const Level* level) {
+    if (level->half) LevelRun<bf16>{*level}();
+    else LevelRun<float>{*level}();
 }

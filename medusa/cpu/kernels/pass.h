@@ -27,11 +27,6 @@ struct Pass {
     const Block* blocks;
 };
 
-static inline vf sigmoid(vf x) {
-    const vf e = exponential(x < vf{} ? x : -x);
-    return (x < vf{} ? e : splat(1.f)) / (splat(1.f) + e);
-}
-
 template <class T> class Run {
     const Pass& at;
     const int64_t rows = at.batch * at.nodes, wide_hidden = arranged<T>(at.hidden), wide_inner = arranged<T>(at.inner);

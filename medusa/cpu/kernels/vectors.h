@@ -57,3 +57,7 @@ static inline vf exponential(vf x) {
     return x < splat(-87.f) ? vf{} : y * scale;
 }
 static inline float exponential(float x) { return exponential(splat(x))[0]; }
+static inline vf sigmoid(vf x) {
+    const vf e = exponential(x < vf{} ? x : -x);
+    return (x < vf{} ? e : splat(1.f)) / (splat(1.f) + e);
+}

@@ -1,0 +1,107 @@
+// One level of recurrent heads (medusa/heads/recurrent.py): what the parents hand down and the nodes' tokens in, the
+// nodes' own state and the likeliest tokens below them out. Numbers are rounded to T where the module rounds them.
+#pragma once
+#include <omp.h>
+
+#include "linear.h"
+
+struct Level {
+    int64_t half, threads, rows, hidden, inner, blocks, width;
+    const Linear *into, *out_of;  // [blocks]: [inner, 2 hidden] and [hidden, inner]
+    Linear output;                // [columns, hidden]
+    const void* embeddings;       // [vocabulary, hidden]
+    const void* states;           // of the level before, [any, hidden]
+    const int64_t *parents, *tokens;  // [rows]: which of these states, and which token
+    void* out;                        // [rows, hidden]
+    int64_t* best;                    // [rows, width] columns, the likeliest first
+    float* logprobs;                  // [rows, width]
+};
+
+template <class T> class LevelRun {
+    const Level& at;
+    const int64_t wide_inner = arranged<T>(at.inner), wide_both = arranged<T>(2 * at.hidden), wide = arranged<T>(at.hidden);
+    std::vector<float> both, middle, added, logits;
+    std::vector<number<T>> x, gated;
+
+    // The state and the token's embedding at unit scale, side by side.
+    void read(int64_t r) {
+        const T* state = (const T*)at.states + at.parents[r] * at.hidden;
+        const T* embedding = (const T*)at.embeddings + at.tokens[r] * at.hidden;
+        float* row = &both[r * 2 * at.hidden];
+        float sum = 0;
+        for (int64_t i = 0; i < at.hidden; i++) row[i] = widen(state[i]), sum += widen(embedding[i]) * widen(embedding[i]);
+        const float factor = 1 / std::sqrt(sum / at.hidden + std::numeric_limits<float>::epsilon());
+        for (int64_t i = 0; i < at.hidden; i++) row[at.hidden + i] = rounded<T>(widen(embedding[i]) * factor);
+    }
+
+    void block(const Linear& into, const Linear& out_of, int thread, int threads) {
+        const Share rows(at.rows, 1, thread, threads), inner(at.inner, STEP<T>, thread, threads);
+        for (int64_t r = rows.first; r < rows.last; r++) Row<T>::arrange(&both[r * 2 * at.hidden], 2 * at.hidden, &x[r * wide_both]);
+#pragma omp barrier
+        linear<T>(into, x.data(), at.rows, middle.data(), at.inner, inner.first, inner.last);
+        for (int64_t r = 0; r < at.rows && inner.first < inner.last; r++) {
+            float* row = &middle[r * at.inner];
+            for (int64_t i = inner.first; i < inner.last; i++) row[i] = rounded<T>(row[i] * sigmoid(splat(row[i]))[0]);
+            Row<T>::arrange(row + inner.first, inner.last - inner.first, &gated[r * wide_inner + inner.first]);
+        }
+#pragma omp barrier
+        const Share hidden(at.hidden, OUTPUTS, thread, threads);
+        linear<T>(out_of, gated.data(), at.rows, added.data(), at.hidden, hidden.first, hidden.last);
+        for (int64_t r = 0; r < at.rows; r++)
+            for (int64_t i = hidden.first; i < hidden.last; i++) {
+                float& state = both[r * 2 * at.hidden + i];
+                state = rounded<T>(state + added[r * at.hidden + i]);
+            }
+#pragma omp barrier
+    }
+
+    void choose(int64_t r) {
+        const int64_t columns = at.output.outputs, width = at.width;
+        const float* row = &logits[r * columns];
+        float top[width];
+        int64_t *best = at.best + r * width, count = 0;
+        // `width` sorted numbers; few of the row get among them.
+        const auto take = [&](int64_t i) {
+            if (count == width && !(row[i] > top[width - 1])) return;
+            int64_t place = count < width ? count++ : width - 1;
+            for (; place > 0 && row[i] > top[place - 1]; place--) top[place] = top[place - 1], best[place] = best[place - 1];
+            top[place] = row[i], best[place] = i;
+        };
+        int64_t i = 0;
+        for (; i < std::min(columns, width); i++) take(i);
+        for (; i < columns; i++)
+            if (row[i] > top[width - 1]) take(i);
+        vf sums = {};
+        for (i = 0; i + LANES <= columns; i += LANES) sums += exponential(load<vf>(row + i) - splat(top[0]));
+        float sum = 0;
+        for (int j = 0; j < LANES; j++) sum += sums[j];
+        for (; i < columns; i++) sum += exponential(row[i] - top[0]);
+        for (int64_t k = 0; k < width; k++) at.logprobs[r * width + k] = top[k] - top[0] - std::log(sum);
+    }
+
+  public:
+    explicit LevelRun(const Level& level) : at(level) {
+        both.resize(at.rows * 2 * at.hidden), middle.resize(at.rows * at.inner), added.resize(at.rows * at.hidden);
+        logits.resize(at.rows * at.output.outputs);
+        x.resize(at.rows * wide_both), gated.resize(at.rows * wide_inner);
+    }
+
+    void operator()() {
+#pragma omp parallel num_threads(int(at.threads))
+        {
+            const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+            const Share rows(at.rows, 1, thread, threads), columns(at.output.outputs, OUTPUTS, thread, threads);
+            for (int64_t r = rows.first; r < rows.last; r++) read(r);
+            for (int64_t b = 0; b < at.blocks; b++) block(at.into[b], at.out_of[b], thread, threads);
+            for (int64_t r = rows.first; r < rows.last; r++) {
+                float* state = &both[r * 2 * at.hidden];
+                Row<T>::arrange(state, at.hidden, &x[r * wide]);
+                for (int64_t i = 0; i < at.hidden; i++) narrow(state[i], (T*)at.out + r * at.hidden + i);
+            }
+#pragma omp barrier
+            linear<T>(at.output, x.data(), at.rows, logits.data(), at.output.outputs, columns.first, columns.last);
+#pragma omp barrier
+            for (int64_t r = rows.first; r < rows.last; r++) choose(r);
+        }
+    }
+};
