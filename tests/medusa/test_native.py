@@ -1,6 +1,9 @@
 """The C++ kernels: a linear layer, and a decoder's whole pass for families of the usual block."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -224,3 +227,27 @@ def test_a_level_of_recurrent_heads_is_what_the_module_computes(part, dtype):
             torch.tensor([[0, 0, 0], [0, 0, 0]]) if not head else torch.tensor([[2, 0, 1], [1, 1, 2]]),
             torch.tensor([[3, 4, 5], [6, 40, 8]]),
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"])
+def test_processors_that_have_less(flags):
+    """The same tests with kernels that are built without some of this processor's instructions."""
+    here = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-m",
+        "not slow",
+        "-k",
+        "not family and not usual",
+        __file__,
+    ]
+    done = subprocess.run(
+        here, env=os.environ | {"MEDUSA_CXXFLAGS": flags}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "skipped" not in done.stdout
