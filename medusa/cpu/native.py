@@ -84,6 +84,10 @@ class NativeLinear(nn.Linear):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
+        )
     x, rows = x.contiguous(), x.shape[:-1].numel()
     out = x.new_empty(*x.shape[:-1], len(weight))
     kernels().medusa_linear(
@@ -105,7 +109,7 @@ def native_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
 
 def use_kernels(module: nn.Module) -> int:
     """Let the kernel compute every plain ``nn.Linear`` below ``module``, in place; returns how many there are."""
-    return replace_linears(module, NativeLinear) if available() else 0
+    return replace_linears(module, lambda linear: NativeLinear(linear) if available() else linear)
 
 
 def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> int:
@@ -153,7 +157,7 @@ def move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> No
         sources: int64 [R], ascending within a slot.
         targets: int64 [R], ascending; none lies behind its source.
     """
-    if not available() or any(x.device.type != "cpu" for x in (sources, *buffers)):
+    if any(x.device.type != "cpu" for x in (sources, *buffers)) or not available():
         for device in {buffer.device for buffer in buffers}:
             theirs, ours = sources.to(device), targets.to(device)
             for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):

@@ -75,6 +75,13 @@ def test_threads_change_no_bit(dtype):
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+def test_rows_that_do_not_fit_are_refused():
+    ours = NativeLinear(layer((4, 8), HALF))
+    for x in (torch.randn(2, 8), torch.randn(2, 7).to(HALF)):
+        with pytest.raises(RuntimeError, match="do not fit a weight"):
+            ours(x)
+
+
 class Scaled(nn.Linear):
     """Computes something else than its weight says, as quantised layers do."""
 
@@ -129,6 +136,14 @@ def test_it_rounds_where_the_family_rounds(family):
 
 
 @torch.inference_mode()
+def test_many_rows_pass_in_slabs():
+    base, _ = tiny("llama", "exact")
+    base.context_length = 1000
+    ours, theirs = (rows_of(each, (300, 290)) for each in (base.with_fused_pass(), base))
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@torch.inference_mode()
 def test_sizes_that_fill_no_vector(monkeypatch):
     odd = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6, "num_attention_heads": 6, "num_hidden_layers": 3}
     monkeypatch.setitem(FAMILIES, "qwen3", odd)
@@ -157,6 +172,10 @@ def test_layers_that_a_kernel_does_not_know_are_refused():
     base, _ = tiny("llama", "exact")
     base.model.model.layers[1].mlp.extra = nn.Linear(4, 4)
     with pytest.raises(UnusualBlockError, match=r"its MLP \(LlamaMLP\) has extra"):
+        base.with_fused_pass()
+    base, _ = tiny("llama", "exact")
+    base.model.model.layers[2].mlp.up_proj = Scaled(32, 48)
+    with pytest.raises(UnusualBlockError, match="a linear layer is Scaled"):
         base.with_fused_pass()
 
 

@@ -27,6 +27,8 @@ struct Pass {
     const Block* blocks;
 };
 
+constexpr int64_t SLAB = 256;  // rows whose inner numbers are kept at a time
+
 template <class T> class Run {
     const Pass& at;
     const int64_t rows = at.batch * at.nodes, wide_hidden = arranged<T>(at.hidden), wide_inner = arranged<T>(at.inner);
@@ -116,31 +118,32 @@ template <class T> class Run {
 #pragma omp barrier
     }
 
-    // Adds a layer's output to the residual stream.
-    void add(const Linear& layer, const number<T>* from, int thread, int threads) {
+    // Adds a layer's output for `count` rows to those of the residual stream from `first` on.
+    void add(const Linear& layer, const number<T>* from, int64_t first, int64_t count, int thread, int threads) {
         const Share share(at.hidden, OUTPUTS, thread, threads);
-        linear<T>(layer, from, rows, projected.data(), at.hidden, share.first, share.last);
-        for (int64_t r = 0; r < rows; r++)
+        linear<T>(layer, from, count, projected.data(), at.hidden, share.first, share.last);
+        for (int64_t r = 0; r < count; r++)
             for (int64_t i = share.first; i < share.last; i++) {
-                float& sum = stream[r * at.hidden + i];
+                float& sum = stream[(first + r) * at.hidden + i];
                 const float more = projected[r * at.hidden + i];
                 sum = rounded<T>(sum + (at.residual == 1 ? more : rounded<T>(more * at.residual)));
             }
 #pragma omp barrier
     }
 
-    void gate(const Block& block, int thread, int threads) {
+    void gate(const Block& block, int64_t first, int64_t count, int thread, int threads) {
         const Share share(at.inner, STEP<T>, thread, threads);
         float* gates = middle.data();
-        float* ups = middle.data() + rows * at.inner;
-        linear<T>(block.gate, x.data(), rows, gates, at.inner, share.first, share.last);
-        linear<T>(block.up, x.data(), rows, ups, at.inner, share.first, share.last);
-        for (int64_t r = 0; r < rows; r++) {
+        float* ups = middle.data() + count * at.inner;
+        const number<T>* from = x.data() + first * wide_hidden;
+        linear<T>(block.gate, from, count, gates, at.inner, share.first, share.last);
+        linear<T>(block.up, from, count, ups, at.inner, share.first, share.last);
+        for (int64_t r = 0; r < count; r++) {
             float* row = gates + r * at.inner;
             for (int64_t i = share.first; i < share.last; i += LANES) {
-                const int count = int(std::min<int64_t>(LANES, share.last - i));
-                const vf g = wide(row + i, count), s = g * sigmoid(g);
-                for (int j = 0; j < count; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
+                const int here = int(std::min<int64_t>(LANES, share.last - i));
+                const vf g = wide(row + i, here), s = g * sigmoid(g);
+                for (int j = 0; j < here; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
             }
             if (share.first < share.last) 
                 Row<T>::arrange(row + share.first, share.last - share.first, &gated[r * wide_inner + share.first]);
@@ -158,7 +161,8 @@ template <class T> class Run {
     explicit Run(const Pass& pass) : at(pass) {
         stream.resize(rows * at.hidden), x.resize(rows * std::max(wide_hidden, wide_queries));
         projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
-        gated.resize(rows * wide_inner), middle.resize(2 * rows * at.inner);
+        const int64_t slab = std::min(rows, SLAB);
+        gated.resize(slab * wide_inner), middle.resize(2 * slab * at.inner);
         query.resize(rows * queries), attended.resize(rows * queries);
     }
 
@@ -176,10 +180,13 @@ template <class T> class Run {
                 project({block->query, block->key, block->value}, x.data(), projected.data(), thread, threads);
                 place_heads(*block, thread, threads);
                 attend(*block, work, thread, threads);
-                add(block->output, x.data(), thread, threads);
+                add(block->output, x.data(), 0, rows, thread, threads);
                 norm_rows(block->mlp_norm, thread, threads);
-                gate(*block, thread, threads);
-                add(block->down, gated.data(), thread, threads);
+                for (int64_t first = 0; first < rows; first += SLAB) {
+                    const int64_t count = std::min(SLAB, rows - first);
+                    gate(*block, first, count, thread, threads);
+                    add(block->down, gated.data(), first, count, thread, threads);
+                }
                 if (block->tap) tap(block->tap, thread, threads);
             }
             const Share mine(rows, 1, thread, threads);
