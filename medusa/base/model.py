@@ -280,7 +280,8 @@ class BaseModel:
     def matrices(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
         embeddings, output = self._embeddings, self._output.matrices
-        if output is None or type(embeddings) is not nn.Embedding:
+        plain = type(embeddings) is nn.Embedding and type(embeddings.weight) is nn.Parameter
+        if output is None or not plain:
             return None
         return embeddings.weight, *output
 

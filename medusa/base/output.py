@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from medusa.cpu.native import NativeLinear, native_linear
+from medusa.cpu.native import is_plain, native_linear
 
 
 class OutputLayer:
@@ -44,9 +44,9 @@ class OutputLayer:
     def matrices(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias, where logits are their product and sum with the hidden state and no more."""
         layer = self._lm_head
-        if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, NativeLinear):
-            return None  # a quantised one, say
-        return (layer.weight, layer.bias) if self._scale == 1.0 and not self._cap else None
+        if not is_plain(layer) or self._scale != 1.0 or self._cap:
+            return None
+        return layer.weight, layer.bias
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V]."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from medusa.attention import TreePlan
 from medusa.cache import SlotCache
 from medusa.cpu import native
-from medusa.cpu.native import LinearStruct, NativeLinear
+from medusa.cpu.native import LinearStruct
 
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
@@ -218,8 +218,7 @@ def _norm(norm: Any, epsilon: float) -> Tensor | None:
 
 
 def _whole(linear: Any) -> _Pair:
-    plain = type(linear) in (nn.Linear, NativeLinear) and type(linear.weight) is nn.Parameter
-    if not plain or not linear.weight.is_contiguous():
+    if not native.is_plain(linear) or not linear.weight.is_contiguous():
         raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
     return linear.weight, linear.bias
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +124,16 @@ def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Mod
     return count
 
 
+def is_plain(layer: object) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer of plain weights: a subclass of either (quantised, say) computes something else."""
+    return type(layer) in (nn.Linear, NativeLinear) and type(layer.weight) is nn.Parameter  # type: ignore[attr-defined]
+
+
 def _plain(linear: nn.Linear) -> bool:
-    """Plain layers with plain weights on a CPU only: a subclass of either (quantised, say) computes something else."""
+    """Whether the kernel can take its place."""
     weight = linear.weight
-    plain = type(linear) is nn.Linear and type(weight) is nn.Parameter and weight.is_contiguous()
-    return plain and weight.device.type == "cpu" and weight.dtype in DTYPES
+    known = type(linear) is nn.Linear and is_plain(linear) and weight.is_contiguous()
+    return known and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -35,10 +35,11 @@ class RecurrentHeads(DraftHeads):
         if self.lm_heads is not None or vocabulary.matrices is None:
             return
         embeddings, weight, bias = vocabulary.matrices
+        if not RecurrentLevel.fits(embeddings, weight, bias, *self.blocks.parameters()):
+            return
         if self.draft_ids is not None:
             weight, bias = weight[self.draft_ids], None if bias is None else bias[self.draft_ids]
-        if RecurrentLevel.fits(embeddings, weight, bias, *self.blocks.parameters()):
-            self._level = RecurrentLevel(self.blocks, embeddings, weight, bias)
+        self._level = RecurrentLevel(self.blocks, embeddings, weight, bias)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""

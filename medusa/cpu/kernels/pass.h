@@ -145,7 +145,7 @@ template <class T> class Run {
                 const vf g = wide(row + i, here), s = g * sigmoid(g);
                 for (int j = 0; j < here; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
             }
-            if (share.first < share.last) 
+            if (share.first < share.last)
                 Row<T>::arrange(row + share.first, share.last - share.first, &gated[r * wide_inner + share.first]);
         }
 #pragma omp barrier
