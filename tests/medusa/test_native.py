@@ -270,3 +270,10 @@ def test_processors_that_have_less(flags):
     )
     assert done.returncode == 0, done.stdout[-2000:]
     assert "skipped" not in done.stdout
+
+
+def test_a_quantised_end_of_a_base_is_no_plain_matrix():
+    base, _ = tiny("llama", "exact")
+    assert base.matrices is not None
+    base.model.lm_head.weight = nn.Parameter(base.model.lm_head.weight.detach().as_subclass(Quantised))
+    assert base.matrices is None
