@@ -29,21 +29,22 @@ def gumbel_noise(seeds_B: Tensor, positions_BN: Tensor, vocab_size: int, stream:
         stream: Which of the independent streams.
     """
     tokens_V = torch.arange(vocab_size, device=positions_BN.device)
-    return -torch.log(-torch.log1p(-_uniform(_keys(seeds_B, positions_BN, stream)[:, :, None], tokens_V)))
+    return -torch.log(-torch.log1p(-_uniform(keys(seeds_B, positions_BN, stream)[:, :, None], tokens_V)))
 
 
 def uniform_noise(seeds_B: Tensor, positions_BN: Tensor, tokens_BN: Tensor, stream: int = CHANCE) -> Tensor:
     """Numbers [B, N] float32 uniform in (0, 1), one for each pair of a position and a token id."""
-    return _uniform(_keys(seeds_B, positions_BN, stream), tokens_BN)
+    return _uniform(keys(seeds_B, positions_BN, stream), tokens_BN)
 
 
-def _keys(seeds_B: Tensor, positions_BN: Tensor, stream: int) -> Tensor:
+def keys(seeds_B: Tensor, positions_BN: Tensor, stream: int = TEXT) -> Tensor:
+    """[B, N] int64 below 2^32: what the noise of all tokens at a position is keyed by."""
     seeds_B = _mix(seeds_B ^ 0x9E3779B9) ^ _mix((seeds_B >> 32) + 0x7F4A7C15)
     return _mix(seeds_B[:, None] ^ _mix(positions_BN ^ stream))
 
 
-def _uniform(keys: Tensor, tokens: Tensor) -> Tensor:
-    hashed = _mix(keys ^ _mix(tokens ^ 0xC2B2AE35))
+def _uniform(keyed: Tensor, tokens: Tensor) -> Tensor:
+    hashed = _mix(keyed ^ _mix(tokens ^ 0xC2B2AE35))
     # 1 would be noise of minus infinity, like a token that a filter removed.
     return ((hashed.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
 

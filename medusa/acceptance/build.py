@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from medusa.acceptance.logits import Adjustment, adjusted, warper
+from medusa.acceptance.logits import Adjustment, Warper, adjusted
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rules import greedy, sampling, speculative, typical
 from medusa.sampling import SamplingParams, Speculation
@@ -44,31 +44,29 @@ def build_rule(
         raise ValueError(
             f"acceptance {name!r} does not go with temperature {params.temperature}; greedy needs 0, others > 0"
         )
-    warping = (params.temperature, params.top_k, params.top_p, params.min_p)
+    warper = Warper(params.temperature, params.top_k, params.top_p, params.min_p)
     adjustment = Adjustment(params.biases, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return _rule(name, torch.device(device), warping, adjustment, speculation.epsilon, speculation.delta)
+    return _rule(name, torch.device(device), warper, adjustment, speculation.epsilon, speculation.delta)
 
 
 @lru_cache(maxsize=256)
 def _rule(
     name: str,
     device: torch.device,
-    warping: tuple[float, int, float, float],
+    warper: Warper,
     adjustment: Adjustment,
     epsilon: float,
     delta: float,
 ) -> BuiltRule:
-    process = warper(*warping)
     rule: Rule = greedy
     if name == "sampling":
-        rule = sampling(process)
+        rule = sampling(warper)
     elif name == "speculative":
-        rule = speculative(process)
+        rule = speculative(warper)
     elif name == "typical":
-        rule = typical(process, epsilon, delta)
+        rule = typical(warper, epsilon, delta)
     if adjustment != Adjustment():
         rule = adjusted(rule, adjustment, device)
-    _, top_k, top_p, min_p = warping
     penalty = adjustment._replace(bias=()) != Adjustment()
-    parts = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0, "penalty": penalty}
+    parts = {"top_k": warper.top_k > 0, "top_p": warper.top_p < 1, "min_p": warper.min_p > 0, "penalty": penalty}
     return BuiltRule(rule, ", ".join([name, *(part for part, used in parts.items() if used)]))

@@ -4,12 +4,11 @@ Legend: B batch, N tree nodes, V vocabulary, T tokens of the text so far.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 
 from medusa.acceptance.path import Rule, Verdict
 from medusa.state import DecodeState
@@ -26,48 +25,56 @@ def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def warper(temperature: float, top_k: int, top_p: float, min_p: float) -> Callable[[Tensor], Tensor]:
-    """transformers' warpers, in its order, on rows of any shape."""
-    warpers = LogitsProcessorList()
-    if top_k > 0:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(Nucleus(top_p))
-    if min_p > 0:
-        warpers.append(MinPLogitsWarper(min_p))
-    no_ids = torch.empty(0, dtype=torch.int64)
+class Warper(NamedTuple):
+    """What sampling settings make of logits: transformers' warpers, in its order, on rows of any shape."""
 
-    def process(logits: Tensor) -> Tensor:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Scores [..., V] in float32 at least; -inf for what is left out."""
+        warpers = LogitsProcessorList()
+        if self.top_k > 0:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(Nucleus(self.top_p))
+        if self.min_p > 0:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        logits = widened(logits)
         # The best is 0 and the others below: however low the temperature, none overflows to +inf.
-        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+        scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        no_ids = torch.empty(0, dtype=torch.int64)
         return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
 
-    return process
 
-
-class Nucleus(TopPLogitsWarper):
+class Nucleus(LogitsProcessor):
     """Top-p that looks at the likeliest tokens first: on a CPU sorting a vocabulary costs as much as a small model.
 
-    Rows whose nucleus is not among them are sorted whole. What becomes of a row depends on that row alone.
+    Tokens that are equally likely stay or go together. What becomes of a row depends on that row alone.
     """
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] with -inf outside of the smallest set of tokens that has the mass ``top_p``."""
-        if scores.device.type != "cpu" or scores.shape[-1] < LARGE:
-            return self._whole(input_ids, scores)
-        best_RK, tokens_RK = scores.topk(LIKELIEST)
-        mass_RK = (best_RK - scores.logsumexp(-1, keepdim=True)).exp()
-        likelier_RK = mass_RK.cumsum(-1) - mass_RK
-        best_RK = best_RK.masked_fill(likelier_RK >= self.top_p, -math.inf)
-        kept_RV = torch.full_like(scores, -math.inf).scatter_(-1, tokens_RK, best_RK)
-        wide_R = likelier_RK[:, -1] < self.top_p
-        if wide_R.any():
-            kept_RV[wide_R] = self._whole(input_ids, scores[wide_R])
-        return kept_RV
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
 
-    def _whole(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        kept: Tensor = super().__call__(input_ids, scores)
-        return kept
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, V] with -inf for tokens that are less likely than others which have the mass ``top_p``."""
+        few = scores.device.type == "cpu" and scores.shape[-1] >= LARGE
+        return scores.masked_fill(scores < self._floor(scores, LIKELIEST if few else scores.shape[-1]), -math.inf)
+
+    def _floor(self, scores_RV: Tensor, count: int) -> Tensor:
+        """[R, 1] the lowest score that stays, looked for among so many tokens first."""
+        whole = count == scores_RV.shape[-1]
+        best_RK = scores_RV.sort(descending=True).values if whole else scores_RV.topk(count).values
+        mass_RK = (best_RK - scores_RV.logsumexp(-1, keepdim=True)).exp()
+        likelier_RK = mass_RK.cumsum(-1) - mass_RK
+        floor_R1 = best_RK.masked_fill(likelier_RK >= self.top_p, math.inf).amin(-1, keepdim=True)
+        if not whole:
+            wide_R = likelier_RK[:, -1] < self.top_p
+            if wide_R.any():
+                floor_R1[wide_R] = self._floor(scores_RV[wide_R], scores_RV.shape[-1])
+        return floor_R1
 
 
 class Adjustment(NamedTuple):

@@ -3,45 +3,40 @@
 Legend: B batch, N tree nodes, V vocabulary, A longest path (depth of the draft + 1).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from medusa.acceptance.logits import widened
+from medusa.acceptance.logits import Warper
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rejection import first_accepted, rejection_chances
-from medusa.cpu.native import argmax
-from medusa.noise import CHANCE, gumbel_noise, uniform_noise
+from medusa.cpu import native
+from medusa.noise import CHANCE, gumbel_noise, keys, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft
-
-Process = Callable[[Tensor], Tensor]
-"""Logits [B, N, V] to processed logits: temperature, top-k, top-p, min-p."""
 
 
 def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
     """Lossless at temperature 0: a token is allowed iff it is the base's argmax after its parent."""
-    return _exact(draft, argmax(logits_BNV))
+    return _exact(draft, native.argmax(logits_BNV))
 
 
-def sampling(process: Process) -> Rule:
+def sampling(warper: Warper) -> Rule:
     """Lossless at temperature > 0: draw the base's own next token at every node; a child is allowed iff it equals it.
 
     The draw is Gumbel-max with noise keyed by (seed, absolute position, token id): the text is the one that plain
     sampling with the same seed writes, whatever was drafted.
 
     Args:
-        process: What the settings make of logits.
+        warper: What the settings make of logits.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        return _exact(draft, _draw(draft, process(widened(logits_BNV)), state))
+        return _exact(draft, _draw(draft, logits_BNV, state, warper))
 
     return rule
 
 
-def speculative(process: Process) -> Rule:
+def speculative(warper: Warper) -> Rule:
     """Lossless in distribution: a child x that was drawn from q is allowed with probability min(1, p(x) / q(x)).
 
     Children are tried in their order; after each refusal p becomes norm(max(0, p - q)), and the bonus token is drawn
@@ -52,42 +47,40 @@ def speculative(process: Process) -> Rule:
     Source: Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2023, trees).
 
     Args:
-        process: What the settings make of logits.
+        warper: What the settings make of logits.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        processed_BNV = process(widened(logits_BNV))
         if draft.probs is None:
-            return _exact(draft, _draw(draft, processed_BNV, state))
-        chances_BN, left_BNV = rejection_chances(draft, draft.probs, processed_BNV.softmax(-1))
+            return _exact(draft, _draw(draft, logits_BNV, state, warper))
+        chances_BN, left_BNV = rejection_chances(draft, draft.probs, warper(logits_BNV).softmax(-1))
         uniform_BN = uniform_noise(state.seeds, state.positions[:, None] + draft.depths, draft.tokens, CHANCE)
         edges_BN = first_accepted(draft, uniform_BN < chances_BN)
-        return Verdict(edges_BN, _draw(draft, left_BNV.log(), state))
+        return Verdict(edges_BN, _draw(draft, left_BNV.log(), state, Warper()))
 
     return rule
 
 
-def typical(process: Process, epsilon: float, delta: float) -> Rule:
+def typical(warper: Warper, epsilon: float, delta: float) -> Rule:
     """Lossy: a token x is allowed iff p(x) > min(epsilon, delta * exp(-H(p))) (paper section 2.3.1).
 
     H is the entropy in nats of the processed (temperature-scaled) distribution p after the parent. The output does not
     follow the base's distribution; bonus tokens are drawn from it as ``sampling`` does.
 
     Args:
-        process: What the settings make of logits.
+        warper: What the settings make of logits.
         epsilon: Hard threshold on the probability.
         delta: Factor on the entropy-dependent threshold.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        processed_BNV = process(widened(logits_BNV))
-        logprobs_BNV = torch.log_softmax(processed_BNV, -1)
+        logprobs_BNV = torch.log_softmax(warper(logits_BNV), -1)
         entropy_BN = torch.special.entr(logprobs_BNV.exp()).sum(-1)
         threshold_BN = torch.clamp(delta * torch.exp(-entropy_BN), max=epsilon)
         node_BNV = logprobs_BNV.gather(1, draft.parents[:, :, None].expand_as(logprobs_BNV))
         likelihood_BN = node_BNV.gather(2, draft.tokens[:, :, None])[:, :, 0]
         edges_BN = likelihood_BN.exp() > threshold_BN.gather(1, draft.parents)
-        return Verdict(edges_BN, _draw(draft, processed_BNV, state), likelihood_BN)
+        return Verdict(edges_BN, _draw(draft, logits_BNV, state, warper), likelihood_BN)
 
     return rule
 
@@ -97,11 +90,15 @@ def _exact(draft: Draft, target_BN: Tensor) -> Verdict:
     return Verdict(draft.tokens == target_BN.gather(1, draft.parents), target_BN)
 
 
-def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Tensor:
-    """One token [B, N] per node from softmax(logits), a pure function of (seed, position, logits)."""
-    # Nodes of one depth share a position, and with it the noise. Lossless acceptance needs that: where two drafters
-    # propose one path, draws of their own would let the deeper of two continuations win.
+def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState, warper: Warper) -> Tensor:
+    """One token [B, N] per node from what the settings make of the logits, a pure function of (seed, position, logits).
+
+    Nodes of one depth share a position, and with it the noise. Lossless acceptance needs that: where two drafters
+    propose one path, draws of their own would let the deeper of two continuations win.
+    """
+    if native.reads(logits_BNV):
+        return native.draw(logits_BNV, keys(state.seeds, state.positions[:, None] + 1 + draft.depths), *warper)
     ahead_A = torch.arange(1, draft.depth + 2, device=logits_BNV.device)
     noise_BAV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_A, logits_BNV.shape[-1])
     batch_B1 = torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None]
-    return (logits_BNV + noise_BAV[batch_B1, draft.depths]).argmax(-1)
+    return (warper(logits_BNV) + noise_BAV[batch_B1, draft.depths]).argmax(-1)

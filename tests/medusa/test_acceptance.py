@@ -191,7 +191,7 @@ def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(to
     found = Nucleus(top_p)(None, scores)
     expected = TopPLogitsWarper(top_p)(None, scores)
     assert torch.equal(found[1:], expected[1:])
-    assert found[0].isfinite().sum() == expected[0].isfinite().sum(), "of equal tokens any may stay"
+    assert found[0].isfinite().all(), "equal tokens stay together"
     alone = torch.cat([Nucleus(top_p)(None, row[None]) for row in scores.float()])
     assert torch.equal(Nucleus(top_p)(None, scores.float()), alone), "a row does not depend on others"
 

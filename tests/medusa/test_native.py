@@ -1,5 +1,6 @@
 """The C++ kernels: a linear layer, and a decoder's whole pass for families of the usual block."""
 
+import itertools
 import logging
 import os
 import subprocess
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 
 from medusa import BaseModel, HeadsConfig, build_heads
+from medusa.acceptance.logits import Warper
 from medusa.cpu import build
 from medusa.cpu.fused import FusedPass, UnusualBlockError
-from medusa.cpu.native import NativeLinear, argmax, available, move_rows, use_kernels
+from medusa.cpu.native import NativeLinear, argmax, available, draw, move_rows, use_kernels
 from medusa.engine.step import verify
 from medusa.heads.frozen import freeze
 from medusa.loading.self_test import choose_decoding, fuse
+from medusa.noise import gumbel_noise, keys
 from medusa.tree import Draft, Tree
 from tests.medusa.test_conformance import FAMILIES, tiny
 
@@ -73,6 +76,39 @@ def test_threads_change_no_bit(dtype):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def drawn(logits, warper, seed=7):
+    """By the kernel, and as the reference draws."""
+    seeds, positions = torch.tensor([seed]), torch.arange(logits.shape[1])[None]
+    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    return draw(logits, keys(seeds, positions), *warper), (warper(logits) + noise).argmax(-1)
+
+
+@pytest.mark.parametrize("columns", [5, 37, 1000, 49152])
+def test_tokens_are_those_that_filters_and_noise_choose(columns):
+    logits = torch.randn(1, 8, columns, generator=torch.Generator().manual_seed(0)) * 2
+    logits[:, 1, 1:] = -torch.inf
+    for warper in itertools.starmap(Warper, itertools.product((0.2, 0.8, 1.5), (0, 1, 5), (1, 0.9, 0.05), (0, 0.1))):
+        ours, reference = drawn(logits, warper)
+        assert torch.equal(ours, reference), warper
+
+
+def test_tokens_of_bfloat16_logits_are_drawn_and_equal_ones_stay_together():
+    logits = (torch.randn(1, 64, 997, generator=torch.Generator().manual_seed(0)) * 2).to(HALF)
+    for warper in (Warper(0.8), Warper(1.0, 20), Warper(1.0, 0, 0.9), Warper(1.0, 50, 0.5, 0.01)):
+        ours, reference = drawn(logits, warper)
+        assert torch.equal(ours, reference), warper
+    same = torch.zeros(1, 400, 3)
+    same[..., 2] = -1
+    assert set(drawn(same, Warper(1.0, 1))[0].flatten().tolist()) == {0, 1}
+
+
+def test_what_cannot_be_drawn_is_a_token_all_the_same():
+    for value in (torch.nan, torch.inf, -torch.inf):
+        row = torch.full((1, 1, 100), -1.0)
+        row[0, 0, 40:42] = value
+        assert drawn(row if value > 0 or value != value else torch.full_like(row, value), Warper(0.5, 3, 0.5))[0] <= 41
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -128,8 +128,12 @@ def test_a_bias_of_the_speculative_rule_is_seen(base, heads, law, monkeypatch, b
 
 
 def test_a_bias_of_the_sampling_rule_is_seen(base, heads, law, monkeypatch):
-    """Draws with 0.8 of the noise: a temperature that is too low."""
-    noise = rules.gumbel_noise
-    monkeypatch.setattr(rules, "gumbel_noise", lambda *arguments: 0.8 * noise(*arguments))
+    """A temperature that is too low."""
+    draw = rules._draw
+
+    def colder(draft, logits, state, warper):
+        return draw(draft, logits, state, warper._replace(temperature=0.8 * warper.temperature))
+
+    monkeypatch.setattr(rules, "_draw", colder)
     counts = two_grams(base, drafters(base, heads)["best"], make_rule("sampling", **SETTINGS))
     assert chi_square(counts, law) > LIMIT

@@ -1,4 +1,5 @@
 // What Python calls, see medusa/cpu/native.py.
+#include "draw.h"
 #include "heads.h"
 #include "pass.h"
 
@@ -52,32 +53,24 @@ extern "C" void medusa_move(int64_t buffers, char* const* memory, const int64_t*
             if (sources[r] != targets[r]) std::memmove(memory[b] + targets[r] * bytes[b], memory[b] + sources[r] * bytes[b], bytes[b]);
 }
 
-// The first column with the largest number of each row of x [rows, columns]; a NaN is larger than all, as in torch.
+// The first column with the largest number of each row of x [rows, columns].
 extern "C" void medusa_argmax(int half, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
-    const auto run = [&](const auto* numbers) {
-        const int64_t whole = columns / LANES * LANES;
 #pragma omp parallel for num_threads(threads)
-        for (int64_t r = 0; r < rows; r++) {
-            const auto* row = numbers + r * columns;
-            vf best = splat(-std::numeric_limits<float>::infinity()), sum = {};
-            for (int64_t i = 0; i < whole; i += LANES) {
-                const vf here = wide(row + i);
-                best = here > best ? here : best, sum += here * splat(0.f);
-            }
-            float most = -std::numeric_limits<float>::infinity(), nothing = 0;
-            for (int j = 0; j < LANES; j++) most = std::max(most, float(best[j])), nothing += sum[j];
-            for (int64_t i = whole; i < columns; i++) most = std::max(most, widen(row[i])), nothing += widen(row[i]) * 0;
-            // Infinities times zero are no numbers either, so only the search below tells.
-            int64_t found = 0;
-            if (nothing != nothing)
-                while (found < columns && widen(row[found]) == widen(row[found])) found++;
-            if (nothing == nothing || found == columns)
-                for (found = 0; found < columns && widen(row[found]) != most;) found++;
-            out[r] = std::min(found, columns - 1);
+    for (int64_t r = 0; r < rows; r++)
+        out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
+}
+
+extern "C" void medusa_draw(const Drawing* at) {
+#pragma omp parallel num_threads(int(at->threads))
+    {
+        Draw draw(*at);
+#pragma omp for schedule(dynamic)
+        for (int64_t r = 0; r < at->rows; r++) {
+            const int64_t from = r * at->columns;
+            const uint32_t key = uint32_t(at->keys[r]);
+            at->out[r] = at->half ? draw((const bf16*)at->logits + from, key) : draw((const float*)at->logits + from, key);
         }
-    };
-    if (half) run((const bf16*)x);
-    else run((const float*)x);
+    }
 }
 
 extern "C" void medusa_level(const Level* level) {
