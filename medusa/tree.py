@@ -10,7 +10,8 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from medusa.cpu import native, selection
 
 
 @dataclass(frozen=True)
@@ -92,65 +93,75 @@ class Draft:
     Attributes:
         tokens: [B, N] int64; column 0 holds the roots.
         parents: [B, N] int64 index of each node's parent, always smaller than the node's own; 0 for the root.
-        depths: [B, N] int64 edges from the root.
-        ancestors: [B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i.
         depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
         probs: [B, N, V] where tokens were drawn: row n is the distribution that node n's token was drawn from, given
             what was drawn before it; the root's row is not read. None where all tokens were chosen (one-hot rows).
         parts: Where rows drafted apart: which rows [b], and their own draft. See ``stack``.
+        straight: Every node's parent is the node before it.
     """
 
     tokens: Tensor
     parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
     depth: int
     probs: Tensor | None = None
     parts: tuple[tuple[Tensor, "Draft"], ...] = ()
+    straight: bool = False
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[B, N] int64 edges from the root."""
+        if self.straight:
+            return torch.arange(self.depth + 1, device=self.tokens.device).expand(self.tokens.shape)
+        if native.reads_indices(self.parents):
+            return selection.depths(self.parents)
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i."""
+        if self.straight:
+            index_N = torch.arange(self.depth + 1, device=self.tokens.device)
+            return (index_N[:, None] >= index_N).expand(len(self.tokens), -1, -1)
+        return ancestor_mask(self.parents, self.depth)
 
     @classmethod
     def stack(cls, parts: Sequence[tuple[Tensor, "Draft"]]) -> "Draft":
-        """One draft of rows that drafted apart; small trees are filled up with copies of the root that no path takes.
+        """One draft of rows that drafted apart; small trees are filled up with children of the root that no path takes.
 
         Args:
             parts: Which rows [b], and their draft; every row is in one of them. Distributions stay in the parts.
         """
         rows, nodes = sum(len(index) for index, _ in parts), max(part.tokens.shape[1] for _, part in parts)
         tokens_BN = parts[0][1].tokens.new_zeros(rows, nodes)
-        ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=tokens_BN.device).repeat(rows, 1, 1)
-        parents_BN, depths_BN = torch.zeros_like(tokens_BN), torch.zeros_like(tokens_BN)
+        parents_BN = torch.zeros_like(tokens_BN)
         for index, part in parts:
             size = part.tokens.shape[1]
             tokens_BN[index] = part.tokens[:, :1]
             tokens_BN[index, :size], parents_BN[index, :size] = part.tokens, part.parents
-            depths_BN[index, :size], ancestors_BNN[index, :size, :size] = part.depths, part.ancestors
         depth = max(part.depth for _, part in parts)
-        return cls(tokens_BN, parents_BN, depths_BN, ancestors_BNN, depth, parts=tuple(parts))
+        return cls(tokens_BN, parents_BN, depth, parts=tuple(parts))
 
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int, probs_BNV: Tensor | None = None) -> "Draft":
         """Trees given by the tokens and the parent of each node, of at most ``depth`` edges from root to leaf."""
-        depth, parents_BN = min(depth, tokens_BN.shape[1] - 1), parents_BN.to(tokens_BN.device)
-        ancestors_BNN = ancestor_mask(parents_BN, depth)
-        return cls(tokens_BN, parents_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, depth, probs_BNV)
+        return cls(tokens_BN, parents_BN.to(tokens_BN.device), min(depth, tokens_BN.shape[1] - 1), probs_BNV)
 
-    @cached_property
-    def linked(self) -> Tensor:
-        """[B, N] bool: the node stands one level below its parent, as it should; false for the root."""
-        return self.depths.gather(1, self.parents) + 1 == self.depths
+    @classmethod
+    def chain(cls, tokens_BT: Tensor) -> "Draft":
+        """A plain row of tokens, each the parent of the next: one token is plain decoding, many are a prefill."""
+        batch, length = tokens_BT.shape
+        parents_T = torch.arange(-1, length - 1, device=tokens_BT.device).clamp(min=0)
+        return cls(tokens_BT, parents_T.expand(batch, -1), length - 1, straight=True)
 
     def join(self, other: "Draft") -> "Draft":
         """Both trees of each sequence below their common root; the other's draft tokens stand behind all of ours."""
-        ours, theirs = self.tokens.shape[1], other.tokens.shape[1] - 1
-        parents_BM, ancestors_BMN = other.parents[:, 1:], other.ancestors[:, 1:]
-        ancestors_BMN = torch.cat([ancestors_BMN[..., :1], pad(ancestors_BMN[..., 1:], (ours - 1, 0))], dim=-1)
+        behind, parents_BM = self.tokens.shape[1] - 1, other.parents[:, 1:]
+        parents_BM = torch.where(parents_BM == 0, 0, parents_BM + behind)
         return Draft(
-            tokens=torch.cat([self.tokens, other.tokens[:, 1:]], dim=1),
-            parents=torch.cat([self.parents, torch.where(parents_BM == 0, 0, parents_BM + ours - 1)], dim=1),
-            depths=torch.cat([self.depths, other.depths[:, 1:]], dim=1),
-            ancestors=torch.cat([pad(self.ancestors, (0, theirs)), ancestors_BMN], dim=1),
-            depth=max(self.depth, other.depth),
-            probs=self._join_probs(other),
+            torch.cat([self.tokens, other.tokens[:, 1:]], dim=1),
+            torch.cat([self.parents, parents_BM], dim=1),
+            max(self.depth, other.depth),
+            self._join_probs(other),
         )
 
     def _join_probs(self, other: "Draft") -> Tensor | None:
@@ -163,16 +174,3 @@ class Draft:
             for draft in (self, other)
         )
         return torch.cat([ours, theirs[:, 1:]], dim=1)
-
-    @classmethod
-    def chain(cls, tokens_BT: Tensor) -> "Draft":
-        """A plain row of tokens, each the parent of the next: one token is plain decoding, many are a prefill."""
-        batch, length = tokens_BT.shape
-        index_T = torch.arange(length, device=tokens_BT.device)
-        return cls(
-            tokens=tokens_BT,
-            parents=(index_T - 1).clamp(min=0).expand(batch, -1),
-            depths=index_T.expand(batch, -1),
-            ancestors=(index_T[:, None] >= index_T).expand(batch, -1, -1),
-            depth=length - 1,
-        )

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa import BaseModel, MedusaModel
 from medusa.base import smollm2
-from medusa.drafters import Drafter
 from serve.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
@@ -82,26 +81,25 @@ def unpacked_copy(base: BaseModel) -> PreTrainedModel:
     return model.to(base.device).eval()
 
 
-def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
-    """transformers' own ``generate``, greedy, as anyone would call it."""
+def transformers_engine(model: PreTrainedModel, max_new_tokens: int, temperature: float = 0.0) -> Engine:
+    """transformers' own ``generate``, greedy or sampled, as anyone would call it."""
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
         ids = torch.tensor([prompt], device=model.device)
-        new: list[int] = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-        )[0, len(prompt) :].tolist()
+        new: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **how)[
+            0, len(prompt) :
+        ].tolist()
         return new, len(new)
 
     return run
 
 
-def medusa_engine(
-    model: MedusaModel, max_new_tokens: int, nodes: int | None = None, drafter: str | Drafter | None = None
-) -> Engine:
-    """Our decoding, greedy; ``nodes=1`` is plain decoding."""
+def medusa_engine(model: MedusaModel, max_new_tokens: int, **options: Any) -> Engine:
+    """Our decoding with these options of ``generate``, greedy without any; ``nodes=1`` is plain decoding."""
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
-        output = model.generate(prompt, max_new_tokens=max_new_tokens, nodes=nodes, drafter=drafter)
+        output = model.generate(prompt, max_new_tokens=max_new_tokens, **options)
         return output.tokens, output.steps
 
     return run

@@ -35,7 +35,8 @@ def show(base: str, figures: dict[str, Any]) -> None:
     from rich.table import Table
 
     engine = f"{figures['dtype']}, {'fused pass, ' if figures['fused'] else ''}{figures['threads']} threads"
-    table = Table(title=f"{base}: {figures['prompts']} prompts, greedy, {engine}")
+    rule = f"temperature {figures['temperature']}" if figures.get("temperature") else "greedy"
+    table = Table(title=f"{base}: {figures['prompts']} prompts, {rule}, {engine}")
     for heading in ("decoding", "tokens/s", "tokens per step", "over plain", "over transformers"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
     over = figures["plain_speedup_over_transformers"]

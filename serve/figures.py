@@ -22,9 +22,14 @@ SAMPLE_CHARACTERS = 60
 
 
 def measure(
-    model: MedusaModel, prompts: Sequence[list[int]], kinds: Mapping[str, Sequence[int]], rounds: int, new_tokens: int
+    model: MedusaModel,
+    prompts: Sequence[list[int]],
+    kinds: Mapping[str, Sequence[int]],
+    rounds: int,
+    new_tokens: int,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """Decode held-out prompts greedily in all ways, alternated; all sides hold the same weights in the same dtype.
+    """Decode held-out prompts in all ways, alternated; all sides hold the same weights in the same dtype.
 
     Args:
         model: The base with its heads.
@@ -32,6 +37,7 @@ def measure(
         kinds: Groups of prompts, by index.
         rounds: Measured repetitions; medians count.
         new_tokens: Limit per answer.
+        temperature: 0 = greedy; above, ours are sampled with one seed, so that their tokens can be compared.
 
     Returns:
         Values for JSON: speeds in tokens per second over whole calls, tokens per step, and how many outputs of each
@@ -39,9 +45,9 @@ def measure(
     """
     base = model.base
     engines = {
-        "transformers": transformers_engine(unpacked_copy(base), new_tokens),
-        "plain": medusa_engine(model, new_tokens, nodes=1),
-        **{name: medusa_engine(model, new_tokens, drafter=name) for name in LABELS},
+        "transformers": transformers_engine(unpacked_copy(base), new_tokens, temperature),
+        "plain": medusa_engine(model, new_tokens, nodes=1, temperature=temperature),
+        **{name: medusa_engine(model, new_tokens, drafter=name, temperature=temperature) for name in LABELS},
     }
     timings = compare(engines, prompts, rounds, shown=True)
     plain, transformers = timings["plain"], timings["transformers"]
@@ -60,7 +66,7 @@ def measure(
             "count": drafters[default]["identical_outputs"],
             "total": len(prompts),
             "dtype": str(base.dtype).removeprefix("torch."),
-            "against": "plain greedy",
+            "against": f"plain at temperature {temperature}" if temperature else "plain greedy",
         },
         "drafters": drafters,
         "rates": {name: [round(rate, 1) for rate in timing.rates] for name, timing in timings.items()},
@@ -69,6 +75,7 @@ def measure(
         "max_new_tokens": new_tokens,
         "rounds": rounds,
         "nodes": "auto",
+        "temperature": temperature,
         "dtype": str(base.dtype).removeprefix("torch."),
         "fused": base.fused,
         "device": str(base.device),

@@ -49,6 +49,7 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
     text = "a question file of Spec-Bench or MT-bench, with --count questions of each category"
     add("--questions", metavar="FILE", help=f"{text} (default: held-out prompts of the repository)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default: 0, greedy)")
     _add_lengths(command, count=24)
     _add_rounds(command, rounds=3)
     _add_place(command)

@@ -43,7 +43,7 @@ def _compare(options: argparse.Namespace) -> None:
         prompts, kinds = file_questions(model, options.questions, options.count)
     else:
         prompts, kinds = chat_questions(model, options.count)
-    figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens)
+    figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens, options.temperature)
     if options.json:
         write_json(Path(options.json), figures)
     show(model.base.name, figures)

@@ -30,7 +30,7 @@ def measure_nodes(
         The report's own part: a row per way, and how auto stands beside plain decoding and the best size.
     """
     ways: dict[str, int | None] = {"plain": 1, "auto": None} | {str(n): n for n in sorted(set(sizes)) if n > 1}
-    engines = {name: medusa_engine(model, max_new_tokens, nodes, drafter) for name, nodes in ways.items()}
+    engines = {name: medusa_engine(model, max_new_tokens, nodes=nodes, drafter=drafter) for name, nodes in ways.items()}
     timings = compare(engines, prompts, rounds, shown=True)
     fixed = [name for name in ways if name != "auto"]
     best = max(fixed, key=lambda name: timings[name].tokens_per_second)

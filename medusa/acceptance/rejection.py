@@ -30,8 +30,7 @@ def rejection_chances(draft: Draft, draft_probs_BNV: Tensor, target_probs_BNV: T
     chances = [torch.zeros_like(left_BNV[:, 0, 0])]
     for node in range(1, draft.tokens.shape[1]):
         parent_B1V = draft.parents[:, node, None, None].expand_as(left_BNV[:, :1])
-        # A node that lost its parent was not drawn there: it is never tried.
-        q_BV = torch.where(draft.linked[:, node, None], draft_probs_BNV[:, node], 0.0)
+        q_BV = draft_probs_BNV[:, node]
         p_BV = left_BNV.gather(1, parent_B1V)[:, 0]
         p_B, q_B = (probs_BV.gather(1, draft.tokens[:, node, None])[:, 0] for probs_BV in (p_BV, q_BV))
         chances.append(torch.where(q_B > 0, p_B / q_B, 0.0).clamp(max=1.0))

@@ -9,7 +9,7 @@ from torch import Tensor
 from medusa.acceptance.logits import Warper
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rejection import first_accepted, rejection_chances
-from medusa.cpu import native
+from medusa.cpu import native, selection
 from medusa.noise import CHANCE, gumbel_noise, keys, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -17,7 +17,7 @@ from medusa.tree import Draft
 
 def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
     """Lossless at temperature 0: a token is allowed iff it is the base's argmax after its parent."""
-    return _exact(draft, native.argmax(logits_BNV))
+    return _exact(draft, selection.argmax(logits_BNV))
 
 
 def sampling(warper: Warper) -> Rule:
@@ -97,7 +97,7 @@ def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState, warper: Warper) 
     propose one path, draws of their own would let the deeper of two continuations win.
     """
     if native.reads(logits_BNV):
-        return native.draw(logits_BNV, keys(state.seeds, state.positions[:, None] + 1 + draft.depths), *warper)
+        return selection.draw(logits_BNV, keys(state.seeds, state.positions[:, None] + 1 + draft.depths), *warper)
     ahead_A = torch.arange(1, draft.depth + 2, device=logits_BNV.device)
     noise_BAV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_A, logits_BNV.shape[-1])
     batch_B1 = torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None]

@@ -37,16 +37,6 @@ class LinearStruct(ctypes.Structure):
         return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
 
 
-class _Drawing(ctypes.Structure):
-    """``Drawing`` of draw.h."""
-
-    _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("half", "threads", "rows", "columns", "top_k")],
-        *[(name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")],
-        *[(name, ctypes.c_void_p) for name in ("logits", "keys", "out")],
-    ]
-
-
 @cache
 def kernels() -> ctypes.CDLL:
     """The library, built where that has not been done yet.
@@ -63,6 +53,8 @@ def kernels() -> ctypes.CDLL:
         "pass": [pointer],
         "level": [pointer],
         "draw": [pointer],
+        "select_path": [pointer],
+        "depths": [number, number, pointer, pointer],
     }
     for name, types in arguments.items():
         function = getattr(library, f"medusa_{name}")
@@ -152,50 +144,9 @@ def reads(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in DTYPES and available()
 
 
-def argmax(x: Tensor) -> Tensor:
-    """``x.argmax(-1)`` of x [..., V]: the first of the largest; by the kernel where it can, several times as fast."""
-    if not reads(x):
-        return x.argmax(-1)
-    out: Tensor = torch.ops.medusa.argmax(x)
-    return out
-
-
-def _argmax(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty(x.shape[:-1], dtype=torch.int64)
-    kernels().medusa_argmax(
-        x.dtype == torch.bfloat16, torch.get_num_threads(), out.numel(), x.shape[-1], x.data_ptr(), out.data_ptr()
-    )
-    return out
-
-
-def draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """One token per row of logits [..., V] that the kernels read: the best after filters and Gumbel noise, int64 [...].
-
-    The noise is that of ``medusa.noise`` and the filters are those of ``medusa.acceptance.logits.Warper``; tokens that
-    are equally likely stay or go together.
-
-    Args:
-        logits: [..., V] in a dtype that ``reads`` knows, on a CPU.
-        keys: int64 [...], ``medusa.noise.keys`` of each row.
-        temperature: Above 0.
-        top_k: 0 = all.
-        top_p: 1 = all.
-        min_p: 0 = all.
-    """
-    out: Tensor = torch.ops.medusa.draw(logits, keys, temperature, top_k, top_p, min_p)
-    return out
-
-
-def _draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    logits, keys, out = logits.contiguous(), keys.contiguous(), torch.empty(logits.shape[:-1], dtype=torch.int64)
-    drawing = _Drawing(
-        half=logits.dtype == torch.bfloat16, threads=torch.get_num_threads(), rows=out.numel(),
-        columns=logits.shape[-1], top_k=top_k, temperature=temperature, top_p=top_p, min_p=min_p,
-        logits=logits.data_ptr(), keys=keys.data_ptr(), out=out.data_ptr(),
-    )  # fmt: skip
-    kernels().medusa_draw(ctypes.byref(drawing))
-    return out
+def reads_indices(*tensors: Tensor) -> bool:
+    """Whether the kernels walk trees of these indices: int64 on a CPU."""
+    return all(x.device.type == "cpu" and x.dtype == torch.int64 for x in tensors) and available()
 
 
 def move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
@@ -224,10 +175,8 @@ def _move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> N
 
 
 # Operators, so that profilers and whoever else listens to torch see them.
-_library = torch.library.Library("medusa", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.define("argmax(Tensor x) -> Tensor")
-_library.define("draw(Tensor x, Tensor keys, float temperature, int top_k, float top_p, float min_p) -> Tensor")
-_library.define("move_rows(Tensor(a!)[] buffers, Tensor sources, Tensor targets) -> ()")
-for _function in (_linear, _argmax, _draw, _move_rows):
-    _library.impl(_function.__name__[1:], _function, "CPU")
+LIBRARY = torch.library.Library("medusa", "FRAGMENT")
+LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define("move_rows(Tensor(a!)[] buffers, Tensor sources, Tensor targets) -> ()")
+for _function in (_linear, _move_rows):
+    LIBRARY.impl(_function.__name__[1:], _function, "CPU")

@@ -42,7 +42,7 @@ class MixedRule:
 
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         """See ``Rule``. Where one child at most can be right, all paths are equally likely."""
-        edges_BN, bonus_BN = torch.zeros_like(draft.linked), torch.zeros_like(draft.tokens)
+        edges_BN, bonus_BN = torch.zeros_like(draft.tokens, dtype=torch.bool), torch.zeros_like(draft.tokens)
         likelihood_BN = torch.zeros(draft.tokens.shape, device=draft.tokens.device)
         for group, (rows, part) in zip(self._groups, draft.parts, strict=True):
             size = part.tokens.shape[1]

@@ -1,5 +1,6 @@
 """Inputs for attention backends and what must come out, computed row by row in float64."""
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import product
 
@@ -113,9 +114,7 @@ def make(case: Case, dtype: torch.dtype, poison: float = float("nan"), device: s
         views.append(buffer.to(device, dtype)[:batch, :kv_length].transpose(1, 2))
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
     draft = make_draft(case.shape, batch, case.nodes, generator, device)
-    draft = Draft(
-        *(getattr(draft, name).to(device) for name in ("tokens", "parents", "depths", "ancestors")), draft.depth
-    )
+    draft = dataclasses.replace(draft, tokens=draft.tokens.to(device), parents=draft.parents.to(device))
     scoring = Scoring(case.dim**-0.5, case.window, case.softcap, sinks)
     lengths = torch.tensor(case.lengths, device=device)
     return Layer(draft, lengths, query_BNHD.to(device, dtype).transpose(1, 2), views[0], views[1], scoring)

@@ -1,12 +1,13 @@
 """What a base may do wrong over tree rows, in all layers or in one, and what is only rounded differently."""
 
+import dataclasses
+
 import torch
 
 from medusa.attention import Scoring, hook
 from medusa.attention.backends import build
 from medusa.attention.contract import TreePlan
 from medusa.cache import SlotLayer
-from medusa.tree import Draft
 
 NODES = 5
 """Nodes of the check's tree: the passes before it are right."""
@@ -57,8 +58,8 @@ def plant(monkeypatch, base, kind: str, layers=None) -> None:
 
 def changed(plan: TreePlan, ancestors) -> TreePlan:
     """The same plan with other ancestors, for the reference, which reads these and not the parents."""
-    draft = plan.draft
-    draft = Draft(draft.tokens, draft.parents, draft.depths, ancestors, draft.depth)
+    draft = dataclasses.replace(plan.draft)
+    draft.__dict__["ancestors"] = ancestors
     return TreePlan(draft, plan.lengths, plan.kv_length, build("reference", plan.lengths.device), plan.spans)
 
 

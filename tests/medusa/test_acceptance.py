@@ -6,7 +6,6 @@ from transformers import TopPLogitsWarper
 
 from medusa.acceptance import Verdict, greedy, select_path
 from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
-from medusa.acceptance.rejection import rejection_chances
 from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
@@ -35,37 +34,6 @@ def test_an_accepted_edge_below_a_refused_one_does_not_count():
     accepted = select_path(draft, Verdict(torch.tensor([[True, False, True]]), torch.tensor([[7, 8, 9]])))
     assert accepted.counts.tolist() == [1]
     assert accepted.tokens[0, 0].item() == 7
-
-
-def test_a_node_without_its_parent_is_never_accepted():
-    """A broken drafter may lose a parent (index 0 stands in for it); the text must not notice."""
-    draft = Draft(
-        tokens=torch.tensor([[9, 1, 2]]),
-        parents=torch.tensor([[0, 0, 0]]),
-        depths=torch.tensor([[0, 2, 1]]),
-        ancestors=torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]]),
-        depth=2,
-    )
-    accepted = select_path(draft, Verdict(torch.tensor([[True, True, False]]), torch.tensor([[7, 8, 9]])))
-    assert accepted.counts.tolist() == [1]
-    assert accepted.tokens[0, 0].item() == 7
-
-
-def test_a_node_without_its_parent_is_never_tried():
-    """It was not drawn where it seems to hang: the law there must not change."""
-    draft = Draft(
-        tokens=torch.tensor([[9, 1, 2]]),
-        parents=torch.tensor([[0, 0, 0]]),
-        depths=torch.tensor([[0, 2, 1]]),
-        ancestors=torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]]),
-        depth=2,
-    )
-    target, probs = torch.rand(2, 1, 3, 10, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    chances, left = rejection_chances(draft, probs, target)
-    expected = (target[0, 0] - probs[0, 2]).clamp(min=0)
-    assert chances[0].tolist() == [0, 0, min(1, target[0, 0, 2] / probs[0, 2, 2])]
-    torch.testing.assert_close(left[0, 0], expected / expected.sum())
-    torch.testing.assert_close(left[0, 1:], target[0, 1:])
 
 
 def test_among_equally_deep_paths_the_likelier_wins():

@@ -59,8 +59,8 @@ def drawn_drafts(parents, kinds):
         weights = weights * laws[-1].gather(1, tokens[:, node, None])[:, 0]
     draft = Draft.of(tokens, torch.tensor(parents).expand_as(tokens), 2, torch.stack(laws, dim=1))
     possible = weights > 0
-    fields = (draft.tokens, draft.parents, draft.depths, draft.ancestors)
-    return Draft(*(field[possible] for field in fields), draft.depth, draft.probs[possible]), weights[possible]
+    fields = (draft.tokens[possible], draft.parents[possible], draft.depth, draft.probs[possible])
+    return Draft(*fields), weights[possible]
 
 
 def add_emitted(law, base, accepted, weights):

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from medusa import BaseModel, HeadsConfig, build_heads
+from medusa.acceptance import Verdict, select_path
 from medusa.acceptance.logits import Warper
-from medusa.cpu import build
+from medusa.cpu import build, native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
-from medusa.cpu.native import NativeLinear, argmax, available, draw, move_rows, use_kernels
+from medusa.cpu.native import NativeLinear, available, move_rows, use_kernels
+from medusa.cpu.selection import argmax, draw
 from medusa.engine.step import verify
 from medusa.heads.frozen import freeze
 from medusa.loading.self_test import choose_decoding, fuse
@@ -109,6 +111,26 @@ def test_what_cannot_be_drawn_is_a_token_all_the_same():
         row = torch.full((1, 1, 100), -1.0)
         row[0, 0, 40:42] = value
         assert drawn(row if value > 0 or value != value else torch.full_like(row, value), Warper(0.5, 3, 0.5))[0] <= 41
+
+
+@pytest.mark.parametrize("likelihood", [False, True])
+def test_the_accepted_path_is_that_of_the_reference(monkeypatch, likelihood):
+    generator = torch.Generator().manual_seed(0)
+    for nodes in (1, 2, 5, 9, 33):
+        parents = torch.stack([torch.randint(max(n, 1), (40,), generator=generator) for n in range(nodes)], dim=1)
+        tokens, bonus = torch.randint(50, (2, 40, nodes), generator=generator)
+        edges = torch.rand(40, nodes, generator=generator) < 0.6
+        likely = torch.rand(40, nodes, generator=generator).log() if likelihood else None
+        found = []
+        for available_here in (True, False):
+            monkeypatch.setattr(native, "reads_indices", lambda *_, here=available_here: here)
+            draft = Draft.of(tokens, parents, nodes)
+            found.append((draft.depths, select_path(draft, Verdict(edges, bonus, likely))))
+        (our_depths, ours), (depths, reference) = found
+        assert torch.equal(our_depths, depths)
+        assert all(torch.equal(getattr(ours, x), getattr(reference, x)) for x in ("path", "counts", "leaf", "bonus"))
+        for row, count in enumerate(ours.counts.tolist()):
+            assert torch.equal(ours.tokens[row, :count], reference.tokens[row, :count])
 
 
 def test_rows_that_do_not_fit_are_refused():

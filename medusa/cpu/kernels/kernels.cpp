@@ -2,6 +2,7 @@
 #include "draw.h"
 #include "heads.h"
 #include "pass.h"
+#include "tree.h"
 
 // shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
 // query [batch, head, node], key and value [batch, head, row]. The output is [batch, node, head, Dv], contiguous.
@@ -43,6 +44,15 @@ extern "C" void medusa_linear(int half, int threads, const Linear* layer, int64_
 extern "C" void medusa_pass(const Pass* pass) {
     if (pass->half) Run<bf16>{*pass}();
     else Run<float>{*pass}();
+}
+
+extern "C" void medusa_select_path(const Verdict* at) {
+    for (int64_t b = 0; b < at->batch; b++) select_path(*at, b);
+}
+
+extern "C" void medusa_depths(int64_t batch, int64_t nodes, const int64_t* parents, int64_t* out) {
+    for (int64_t b = 0; b < batch; b++, parents += nodes, out += nodes)
+        for (int64_t n = 0; n < nodes; n++) out[n] = n ? out[parents[n]] + 1 : 0;
 }
 
 // Moves rows of so many buffers; no row's target stands behind its source, and sources ascend.

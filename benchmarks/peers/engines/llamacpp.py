@@ -1,0 +1,34 @@
+"""llama.cpp, through llama-cpp-python."""
+
+from itertools import islice
+
+import llama_cpp
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from loop import Complete, serve
+
+
+def load(file: str, mode: str) -> Complete:
+    """``plain`` or ``prompt-lookup``; one prompt after the other."""
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=2) if mode == "prompt-lookup" else None  # 2: as it says for CPUs
+    model = llama_cpp.Llama(
+        file,
+        n_ctx=2048,
+        n_batch=512,
+        n_threads=2,
+        n_threads_batch=2,
+        draft_model=lookup,
+        logits_all=lookup is not None,
+        verbose=False,
+    )
+
+    def complete(prompts: list[list[int]], new: int) -> list[list[int]]:
+        outputs = []
+        for prompt in prompts:
+            model.reset()
+            outputs.append(list(islice(model.generate(prompt, temp=0.0, top_k=1), new)))
+        return outputs
+
+    return complete
+
+
+serve(load)

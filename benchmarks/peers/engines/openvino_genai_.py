@@ -1,0 +1,31 @@
+"""OpenVINO GenAI."""
+
+import numpy
+import openvino
+import openvino_genai
+from loop import Complete, serve
+
+
+def load(directory: str, mode: str) -> Complete:
+    """``plain`` or ``prompt-lookup``; one prompt after the other."""
+    how = {"prompt_lookup": True} if mode == "prompt-lookup" else {}
+    pipeline = openvino_genai.LLMPipeline(
+        directory, "CPU", INFERENCE_NUM_THREADS=2, INFERENCE_PRECISION_HINT="bf16", **how
+    )
+
+    def complete(prompts: list[list[int]], new: int) -> list[list[int]]:
+        config = openvino_genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+        if how:
+            config.num_assistant_tokens, config.max_ngram_size = 5, 3
+        outputs = []
+        for prompt in prompts:
+            ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
+            mask = openvino.Tensor(numpy.ones((1, len(prompt)), dtype=numpy.int64))
+            answer = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config)
+            outputs.append([int(token) for token in answer.tokens[0]])
+        return outputs
+
+    return complete
+
+
+serve(load)
