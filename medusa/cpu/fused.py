@@ -6,7 +6,7 @@ A family is recognised by its modules; that it computes what they do is for the 
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from medusa.attention import TreePlan
 from medusa.cache import SlotCache
 from medusa.cpu import native
+from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
 
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -28,8 +29,20 @@ POSITIONS = 1024
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
-_Pair = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
+class _Weights(NamedTuple):
+    """A linear layer, or rows of one."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    inputs: int
+
+    def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
+        """Its rows as layers of their own."""
+        weights, biases, scales = (
+            [None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in self[:3]
+        )
+        return [_Weights(*part, self.inputs) for part in zip(weights, biases, scales, strict=True)]
 
 
 class _Block(ctypes.Structure):
@@ -45,8 +58,8 @@ class _Pass(ctypes.Structure):
         *[
             (name, _INT)
             for name in (
-                "half", "threads", "batch", "nodes", "hidden", "inner", "heads", "kv_heads", "dim", "rotated", "layers",
-                "capacity", "width", "parents_b",
+                "half", "int8", "threads", "batch", "nodes", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
+                "layers", "capacity", "width", "parents_b",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual")],
@@ -84,6 +97,7 @@ class FusedPass:
         layers = list(decoder.layers)
         self._shape, self._alive = _shape(decoder, layers[0]), list[Tensor]()
         self._dtype = decoder.norm.weight.dtype
+        self._int8 = isinstance(layers[0].mlp.down_proj, Int8Linear)
         self._blocks = (_Block * len(layers))(*[self._read(layer) for layer in layers])
         for place, layer in enumerate(self._taps):
             self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
@@ -111,8 +125,8 @@ class FusedPass:
         native.kernels().medusa_pass(
             ctypes.byref(
                 _Pass(
-                    half=self._dtype == torch.bfloat16, threads=torch.get_num_threads(), batch=batch, nodes=nodes,
-                    layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
+                    half=self._dtype == torch.bfloat16, int8=self._int8, threads=torch.get_num_threads(), batch=batch,
+                    nodes=nodes, layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
                     parents_b=parents.stride(0), lengths=lengths.data_ptr(), parents=parents.data_ptr(),
                     positions=positions.data_ptr(), cosines=cosines.data_ptr(), sines=sines.data_ptr(),
                     rotated=cosines.shape[-1], norm=self._decoder.norm.weight.data_ptr(),
@@ -134,12 +148,12 @@ class FusedPass:
         queries, keys = shape["heads"] * shape["dim"], shape["kv_heads"] * shape["dim"]
         joined = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")
         heads = (
-            _parts(attention.qkv_proj, (queries, keys, keys))
+            _whole(attention.qkv_proj).parts((queries, keys, keys))
             if joined[0]
             else [_whole(getattr(attention, f"{name}_proj")) for name in "qkv"]
         )
         gated = (
-            _parts(mlp.gate_up_proj, (shape["inner"], shape["inner"]))
+            _whole(mlp.gate_up_proj).parts((shape["inner"], shape["inner"]))
             if joined[1]
             else [_whole(mlp.gate_proj), _whole(mlp.up_proj)]
         )
@@ -151,17 +165,20 @@ class FusedPass:
             )
         ]  # fmt: skip
         linears = [*heads, _whole(attention.o_proj), *gated, _whole(mlp.down_proj)]
-        for (weight, _), size in zip(heads, (queries, keys, keys), strict=True):
-            if weight.shape != (size, shape["hidden"]):
+        for head, size in zip(heads, (queries, keys, keys), strict=True):
+            if (len(head.weight), head.inputs) != (size, shape["hidden"]):
                 raise UnusualBlockError("its heads are not those of the other layers")
-        tensors = [tensor for pair in linears for tensor in pair] + norms
-        if any(tensor is not None and tensor.dtype != self._dtype for tensor in tensors):
+        plain = [tensor for one in linears for tensor in (one.bias, None if self._int8 else one.weight)] + norms
+        if any(tensor is not None and tensor.dtype != self._dtype for tensor in plain):
             raise UnusualBlockError("its weights are of several dtypes")
+        if any((one.scales is not None) != self._int8 for one in linears):
+            raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
         if any(norm is not None and norm.numel() != shape["dim"] for norm in norms[2:]):
             raise UnusualBlockError("it norms queries and keys over all heads")
+        tensors = [*(tensor for one in linears for tensor in one[:3]), *norms]
         self._alive += [tensor.detach() for tensor in tensors if tensor is not None]  # where a module moves, it stays
         return _Block(
-            *(LinearStruct.of(*pair) for pair in linears),
+            *(LinearStruct.of(*one) for one in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms),
         )
 
@@ -190,7 +207,7 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
         raise UnusualBlockError("its norms or heads are of another kind")
     return {
         "hidden": config.hidden_size,
-        "inner": _whole(layer.mlp.down_proj)[0].shape[1],
+        "inner": _whole(layer.mlp.down_proj).inputs,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "dim": dim,
@@ -217,14 +234,9 @@ def _norm(norm: Any, epsilon: float) -> Tensor | None:
     return weight
 
 
-def _whole(linear: Any) -> _Pair:
+def _whole(linear: Any) -> _Weights:
+    if isinstance(linear, Int8Linear):
+        return _Weights(linear.rounded, linear.bias, linear.scales, linear.in_features)
     if not native.is_plain(linear) or not linear.weight.is_contiguous():
         raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
-    return linear.weight, linear.bias
-
-
-def _parts(linear: Any, sizes: Sequence[int]) -> list[_Pair]:
-    """Rows of one layer as layers of their own."""
-    weight, bias = _whole(linear)
-    biases = [None] * len(sizes) if bias is None else bias.split(list(sizes))
-    return list(zip(weight.split(list(sizes)), biases, strict=True))
+    return _Weights(linear.weight, linear.bias, None, linear.in_features)

@@ -28,13 +28,17 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
     ]  # fmt: skip
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "LinearStruct":
-        """The layer of these tensors, which must outlive it."""
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, inputs: int | None = None
+    ) -> "LinearStruct":
+        """The layer of these tensors, which must outlive it; of 8 bits with ``scales`` (``medusa.cpu.int8``)."""
         assert weight.stride(1) == 1 and weight.stride(0) == weight.shape[1], "rows of a weight follow each other"
-        return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+        bias_at, scales_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, scales))
+        return cls(weight.data_ptr(), bias_at, len(weight), inputs or weight.shape[1], scales_at)
 
 
 @cache
@@ -87,16 +91,16 @@ class NativeLinear(nn.Linear):
         return out
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    if scales is None and (x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]):
         raise RuntimeError(
             f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
         )
     x, rows = x.contiguous(), x.shape[:-1].numel()
     out = x.new_empty(*x.shape[:-1], len(weight))
     kernels().medusa_linear(
-        x.dtype == torch.bfloat16, torch.get_num_threads(), LinearStruct.of(weight, bias), rows, x.data_ptr(),
-        out.data_ptr(),
+        x.dtype == torch.bfloat16, torch.get_num_threads(), LinearStruct.of(weight, bias, scales, x.shape[-1]), rows,
+        x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -176,7 +180,7 @@ def _move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> N
 
 # Operators, so that profilers and whoever else listens to torch see them.
 LIBRARY = torch.library.Library("medusa", "FRAGMENT")
-LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales=None) -> Tensor")
 LIBRARY.define("move_rows(Tensor(a!)[] buffers, Tensor sources, Tensor targets) -> ()")
 for _function in (_linear, _move_rows):
     LIBRARY.impl(_function.__name__[1:], _function, "CPU")

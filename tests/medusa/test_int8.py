@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from medusa import BaseModel, MedusaModel
-from medusa.cpu.int8 import Int8Linear, available, round_linears
-from medusa.loading.self_test import choose_decoding
+from medusa.cpu.int8 import GROUP, Int8Linear, round_linears
+from medusa.cpu.native import available
+from medusa.loading.self_test import choose_decoding, fuse
 
 pytestmark = pytest.mark.skipif(not available(), reason="no int8 kernels on this machine")
 
@@ -24,6 +25,32 @@ def test_rounding_is_close_and_rows_do_not_know_each_other(dtype):
         assert torch.equal(Int8Linear(linear)(torch.zeros(1, 384, dtype=dtype))[0], linear.bias)
 
 
+def test_every_group_of_a_row_is_rounded_by_its_own_largest_number():
+    """A number a thousand times the others costs those of its own group only."""
+    torch.manual_seed(0)
+    linear, row = nn.Linear(4 * GROUP, 50, bias=False), torch.randn(1, 4 * GROUP)
+    linear.weight.data[:, :GROUP] = 0.0
+    with torch.inference_mode():
+        expected = Int8Linear(linear)(row)
+        row[0, 3] = 1000.0
+        assert torch.equal(Int8Linear(linear)(row), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (37, 130), (1, 7), (130, 128)])
+def test_sums_are_those_of_whole_numbers(shape):
+    """Rows and weights that are whole numbers up to 127 need no rounding."""
+    generator = torch.Generator().manual_seed(0)
+    linear, rows = (
+        nn.Linear(shape[1], shape[0], bias=False),
+        torch.randint(-127, 128, (11, shape[1]), generator=generator),
+    )
+    linear.weight.data = torch.randint(-127, 128, shape, generator=generator).float()
+    linear.weight.data[:, 0], rows[:, ::128] = 127, 127
+    with torch.inference_mode():
+        ours = Int8Linear(linear)(rows.float())
+    assert torch.equal(ours, (rows.double() @ linear.weight.double().T).float())
+
+
 def test_a_column_of_zeros_stays_zero():
     linear = nn.Linear(64, 3, bias=False)
     linear.weight.data[1] = 0.0
@@ -33,8 +60,7 @@ def test_a_column_of_zeros_stays_zero():
 
 
 @pytest.fixture
-def rounded(base_directory, monkeypatch):
-    monkeypatch.setattr("medusa.cpu.int8.MIN_WEIGHTS", 1)  # the tiny model's layers count as large
+def rounded(base_directory):
     return BaseModel.load(base_directory, dtype=torch.float32, device="cpu", pack=True, int8=True)
 
 
@@ -46,9 +72,11 @@ def test_all_layers_but_the_output_layer_are_rounded(rounded):
 
 
 def test_trees_are_lossless_towards_the_rounded_model(rounded, base_directory, make_heads):
-    model, prompts = MedusaModel(choose_decoding(rounded), make_heads()), [[7, 8, 9], [65, 66, 67, 68, 69, 70, 71], [5]]
+    prompts = [[7, 8, 9], [65, 66, 67, 68, 69, 70, 71], [5]]
+    model = MedusaModel(fuse(choose_decoding(rounded)), make_heads())
     plain = [output.tokens for output in model.generate(prompts, nodes=1, max_new_tokens=40)]
     assert [output.tokens for output in model.generate(prompts, nodes=9, max_new_tokens=40)] == plain
+    assert model.base.fused
     unrounded = MedusaModel(BaseModel.load(base_directory, dtype=torch.float32, device="cpu"))
     assert [output.tokens for output in unrounded.generate(prompts, max_new_tokens=40)] != plain
 
@@ -59,6 +87,6 @@ def test_a_machine_without_kernels_gets_one_sentence(monkeypatch):
         round_linears(nn.Sequential(nn.Linear(256, 256)))
 
 
-def test_a_model_of_small_layers_only_is_not_called_rounded(base_directory):
-    with pytest.raises(ValueError, match=r"int8 rounds layers of at least .* there are none; leave int8 out"):
-        BaseModel.load(base_directory, dtype=torch.float32, device="cpu", int8=True)
+def test_a_model_without_layers_to_round_is_not_called_rounded():
+    with pytest.raises(ValueError, match=r"int8 rounds linear layers .* there are none; leave int8 out"):
+        round_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.float64)))

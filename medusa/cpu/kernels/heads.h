@@ -21,7 +21,7 @@ template <class T> class LevelRun {
     const Level& at;
     const int64_t wide_inner = arranged<T>(at.inner), wide_both = arranged<T>(2 * at.hidden), wide = arranged<T>(at.hidden);
     std::vector<float> both, middle, added, logits;
-    std::vector<number<T>> x, gated;
+    Buffer<number<T>> x, gated;
 
     // The state and the token's embedding at unit scale, side by side.
     void read(int64_t r) {

@@ -18,32 +18,40 @@ extern "C" void medusa_attention(int half, int threads, const int64_t* shape, co
     else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work);
 }
 
-// out [rows, outputs] of x [rows, in], all of one type.
+template <class T, class W>
+static void whole_linear(int threads, const Linear& layer, int64_t rows, const T* x, T* out) {
+    const int64_t in = layer.in, wide_in = W::room(in);
+    Buffer<typename W::number> from(rows * wide_in);
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num(), count = omp_get_num_threads();
+        const Share mine(rows, 1, thread, count), share(layer.outputs, OUTPUTS, thread, count);
+        std::vector<float> row(in);
+        for (int64_t r = mine.first; r < mine.last; r++) {
+            for (int64_t i = 0; i < in; i++) row[i] = widen(x[r * in + i]);
+            W::arrange(row.data(), in, &from[r * wide_in]);
+        }
+#pragma omp barrier
+        W::linear(layer, from.data(), rows, out, layer.outputs, share.first, share.last);
+    }
+}
+
+// out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
 extern "C" void medusa_linear(int half, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
     const auto run = [&](auto zero) {
         using T = decltype(zero);
-        const int64_t in = layer->in, wide_in = arranged<T>(in);
-        std::vector<number<T>> from(rows * wide_in);
-#pragma omp parallel num_threads(threads)
-        {
-            const int thread = omp_get_thread_num(), count = omp_get_num_threads();
-            const Share mine(rows, 1, thread, count), share(layer->outputs, OUTPUTS, thread, count);
-            std::vector<float> row(in);
-            for (int64_t r = mine.first; r < mine.last; r++) {
-                for (int64_t i = 0; i < in; i++) row[i] = widen(((const T*)x)[r * in + i]);
-                Row<T>::arrange(row.data(), in, &from[r * wide_in]);
-            }
-#pragma omp barrier
-            linear<T>(*layer, from.data(), rows, (T*)out, layer->outputs, share.first, share.last);
-        }
+        if (layer->scales) whole_linear<T, Rounded<T>>(threads, *layer, rows, (const T*)x, (T*)out);
+        else whole_linear<T, Plain<T>>(threads, *layer, rows, (const T*)x, (T*)out);
     };
     if (half) run(bf16());
     else run(float());
 }
 
 extern "C" void medusa_pass(const Pass* pass) {
-    if (pass->half) Run<bf16>{*pass}();
-    else Run<float>{*pass}();
+    if (pass->half && pass->int8) Run<bf16, Rounded<bf16>>{*pass}();
+    else if (pass->half) Run<bf16, Plain<bf16>>{*pass}();
+    else if (pass->int8) Run<float, Rounded<float>>{*pass}();
+    else Run<float, Plain<float>>{*pass}();
 }
 
 extern "C" void medusa_select_path(const Verdict* at) {

@@ -4,7 +4,7 @@
 // chain of such vectors, whose lanes are added up at the end. So a row's sums do not depend on the rows beside it, nor
 // on the threads.
 #pragma once
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -24,6 +24,7 @@ template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T>
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
     int64_t outputs, in;
+    const float* scales;  // [outputs] where weights are rounded to 8 bits: [outputs, whole groups] bytes; else null
 };
 
 // The nearest number that T holds.
@@ -160,24 +161,46 @@ static void tiles(const Linear& at, int64_t first, int64_t last, const number<T>
     if (n < last) tile<T, R>(at, n, int(last - n), x, out, stride);
 }
 
-// Outputs first .. last of all rows.
-template <class T, class O>
-static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
-    const int64_t groups = (rows + ROWS - 1) / ROWS, wide_in = arranged<T>(at.in);
-    const int64_t fitting = FAR_BYTES / int64_t(at.in * sizeof(T)) / OUTPUTS * OUTPUTS;
-    const int64_t block = groups == 1 ? last : rows <= NEAR ? OUTPUTS : std::max<int64_t>(OUTPUTS, fitting);
+// Calls run(row, count, from, to): at most `most` rows at a time, over blocks of outputs that stay near while more rows
+// pass; a row of weights has so many bytes.
+template <class F>
+static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, int64_t first, int64_t last, F run) {
+    const int64_t groups = (rows + most - 1) / most, fitting = FAR_BYTES / bytes / unit * unit;
+    const int64_t block = groups == 1 ? last : rows <= NEAR ? unit : std::max(unit, fitting);
     for (int64_t from = first; from < last; from += block)
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = group * rows / groups, count = (group + 1) * rows / groups - row;
-            const int64_t to = std::min(from + block, last);
-#define CALL(R) tiles<T, R>(at, from, to, x + row * wide_in, out + row * stride, stride)
-            switch (count) {
-                case 8: CALL(8); break; case 7: CALL(7); break; case 6: CALL(6); break; case 5: CALL(5); break;
-                case 4: CALL(4); break; case 3: CALL(3); break; case 2: CALL(2); break; default: CALL(1);
-            }
-#undef CALL
+            run(row, count, from, std::min(from + block, last));
         }
 }
+#define FOR_ROWS(count, CALL)                                                          \
+    switch (count) {                                                                   \
+        case 8: CALL(8); break; case 7: CALL(7); break; case 6: CALL(6); break;        \
+        case 5: CALL(5); break; case 4: CALL(4); break; case 3: CALL(3); break;        \
+        case 2: CALL(2); break; default: CALL(1);                                      \
+    }
+
+// Outputs first .. last of all rows.
+template <class T, class O>
+static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+    in_groups(rows, ROWS, at.in * sizeof(T), OUTPUTS, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+#define CALL(R) tiles<T, R>(at, from, to, x + row * arranged<T>(at.in), out + row * stride, stride)
+        FOR_ROWS(count, CALL)
+#undef CALL
+    });
+}
+
+// How a pass meets weights as they are.
+template <class T> struct Plain {
+    typedef ::number<T> number;
+    static constexpr int64_t UNIT = STEP<T>;  // numbers of a row that are arranged without the others
+    static int64_t room(int64_t in) { return arranged<T>(in); }
+    static void arrange(const float* row, int64_t in, number* to) { Row<T>::arrange(row, in, to); }
+    template <class O>
+    static void linear(const Linear& at, const number* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+        ::linear<T>(at, x, rows, out, stride, first, last);
+    }
+};
 
 // A thread's share of count things, in units of which none is divided.
 struct Share {

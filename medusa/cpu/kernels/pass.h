@@ -6,7 +6,7 @@
 #include <omp.h>
 
 #include "attention.h"
-#include "linear.h"
+#include "int8.h"
 
 struct Block {
     Linear query, key, value, output, gate, up, down;
@@ -17,7 +17,7 @@ struct Block {
 };
 
 struct Pass {
-    int64_t half, threads, batch, nodes, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width, parents_b;
+    int64_t half, int8, threads, batch, nodes, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width, parents_b;
     float epsilon, scaling, residual;
     const int64_t *lengths, *parents, *positions;  // [batch], [batch, nodes], [batch, nodes]
     const void *cosines, *sines;                   // [positions, rotated]
@@ -29,12 +29,12 @@ struct Pass {
 
 constexpr int64_t SLAB = 256;  // rows whose inner numbers are kept at a time
 
-template <class T> class Run {
+template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
-    const int64_t rows = at.batch * at.nodes, wide_hidden = arranged<T>(at.hidden), wide_inner = arranged<T>(at.inner);
-    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = arranged<T>(queries);
-    std::vector<float> stream, projected, middle;
-    std::vector<number<T>> x, gated;
+    const int64_t rows = at.batch * at.nodes, wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
+    const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
+    Buffer<float> stream, projected, middle;
+    Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
 
     // A row divided by its root mean square, times a weight.
@@ -55,20 +55,20 @@ template <class T> class Run {
         float row[at.hidden];
         for (int64_t r = share.first; r < share.last; r++) {
             normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, row);
-            Row<T>::arrange(row, at.hidden, &x[r * wide_hidden]);
+            W::arrange(row, at.hidden, &x[r * wide_hidden]);
         }
 #pragma omp barrier
     }
 
     // Layers that read the same rows, their outputs side by side.
     template <size_t N>
-    void project(const Linear (&layers)[N], const number<T>* from, float* to, int thread, int threads) {
+    void project(const Linear (&layers)[N], const typename W::number* from, float* to, int thread, int threads) {
         int64_t total = 0, begin = 0;
         for (const Linear& layer : layers) total += layer.outputs;
         const Share share(total, OUTPUTS, thread, threads);
         for (const Linear& layer : layers) {
             const int64_t first = std::max(share.first, begin), last = std::min(share.last, begin + layer.outputs);
-            if (first < last) linear<T>(layer, from, rows, to + begin, total, first - begin, last - begin);
+            if (first < last) W::linear(layer, from, rows, to + begin, total, first - begin, last - begin);
             begin += layer.outputs;
         }
 #pragma omp barrier
@@ -113,15 +113,15 @@ template <class T> class Run {
         float row[queries];
         for (int64_t r = share.first; r < share.last; r++) {
             for (int64_t i = 0; i < queries; i++) row[i] = widen(attended[r * queries + i]);
-            Row<T>::arrange(row, queries, &x[r * wide_queries]);
+            W::arrange(row, queries, &x[r * wide_queries]);
         }
 #pragma omp barrier
     }
 
     // Adds a layer's output for `count` rows to those of the residual stream from `first` on.
-    void add(const Linear& layer, const number<T>* from, int64_t first, int64_t count, int thread, int threads) {
+    void add(const Linear& layer, const typename W::number* from, int64_t first, int64_t count, int thread, int threads) {
         const Share share(at.hidden, OUTPUTS, thread, threads);
-        linear<T>(layer, from, count, projected.data(), at.hidden, share.first, share.last);
+        W::linear(layer, from, count, projected.data(), at.hidden, share.first, share.last);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = share.first; i < share.last; i++) {
                 float& sum = stream[(first + r) * at.hidden + i];
@@ -132,12 +132,12 @@ template <class T> class Run {
     }
 
     void gate(const Block& block, int64_t first, int64_t count, int thread, int threads) {
-        const Share share(at.inner, STEP<T>, thread, threads);
+        const Share share(at.inner, W::UNIT, thread, threads);
         float* gates = middle.data();
         float* ups = middle.data() + count * at.inner;
-        const number<T>* from = x.data() + first * wide_hidden;
-        linear<T>(block.gate, from, count, gates, at.inner, share.first, share.last);
-        linear<T>(block.up, from, count, ups, at.inner, share.first, share.last);
+        const typename W::number* from = x.data() + first * wide_hidden;
+        W::linear(block.gate, from, count, gates, at.inner, share.first, share.last);
+        W::linear(block.up, from, count, ups, at.inner, share.first, share.last);
         for (int64_t r = 0; r < count; r++) {
             float* row = gates + r * at.inner;
             for (int64_t i = share.first; i < share.last; i += LANES) {
@@ -146,7 +146,7 @@ template <class T> class Run {
                 for (int j = 0; j < here; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
             }
             if (share.first < share.last)
-                Row<T>::arrange(row + share.first, share.last - share.first, &gated[r * wide_inner + share.first]);
+                W::arrange(row + share.first, share.last - share.first, &gated[r * wide_inner + W::room(share.first)]);
         }
 #pragma omp barrier
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,18 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bf16;
+
+// Memory that begins at a cache line: a vector read from it lies in one.
+template <class T> struct Aligned {
+    typedef T value_type;
+    Aligned() = default;
+    template <class U> Aligned(const Aligned<U>&) {}
+    T* allocate(size_t count) { return (T*)::operator new(count * sizeof(T), std::align_val_t(64)); }
+    void deallocate(T* memory, size_t) { ::operator delete(memory, std::align_val_t(64)); }
+    bool operator==(const Aligned&) const { return true; }
+    bool operator!=(const Aligned&) const { return false; }
+};
+template <class T> using Buffer = std::vector<T, Aligned<T>>;
 
 template <class V, class T> static inline V load(const T* from) { V x; std::memcpy(&x, from, sizeof x); return x; }
 template <class V, class T> static inline void store(T* to, V x) { std::memcpy(to, &x, sizeof x); }
