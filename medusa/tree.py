@@ -3,6 +3,7 @@
 Nodes are stored so that a parent always stands before its children; node 0 is the root, the newest committed token.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,6 +99,8 @@ class Draft:
             what was drawn before it; the root's row is not read. None where all tokens were chosen (one-hot rows).
         parts: Where rows drafted apart: which rows [b], and their own draft. See ``stack``.
         straight: Every node's parent is the node before it.
+        sizes: Nodes of each tree, the root included, where some have fewer than N: what stands behind them fills up,
+            and no path takes it. On a CPU alone: these are numbers of the host.
     """
 
     tokens: Tensor
@@ -106,6 +109,14 @@ class Draft:
     probs: Tensor | None = None
     parts: tuple[tuple[Tensor, "Draft"], ...] = ()
     straight: bool = False
+    sizes: tuple[int, ...] | None = None
+
+    @cached_property
+    def real(self) -> Tensor | None:
+        """[B, N] bool: the node is one of the tree's; None where all are."""
+        if self.sizes is None:
+            return None
+        return torch.arange(self.tokens.shape[1]) < torch.tensor(self.sizes)[:, None]
 
     @cached_property
     def depths(self) -> Tensor:
@@ -138,8 +149,30 @@ class Draft:
             size = part.tokens.shape[1]
             tokens_BN[index] = part.tokens[:, :1]
             tokens_BN[index, :size], parents_BN[index, :size] = part.tokens, part.parents
-        depth = max(part.depth for _, part in parts)
-        return cls(tokens_BN, parents_BN, depth, parts=tuple(parts))
+        depth, sizes = max(part.depth for _, part in parts), [nodes] * rows
+        if tokens_BN.device.type == "cpu":
+            for index, part in parts:
+                of_part = part.sizes or [part.tokens.shape[1]] * len(index)
+                for row, size in zip(index.tolist(), of_part, strict=True):
+                    sizes[row] = size
+        ragged = tuple(sizes) if min(sizes) < nodes else None
+        return cls(tokens_BN, parents_BN, depth, parts=tuple(parts), sizes=ragged)
+
+    def keeping(self, real_BN: Tensor) -> "Draft":
+        """The trees with these nodes alone, on a CPU: the root is one of them, and so is the parent of each.
+
+        Trees become as large as the largest that is left; ``sizes`` says where others are smaller.
+        """
+        sizes: list[int] = real_BN.sum(1).tolist()
+        order_BN = (~real_BN).long().argsort(dim=1, stable=True)
+        place_BN = torch.empty_like(order_BN).scatter_(1, order_BN, torch.arange(order_BN.shape[1]).expand_as(order_BN))
+        parents_BN = place_BN.gather(1, self.parents.gather(1, order_BN)) * real_BN.gather(1, order_BN)
+        nodes, tokens_BN = max(sizes), self.tokens.gather(1, order_BN)
+        kept = Draft.of(tokens_BN[:, :nodes], parents_BN[:, :nodes], self.depth)
+        probs_BNV = self.probs
+        if probs_BNV is not None:
+            probs_BNV = probs_BNV.gather(1, order_BN[:, :nodes, None].expand(-1, -1, probs_BNV.shape[2]))
+        return dataclasses.replace(kept, probs=probs_BNV, sizes=tuple(sizes) if min(sizes) < nodes else None)
 
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int, probs_BNV: Tensor | None = None) -> "Draft":
@@ -157,12 +190,16 @@ class Draft:
         """Both trees of each sequence below their common root; the other's draft tokens stand behind all of ours."""
         behind, parents_BM = self.tokens.shape[1] - 1, other.parents[:, 1:]
         parents_BM = torch.where(parents_BM == 0, 0, parents_BM + behind)
-        return Draft(
+        joined = Draft(
             torch.cat([self.tokens, other.tokens[:, 1:]], dim=1),
             torch.cat([self.parents, parents_BM], dim=1),
             max(self.depth, other.depth),
             self._join_probs(other),
         )
+        if self.sizes is None and other.sizes is None:
+            return joined
+        real = [torch.ones_like(x.tokens, dtype=torch.bool) if x.real is None else x.real for x in (self, other)]
+        return joined.keeping(torch.cat([real[0], real[1][:, 1:]], dim=1))
 
     def _join_probs(self, other: "Draft") -> Tensor | None:
         drawn = self.probs if self.probs is not None else other.probs

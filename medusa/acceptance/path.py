@@ -59,11 +59,12 @@ def select_path(draft: Draft, verdict: Verdict) -> Accepted:
         zero_B1 = torch.zeros_like(draft.tokens)
         bonus_B = verdict.bonus[:, 0]
         return Accepted(zero_B1, torch.ones_like(bonus_B), verdict.bonus, zero_B1[:, 0], bonus_B)
+    edges_BN = verdict.edges if draft.real is None else verdict.edges & draft.real
     if native.reads_indices(draft.tokens, draft.parents):
-        found = selection.select_path(draft.tokens, draft.parents, verdict.edges, verdict.bonus, verdict.likelihood)
+        found = selection.select_path(draft.tokens, draft.parents, edges_BN, verdict.bonus, verdict.likelihood)
         path_BN, counts_B, tokens_BN, leaf_B, bonus_B = found
         return Accepted(path_BN[:, : draft.depth + 1], counts_B, tokens_BN[:, : draft.depth + 1], leaf_B, bonus_B)
-    edges_BN = verdict.edges | (draft.depths == 0)
+    edges_BN = edges_BN | (draft.depths == 0)
     accepted_BN = (edges_BN[:, None] | ~draft.ancestors).all(-1)
     score_BN = torch.where(accepted_BN, draft.depths, -1).float()
     if verdict.likelihood is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from medusa.attention import TreePlan
 from medusa.cache import SlotCache
@@ -65,7 +66,9 @@ class _Pass(ctypes.Structure):
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual")],
         *[
             (name, _POINTER)
-            for name in ("lengths", "parents", "positions", "cosines", "sines", "norm", "embedded", "out", "blocks")
+            for name in (
+                "lengths", "parents", "positions", "firsts", "cosines", "sines", "norm", "embedded", "out", "blocks",
+            )
         ],
     ]  # fmt: skip
 
@@ -105,15 +108,19 @@ class FusedPass:
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
-        """Hidden states [B, N, F]; the rows' keys and values go into the cache."""
-        (batch, nodes), shape = tokens_BN.shape, self._shape
-        embedded = self._decoder.embed_tokens(tokens_BN)
+        """Hidden states [B, N, F], 0 behind the end of smaller trees; the rows' keys and values go into the cache."""
+        (batch, nodes), shape, real_BN = tokens_BN.shape, self._shape, plan.draft.real
+        tokens, positions, firsts = tokens_BN.flatten(), positions_BN.flatten(), None
+        if real_BN is not None:  # what fills up the smaller trees costs nothing
+            tokens, positions = tokens_BN[real_BN], positions_BN[real_BN]
+            firsts = pad(torch.tensor(plan.draft.sizes).cumsum(0), (1, 0))
+        embedded = self._decoder.embed_tokens(tokens)
         if self._multiplier != 1.0:
             embedded = embedded * self._multiplier
-        embedded, positions = embedded.contiguous(), positions_BN.contiguous()
+        embedded, positions = embedded.contiguous(), positions.contiguous()
         parents = plan.draft.parents if plan.draft.parents.stride(1) == 1 else plan.draft.parents.contiguous()
         lengths, (cosines, sines) = plan.lengths.contiguous(), self._angles_of(cache)
-        out: Tensor = embedded.new_empty(batch, nodes, shape["hidden"] * (1 + len(self._taps)))
+        out: Tensor = embedded.new_empty(len(embedded), shape["hidden"] * (1 + len(self._taps)))
         blocks = type(self._blocks).from_buffer_copy(self._blocks)  # several threads may decode
         for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
             if not layer.is_initialized:
@@ -128,13 +135,16 @@ class FusedPass:
                     half=self._dtype == torch.bfloat16, int8=self._int8, threads=torch.get_num_threads(), batch=batch,
                     nodes=nodes, layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
                     parents_b=parents.stride(0), lengths=lengths.data_ptr(), parents=parents.data_ptr(),
-                    positions=positions.data_ptr(), cosines=cosines.data_ptr(), sines=sines.data_ptr(),
+                    positions=positions.data_ptr(), firsts=None if firsts is None else firsts.data_ptr(),
+                    cosines=cosines.data_ptr(), sines=sines.data_ptr(),
                     rotated=cosines.shape[-1], norm=self._decoder.norm.weight.data_ptr(),
                     embedded=embedded.data_ptr(), out=out.data_ptr(), blocks=ctypes.addressof(blocks), **shape,
                 )
             )
         )  # fmt: skip
-        return out
+        if real_BN is None:
+            return out.view(batch, nodes, -1)
+        return out.new_zeros(batch, nodes, out.shape[-1]).masked_scatter_(real_BN[..., None], out)
 
     def _read(self, layer: Any) -> _Block:
         """The pointers of a layer's weights."""

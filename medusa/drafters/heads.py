@@ -110,7 +110,9 @@ class HeadsDrafter(Drafter):
         order_BN = torch.arange(chosen_BN.shape[1], device=chosen_BN.device).expand_as(chosen_BN)
         new_index_BM = torch.zeros_like(parents_BM).scatter_(1, chosen_BN, order_BN)
         parents_BN = new_index_BM.gather(1, parents_BM.gather(1, chosen_BN))
-        return Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, depth=len(scores) - 1)
+        draft = Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, depth=len(scores) - 1)
+        real_BN = shape.real(scores_BM.gather(1, chosen_BN))
+        return draft if real_BN is None else draft.keeping(real_BN)
 
 
 def check_tree(tree: Tree, config: HeadsConfig) -> None:
@@ -143,6 +145,9 @@ class _Shape(Protocol):
     def choose(self, scores_BM: Tensor) -> Tensor:
         """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
 
+    def real(self, scores_BN: Tensor) -> Tensor | None:
+        """[B, N] which of these stay in trees of several sizes; None where all do."""
+
 
 class _BestFirst:
     """The best by score: always as many as fit, or without those below the floors."""
@@ -165,6 +170,13 @@ class _BestFirst:
         if self._floors is not None:
             nodes = max(1, min(nodes, int((scores_BM > math.log(self._floors.node)).sum(-1).max())))
         return scores_BM.topk(nodes).indices.sort(-1).values
+
+    def real(self, scores_BN: Tensor) -> Tensor | None:
+        if self._floors is None or len(scores_BN) == 1:
+            return None
+        real_BN = scores_BN > math.log(self._floors.node)
+        real_BN[:, 0] = True
+        return real_BN
 
 
 class _Static:
@@ -192,3 +204,6 @@ class _Static:
 
     def choose(self, scores_BM: Tensor) -> Tensor:
         return self._columns.expand(len(scores_BM), -1)
+
+    def real(self, scores_BN: Tensor) -> Tensor | None:
+        return None

@@ -22,7 +22,7 @@ LOOKUP_GUESSES = 10
 class PromptLookupDrafter(Drafter):
     """Proposes the continuation of the best earlier match as a chain; where there is no match, the root alone.
 
-    Shapes are fixed on a GPU and in a batch: beside others, a sequence without a match gets some chain too.
+    Shapes are fixed on a GPU: there a sequence without a match gets some chain too.
 
     Args:
         nodes: N, the root included.
@@ -69,7 +69,10 @@ class PromptLookupDrafter(Drafter):
         # A match that runs into the root goes on as it began: the text repeats with that period.
         ahead_N = torch.arange(self.nodes - 1, device=history_BT.device)
         source_BN = place_B1 + 1 + ahead_N % (root_B1 - place_B1).clamp(min=1)
-        return Draft.chain(torch.cat([state.roots[:, None], history_BT.gather(1, source_BN)], dim=1)), matches_B
+        draft = Draft.chain(torch.cat([state.roots[:, None], history_BT.gather(1, source_BN)], dim=1))
+        if on_host and not found_B.all():
+            draft = draft.keeping(found_B[:, None] | (draft.depths == 0))
+        return draft, matches_B
 
     def _places(self, history_BT: Tensor, suffix_BM: Tensor) -> Tensor:
         """Where the last tokens of any sequence stand before its end, as many of them as a match needs."""

@@ -41,6 +41,16 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
     return base.tree_hidden_states(draft.tokens, positions_BN, cache, plan)
 
 
+def tree_logits(base: BaseModel, draft: Draft, hidden_BNF: Tensor) -> Tensor:
+    """Logits [B, N, V], 0 behind the end of smaller trees."""
+    if draft.real is None:
+        return base.logits(hidden_BNF)
+    logits_RV = base.logits(hidden_BNF[draft.real])
+    return logits_RV.new_zeros(*draft.tokens.shape, logits_RV.shape[-1]).masked_scatter_(
+        draft.real[..., None], logits_RV
+    )
+
+
 class Reader(Protocol):
     """Sees more of a step than its tokens."""
 
@@ -83,7 +93,7 @@ def step_on_device(
 
     hidden_BNF = verify(base, cache, draft)
 
-    logits_BNV = base.logits(hidden_BNF)
+    logits_BNV = tree_logits(base, draft, hidden_BNF)
     verdict = rule(draft, logits_BNV, state)
     accepted = select_path(draft, verdict)
     if reader is not None:

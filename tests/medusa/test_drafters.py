@@ -236,7 +236,7 @@ def test_prompt_lookup_in_a_ragged_batch(base):
     rows = [[1, 2, 3, 9, 1, 2], [7, 7, 7], [4, 5]]
     draft = PromptLookupDrafter(4).propose(decode_state(rows, base))
     assert draft.tokens[:2].tolist() == [[2, 3, 9, 1], [7, 7, 7, 7]]
-    assert draft.tokens[2, 0] == 5
+    assert (draft.tokens[2, 0], draft.sizes) == (5, (4, 4, 1))
 
 
 class Fixed(Drafter):

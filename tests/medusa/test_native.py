@@ -18,6 +18,7 @@ from medusa.cpu import build, native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.native import NativeLinear, available, move_rows, use_kernels
 from medusa.cpu.selection import argmax, draw
+from medusa.engine.prefill import prefill
 from medusa.engine.step import verify
 from medusa.heads.frozen import freeze
 from medusa.loading.self_test import choose_decoding, fuse
@@ -203,6 +204,30 @@ def test_many_rows_pass_in_slabs():
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("family", FUSED)
+@torch.inference_mode()
+def test_what_fills_up_smaller_trees_is_not_computed(family):
+    """Trees of several sizes beside each other, and each of them alone: the same bits."""
+    base, _ = tiny(family, "exact")
+    base = base.with_fused_pass()
+    prompts, tree = [list(range(3, 40)), [5], [8, 9, 10]], Tree.full([2, 2])
+    whole = Draft.of(torch.arange(21).view(3, 7) % 50 + 3, tree.parents.expand(3, -1), tree.depth)
+    sizes = (7, 1, 4)
+    ragged = whole.keeping(torch.arange(7) < torch.tensor(sizes)[:, None])
+
+    def hidden(rows, draft):
+        cache = base.new_cache(len(rows))
+        state = prefill(base, cache, [prompts[row] for row in rows])
+        assert torch.equal(state.roots, torch.tensor([prompts[row][-1] for row in rows]))
+        return verify(base, cache, draft)
+
+    together = hidden(range(3), ragged)
+    for row, size in enumerate(sizes):
+        alone = hidden([row], Draft.of(whole.tokens[row : row + 1, :size], whole.parents[row : row + 1, :size], 2))
+        assert torch.equal(together[row, :size], alone[0])
+        assert not together[row, size:].any()
+
+
 def test_sizes_that_fill_no_vector(monkeypatch):
     odd = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6, "num_attention_heads": 6, "num_hidden_layers": 3}
     monkeypatch.setitem(FAMILIES, "qwen3", odd)

@@ -46,3 +46,19 @@ def test_a_chain_draft_is_causal():
     assert draft.ancestors[0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
     assert draft.parents[0].tolist() == [0, 0, 1]
     assert draft.depth == 2
+
+
+def test_trees_of_several_sizes_keep_their_nodes():
+    parents = torch.tensor([[0, 0, 0, 1, 3], [0, 0, 1, 1, 0]])
+    draft = Draft.of(torch.arange(10).view(2, 5), parents, 3)
+    kept = draft.keeping(torch.tensor([[True, True, False, True, True], [True, False, False, False, True]]))
+    assert kept.sizes == (4, 2)
+    assert kept.tokens[0].tolist() == [0, 1, 3, 4]
+    assert kept.parents[0].tolist() == [0, 0, 1, 2]
+    assert (kept.tokens[1, :2].tolist(), kept.parents[1].tolist()) == ([5, 9], [0, 0, 0, 0])
+    assert kept.real.tolist() == [[True] * 4, [True, True, False, False]]
+    joined = kept.join(draft)
+    assert joined.sizes == (8, 6)
+    assert joined.tokens[1, :6].tolist() == [5, 9, 6, 7, 8, 9]
+    assert joined.parents[1, :6].tolist() == [0, 0, 0, 2, 2, 0]
+    assert draft.keeping(torch.ones(2, 5, dtype=torch.bool)).sizes is None

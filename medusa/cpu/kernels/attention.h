@@ -106,6 +106,8 @@ struct Layer {
     const float* sinks;
     float scaling, softcap;
     int64_t window, chunk;
+    const int64_t* firsts;  // [batch + 1] where the rows of each sequence begin, where some have fewer than nodes; else null
+    int64_t count(int64_t b) const { return firsts ? firsts[b + 1] - firsts[b] : nodes; }
     int64_t groups() const { return heads / kv_heads; }
     int width() const { return (int(dim_v) + LANES - 1) / LANES * LANES; }
 };
@@ -147,8 +149,8 @@ template <class T> struct Attention {
     // depth of each node, and how many of its ancestors (itself included), from the root on, stand at their own position
     void walk(int64_t b, Scratch& s) const {
         const int64_t* parents = at.parents + b * at.parents_b;
-        s.depth.assign(at.nodes, 0), s.leading.assign(at.nodes, 1);
-        for (int64_t n = 1; n < at.nodes; n++) {
+        s.depth.assign(at.count(b), 0), s.leading.assign(at.count(b), 1);
+        for (int64_t n = 1; n < at.count(b); n++) {
             int64_t p = parents[n];
             s.depth[n] = s.depth[p] + 1;
             s.leading[n] = s.leading[p] + (s.leading[p] == s.depth[n] && s.depth[n] == n);
@@ -161,7 +163,8 @@ template <class T> struct Attention {
         walk(b, s);
         s.query.resize(BLOCK * at.dim);
         int64_t first = block * BLOCK, groups = at.groups();
-        rows.count = int(std::min<int64_t>(BLOCK, at.nodes * groups - first));
+        rows.count = int(std::clamp<int64_t>(at.count(b) * groups - first, 0, BLOCK));
+        const T* queries = query + (at.firsts ? at.firsts[b] * at.q_n : b * at.q_b);
         for (int r = 0; r < rows.count; r++) {
             int64_t n = (first + r) / groups, h = kv * groups + (first + r) % groups;
             int64_t p = rows.length + s.depth[n];
@@ -169,7 +172,7 @@ template <class T> struct Attention {
             rows.shared[r] = rows.length + s.leading[n];
             rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
             rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
-            const T* q = query + b * at.q_b + h * at.q_h + n * at.q_n;
+            const T* q = queries + h * at.q_h + n * at.q_n;
             for (int64_t d = 0; d < at.dim; d++) s.query[r * at.dim + d] = widen(q[d]);
         }
         return rows;
@@ -200,7 +203,7 @@ template <class T> struct Attention {
             FOR_TILES(rows.count, CALL)
 #undef CALL
         }
-        const int nodes = int(at.nodes), stride = (nodes + LANES - 1) / LANES * LANES;
+        const int nodes = int(at.count(b)), stride = (nodes + LANES - 1) / LANES * LANES;
         if (tails) {
             s.tree_keys.resize(int64_t(dim + 2 * LANES) * stride), s.tree_scores.resize(int64_t(BLOCK) * stride);
             turn(keys + rows.length * at.k_s, at.k_s, nodes, dim, s.tree_keys.data(), stride);
@@ -300,7 +303,8 @@ template <class T> struct Attention {
                 factor = exponential(tops[r] - best);
                 total = total * factor + exponential(sink - best);
             }
-            T* to = out + ((b * at.nodes + rows.node[r]) * at.heads + rows.head[r]) * at.dim_v;
+            const int64_t row = (at.firsts ? at.firsts[b] : b * at.nodes) + rows.node[r];
+            T* to = out + (row * at.heads + rows.head[r]) * at.dim_v;
             for (int64_t d = 0; d < at.dim_v; d++) narrow(all[r * width + d] * factor / total, to + d);
         }
     }

@@ -11,7 +11,7 @@ extern "C" void medusa_attention(int half, int threads, const int64_t* shape, co
                                  float scaling, float softcap) {
     const int64_t* s = shape + 8;
     const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
-                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7]};
+                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr};
     Work work(layer, threads);
 #pragma omp parallel num_threads(threads)
     if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work);

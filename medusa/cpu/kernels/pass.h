@@ -19,7 +19,8 @@ struct Block {
 struct Pass {
     int64_t half, int8, threads, batch, nodes, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width, parents_b;
     float epsilon, scaling, residual;
-    const int64_t *lengths, *parents, *positions;  // [batch], [batch, nodes], [batch, nodes]
+    const int64_t *lengths, *parents, *positions;  // [batch], [batch, nodes], [rows]
+    const int64_t* firsts;                         // as in Layer
     const void *cosines, *sines;                   // [positions, rotated]
     const void* norm;
     const void* embedded;  // [rows, hidden]
@@ -31,11 +32,13 @@ constexpr int64_t SLAB = 256;  // rows whose inner numbers are kept at a time
 
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
-    const int64_t rows = at.batch * at.nodes, wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
+    const int64_t rows = at.firsts ? at.firsts[at.batch] : at.batch * at.nodes;
+    const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
     Buffer<float> stream, projected, middle;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
+    std::vector<int64_t> places;  // of each row in the cache
 
     // A row divided by its root mean square, times a weight.
     static void normed(const float* from, const T* weight, int64_t count, float epsilon, float* to) {
@@ -92,7 +95,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         const int64_t total = queries + 2 * keys;
         const Share share(rows, 1, thread, threads);
         for (int64_t r = share.first; r < share.last; r++) {
-            const int64_t b = r / at.nodes, row = b * at.capacity + at.lengths[b] + r % at.nodes;
+            const int64_t row = places[r];
             const float* from = &projected[r * total];
             for (int64_t h = 0; h < at.heads; h++)
                 turned(from + h * at.dim, block.query_norm, at.positions[r], &query[r * queries + h * at.dim]);
@@ -107,7 +110,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         const int64_t slot = at.capacity * keys;
         const Layer layer{at.batch, at.heads, at.kv_heads, at.nodes, at.dim, at.dim, at.lengths, at.parents, at.parents_b,
                           at.nodes * queries, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
-                          nullptr, at.scaling, 0, block.window, block.chunk};
+                          nullptr, at.scaling, 0, block.window, block.chunk, at.firsts};
         Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work);
         const Share share(rows, 1, thread, threads);
         float row[queries];
@@ -164,6 +167,9 @@ template <class T, class W> class Run {  // W: how its weights are met
         const int64_t slab = std::min(rows, SLAB);
         gated.resize(slab * wide_inner), middle.resize(2 * slab * at.inner);
         query.resize(rows * queries), attended.resize(rows * queries);
+        for (int64_t b = 0; b < at.batch; b++)
+            for (int64_t n = 0; n < (at.firsts ? at.firsts[b + 1] - at.firsts[b] : at.nodes); n++)
+                places.push_back(b * at.capacity + at.lengths[b] + n);
     }
 
     void operator()() {
