@@ -12,6 +12,7 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
 from medusa.drafters.choose import Drafters
+from medusa.drafters.ngram import NgramCache
 from medusa.engine.batch import Batch
 from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
@@ -203,6 +204,11 @@ class MedusaModel:
     def batch(self) -> Batch:
         """An empty batch that requests join and leave while it steps; for one thread."""
         return Batch(self.base, self.drafters, self.graphs)
+
+    @property
+    def ngrams(self) -> NgramCache:
+        """What requests that name the drafter "ngram" draft from, and teach: one cache for all of them."""
+        return self.drafters.ngrams
 
     def explain_nodes(self, drafter: str | None = None) -> str:
         """What ``nodes=None`` means for one prompt and why, in one line."""

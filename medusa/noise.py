@@ -29,7 +29,12 @@ def gumbel_noise(seeds_B: Tensor, positions_BN: Tensor, vocab_size: int, stream:
         stream: Which of the independent streams.
     """
     tokens_V = torch.arange(vocab_size, device=positions_BN.device)
-    return -torch.log(-torch.log1p(-_uniform(keys(seeds_B, positions_BN, stream)[:, :, None], tokens_V)))
+    return gumbel_of(keys(seeds_B, positions_BN, stream)[:, :, None], tokens_V)
+
+
+def gumbel_of(keyed: Tensor, tokens: Tensor) -> Tensor:
+    """The same for pairs of what ``keys`` gives and a token id: float32, in the shape of both together."""
+    return -torch.log(-torch.log1p(-_uniform(keyed, tokens)))
 
 
 def uniform_noise(seeds_B: Tensor, positions_BN: Tensor, tokens_BN: Tensor, stream: int = CHANCE) -> Tensor:

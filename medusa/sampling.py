@@ -14,9 +14,11 @@ if TYPE_CHECKING:  # this module is read without torch, for the options of a com
 RULES = ("greedy", "sampling", "speculative", "typical")
 """Names of acceptance rules."""
 GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
-"""Names of drafters that work at temperature 0."""
-DRAFTERS = (*GREEDY_DRAFTERS, "heads-sampled")
+"""Names of drafters that work at temperature 0 and on any text; "hybrid" is "heads+prompt-lookup"."""
+DRAFTERS = (*GREEDY_DRAFTERS, "ngram", "heads-sampled")
 """All of them."""
+SOURCES = ("heads", "prompt-lookup", "ngram")
+"""Drafters that can share a tree, joined by "+"."""
 EPSILON, DELTA = 0.09, 0.3
 """Thresholds of typical acceptance."""
 MAX_BIAS = 100.0
@@ -147,8 +149,10 @@ class Speculation:
 
     drafter: Any = None
     """"heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no heads;
-    "hybrid", both in one tree; "heads-sampled", which draws from the heads at the temperature, for speculative
-    acceptance; or a ``medusa.drafters.Drafter`` of your own. None = hybrid where there are heads.
+    "ngram", which repeats what followed them in earlier completions that named it (``MedusaModel.ngrams``, which a
+    corpus can fill too); several of these in one tree, joined by "+"; "hybrid" = "heads+prompt-lookup";
+    "heads-sampled", which draws from the heads at the temperature, for speculative acceptance; or a
+    ``medusa.drafters.Drafter`` of your own. None = hybrid where there are heads.
     Where the base verifies chains only (``BaseModel.decoding``), every draft is taken as a chain."""
     acceptance: str | None = None
     """None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in distribution,
@@ -170,8 +174,8 @@ class Speculation:
             raise ValueError(f"acceptance ({self.acceptance!r}) is not known; choose one of: {', '.join(RULES)}")
         check_range("epsilon", self.epsilon, 0.0, 1.0)
         check_range("delta", self.delta, 0.0, math.inf)
-        if isinstance(self.drafter, str) and self.drafter not in DRAFTERS:
-            raise ValueError(f"drafter ({self.drafter!r}) is not known; choose one of: {', '.join(DRAFTERS)}")
+        if isinstance(self.drafter, str):
+            sources(self.drafter)
         if self.tree is not None and self.drafter is not None and not isinstance(self.drafter, str):
             raise ValueError("tree takes the place of nodes and drafter; give one of them, on a model with heads")
         if self.nodes is not None and self.nodes < 1:
@@ -215,6 +219,23 @@ def _per_prompt(name: str, value: Any, prompts: int) -> list[Any]:
     if len(value) != prompts:
         raise ValueError(f"{name} ({value}) must be one, or one per prompt ({prompts}); correct it")
     return list(value)
+
+
+def sources(drafter: str) -> tuple[str, ...]:
+    """What drafts under this name: one or several of ``SOURCES``, or "heads-sampled".
+
+    Raises:
+        ValueError: The name is not known.
+    """
+    if drafter == "heads-sampled":
+        return (drafter,)
+    names = tuple("heads+prompt-lookup".split("+") if drafter == "hybrid" else drafter.split("+"))
+    if not set(names) <= set(SOURCES) or len(set(names)) < len(names):
+        raise ValueError(
+            f"drafter ({drafter!r}) is not known; choose one of: {', '.join(DRAFTERS)}, or several of"
+            f" {', '.join(SOURCES)} joined by +"
+        )
+    return names
 
 
 def check_whole(name: str, value: object) -> None:

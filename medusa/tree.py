@@ -101,6 +101,8 @@ class Draft:
         straight: Every node's parent is the node before it.
         sizes: Nodes of each tree, the root included, where some have fewer than N: what stands behind them fills up,
             and no path takes it. On a CPU alone: these are numbers of the host.
+        scores: [B, N] log-probability of the path from the root to each node, as whoever drafted it believes; None
+            where nobody says.
     """
 
     tokens: Tensor
@@ -110,6 +112,7 @@ class Draft:
     parts: tuple[tuple[Tensor, "Draft"], ...] = ()
     straight: bool = False
     sizes: tuple[int, ...] | None = None
+    scores: Tensor | None = None
 
     @cached_property
     def real(self) -> Tensor | None:
@@ -172,7 +175,9 @@ class Draft:
         probs_BNV = self.probs
         if probs_BNV is not None:
             probs_BNV = probs_BNV.gather(1, order_BN[:, :nodes, None].expand(-1, -1, probs_BNV.shape[2]))
-        return dataclasses.replace(kept, probs=probs_BNV, sizes=tuple(sizes) if min(sizes) < nodes else None)
+        scores_BN = None if self.scores is None else self.scores.gather(1, order_BN)[:, :nodes]
+        ragged = tuple(sizes) if min(sizes) < nodes else None
+        return dataclasses.replace(kept, probs=probs_BNV, sizes=ragged, scores=scores_BN)
 
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int, probs_BNV: Tensor | None = None) -> "Draft":

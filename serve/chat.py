@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.arguments import show_messages
-from medusa.sampling import DRAFTERS, RULES
+from medusa.sampling import RULES, sources
 from serve.commands import COMMANDS
 from serve.conversation import Conversation, Settings, tree_budget
 from serve.repl import Repl
@@ -29,6 +29,19 @@ Without one: every line of the input is a message; answers go to stdout, everyth
   medusa-chat --temperature 0.8 --colour
   echo 'Write a Python function that reverses a list.' | medusa-chat
 """
+
+
+def drafter_name(text: str) -> str:
+    """A drafter's name as the user writes it.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    try:
+        sources(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -139,16 +152,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     decoding.add_argument(
         "--drafter",
-        choices=DRAFTERS,
+        type=drafter_name,
         default=settings.drafter,
-        help="what guesses: the heads, what followed the last words earlier in the text, or both; heads-sampled draws"
-        " from the heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
+        metavar="NAME",
+        help="what guesses: heads, prompt-lookup (what followed the last words earlier in the text), ngram (and in"
+        " earlier answers), several of them joined by +; hybrid is heads+prompt-lookup; heads-sampled draws from the"
+        " heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
         " (default: hybrid)",
     )
     decoding.add_argument(
         "--tree",
         metavar="FILE",
         help="draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)",
+    )
+    decoding.add_argument(
+        "--ngrams",
+        metavar="FILE",
+        help="what the drafter ngram has learned: read at the start if the file is there, written at the end (default:"
+        " kept in memory)",
     )
     parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
@@ -224,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
     try:
         from medusa import Prefix, load_tree
+        from medusa.drafters.ngram import NgramCache
 
         tree = load_tree(args.tree) if args.tree else None
         model = load_model(args)
@@ -231,7 +253,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = describe(model, args.heads)
         if settings.nodes is None and tree is None:
             title += "\n" + model.explain_nodes(settings.drafter)
-        Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, prefix=Prefix(), tree=tree).run()
+        if args.ngrams and Path(args.ngrams).exists():
+            model.drafters.ngrams = NgramCache.load(args.ngrams)
+        try:
+            Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, Prefix(), tree).run()
+        finally:
+            if args.ngrams:
+                model.ngrams.save(args.ngrams)
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -151,6 +151,7 @@ def weight_bytes(base: BaseModel) -> int:
     model.tie_weights()
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     read = [weight for weight in model.parameters() if weight is output or weight is not embeddings]
-    rounded: int = sum(module.rounded.numel() for module in base.model.modules() if isinstance(module, Int8Linear))
+    layers = [module for module in base.model.modules() if isinstance(module, Int8Linear)]
+    rounded = sum(layer.in_features * layer.out_features for layer in layers)
     size: int = base.dtype.itemsize
     return size * sum(int(weight.numel()) for weight in read) - (size - 1) * rounded

@@ -59,6 +59,7 @@ def kernels() -> ctypes.CDLL:
         "draw": [pointer],
         "select_path": [pointer],
         "depths": [number, number, pointer, pointer],
+        "gumbel": [number, pointer, number, pointer, pointer],
     }
     for name, types in arguments.items():
         function = getattr(library, f"medusa_{name}")

@@ -20,8 +20,10 @@ class _Level(ctypes.Structure):
         ("output", LinearStruct),
         *[
             (name, _POINTER)
-            for name in ("embeddings", "states", "parents", "tokens", "out", "best", "logprobs")
+            for name in ("embeddings", "states", "parents", "tokens", "noise")
         ],
+        ("nodes", _INT),
+        *[(name, _POINTER) for name in ("out", "best", "logprobs")],
     ]  # fmt: skip
 
 
@@ -53,19 +55,21 @@ class RecurrentLevel:
         return same and all(x.device.type == "cpu" and x.is_contiguous() for x in known) and native.available()
 
     def __call__(
-        self, states_BnD: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, width: int
+        self, states_BnD: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, width: int, noise_BV: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DraftHeads.best``."""
         (batch, before, hidden), (_, nodes) = states_BnD.shape, tokens_Bm.shape
         states, tokens = states_BnD.contiguous(), tokens_Bm.contiguous()
         parents = (parents_Bm + before * torch.arange(batch)[:, None]).contiguous()
+        noise = None if noise_BV is None else noise_BV.contiguous()
         out = states.new_empty(batch, nodes, hidden)
         best, logprobs = parents.new_empty(batch, nodes, width), torch.empty(batch, nodes, width)
         level = _Level(
             half=states.dtype == torch.bfloat16, threads=torch.get_num_threads(), rows=batch * nodes, hidden=hidden,
             inner=self._inner, blocks=len(self._into), width=width, into=ctypes.addressof(self._into),
             out_of=ctypes.addressof(self._out_of), output=self._output, embeddings=self._embeddings.data_ptr(),
-            states=states.data_ptr(), parents=parents.data_ptr(), tokens=tokens.data_ptr(), out=out.data_ptr(),
+            states=states.data_ptr(), parents=parents.data_ptr(), tokens=tokens.data_ptr(),
+            noise=None if noise is None else noise.data_ptr(), nodes=nodes, out=out.data_ptr(),
             best=best.data_ptr(), logprobs=logprobs.data_ptr(),
         )  # fmt: skip
         native.kernels().medusa_level(ctypes.byref(level))

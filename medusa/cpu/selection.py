@@ -5,7 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from medusa.cpu.native import LIBRARY, kernels, reads
+from medusa.cpu.native import LIBRARY, kernels, reads, reads_indices
+from medusa.noise import gumbel_of
 
 
 class _Drawing(ctypes.Structure):
@@ -74,6 +75,20 @@ def _draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: f
     return out
 
 
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Noise [B, V] float32 of keys [B] and token ids [V], as ``medusa.noise.gumbel_of`` but for the last bits."""
+    if not reads_indices(keys, tokens):
+        return gumbel_of(keys[:, None], tokens)
+    out: Tensor = torch.ops.medusa.gumbel(keys, tokens)
+    return out
+
+
+def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    keys, tokens, out = keys.contiguous(), tokens.contiguous(), torch.empty(len(keys), len(tokens))
+    kernels().medusa_gumbel(len(keys), keys.data_ptr(), len(tokens), tokens.data_ptr(), out.data_ptr())
+    return out
+
+
 def depths(parents: Tensor) -> Tensor:
     """Edges from the root to each node, [B, N] like the parents, which stand before their children."""
     out: Tensor = torch.ops.medusa.depths(parents)
@@ -115,10 +130,11 @@ def _select_path(
 
 LIBRARY.define("argmax(Tensor x) -> Tensor")
 LIBRARY.define("draw(Tensor x, Tensor keys, float temperature, int top_k, float top_p, float min_p) -> Tensor")
+LIBRARY.define("gumbel(Tensor keys, Tensor tokens) -> Tensor")
 LIBRARY.define("depths(Tensor parents) -> Tensor")
 LIBRARY.define(
     "select_path(Tensor tokens, Tensor parents, Tensor edges, Tensor bonus, Tensor? likelihood)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-for _function in (_argmax, _draw, _depths, _select_path):
+for _function in (_argmax, _draw, _gumbel, _depths, _select_path):
     LIBRARY.impl(_function.__name__[1:], _function, "CPU")

@@ -7,21 +7,21 @@ from medusa.acceptance import BuiltRule, build_rule
 from medusa.base.model import BaseModel
 from medusa.budget.auto import AutoNodes
 from medusa.drafters.base import Drafter, PlainDrafter
+from medusa.drafters.confidence import Confidence
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
-from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
+from medusa.drafters.ngram import KEPT, ORDERS, NgramCache, NgramDrafter
+from medusa.drafters.prompt_lookup import BELIEFS, LOOKUP_GUESSES, PLACES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
 from medusa.engine.steps import EagerSteps, StartSteps
 from medusa.heads import DraftHeads
-from medusa.sampling import SamplingParams, Speculation
+from medusa.sampling import SamplingParams, Speculation, sources
 from medusa.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-SURE_MATCH = 4
-"""Tokens that must agree for a hybrid draft on a CPU to leave out the heads."""
 DRAWN = 8
 """Nodes of drawn drafts where none are given: text depends on them, and a seed must give the same text again."""
 KEPT_DRAFTERS = 64
@@ -38,12 +38,14 @@ class Drafters:
 
     Attributes:
         start: Runs the steps.
+        ngrams: What followed short contexts in the completions of requests that name "ngram".
     """
 
     def __init__(self, base: BaseModel, heads: DraftHeads | None, graphs: StepGraphs | None) -> None:
         self._base, self._heads, self._graphs = base, heads, graphs
         self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
-        self._plain = PlainDrafter()
+        self.ngrams = NgramCache()
+        self._plain, self._looked_up = PlainDrafter(), Confidence(BELIEFS)
         self._auto = AutoNodes(base.device.type)
         self._kept: OrderedDict[tuple[str, int, Tree | None, float], Drafter] = OrderedDict()
 
@@ -56,12 +58,12 @@ class Drafters:
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
         if name is not None and not isinstance(name, str):
             return
-        takes_tree = name in (None, "heads", "heads-sampled")
+        takes_tree, names = name in (None, "heads", "heads-sampled"), sources(name) if name else ()
         if tree is not None and (self._heads is None or nodes is not None or not takes_tree):
             raise ValueError(
                 "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
             )
-        if self._heads is None and name not in (None, "prompt-lookup"):
+        if self._heads is None and not {"heads", "heads-sampled"}.isdisjoint(names):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if nodes is not None or tree is not None:
             self._given(speculation, temperature)
@@ -71,7 +73,7 @@ class Drafters:
 
         Args:
             speculation: What it asks for.
-            temperature: Of its sampling: drawn drafts are drawn at it.
+            temperature: Of its sampling: drawn drafts are drawn at it, and others heed its noise.
             batch: Sequences that share a pass.
             rule: Of the request.
         """
@@ -79,6 +81,8 @@ class Drafters:
         if name is not None and not isinstance(name, str):
             drafter: Drafter = name
             return drafter
+        if rule.work.startswith("typical") and name != "heads-sampled":  # what is likely passes, not what is drawn
+            temperature = 0.0
         drafter_given = self._given(speculation, temperature)
         if drafter_given is not None:
             return drafter_given
@@ -93,9 +97,14 @@ class Drafters:
             return self._auto.at_each_step(name, batch, rule, build)
         return self._auto.for_completion(name, batch, rule, build)
 
-    def observe(self, drafter: Drafter, rule: BuiltRule, batch: int, output: Output) -> None:
+    def observe(
+        self, drafter: Drafter, speculation: Speculation, rule: BuiltRule, batch: int, prompt: list[int], output: Output
+    ) -> None:
         """Learn from a completion that is over."""
         self._auto.observe(drafter, rule, batch, output)
+        name = speculation.drafter
+        if isinstance(name, str) and "ngram" in sources(name):
+            self.ngrams.learn([*prompt[-max(ORDERS) :], *output.tokens])
 
     def explain(self, name: str | None) -> str:
         """What ``nodes=None`` means for one prompt and why, in one line."""
@@ -121,7 +130,7 @@ class Drafters:
     def _sized(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
         if nodes == 1 and tree is None and self._base.decoding != "plain":
             return self._plain
-        key = (name, nodes, tree, temperature if name == "heads-sampled" else 0.0)
+        key = (name, nodes, tree, temperature if not {"heads", "heads-sampled"}.isdisjoint(sources(name)) else 0.0)
         if key not in self._kept:
             self._kept[key] = self._new(*key)
         self._kept.move_to_end(key)
@@ -139,21 +148,26 @@ class Drafters:
             plain = "drafter (%s, %d nodes) is left out: base (%s) decodes plainly"
             logger.warning(plain, name, nodes, self._base.name)
             return PlainDrafter()
-        host_decides = self._graphs is None
-        if name == "prompt-lookup":
-            return PromptLookupDrafter(nodes, host_decides=host_decides)
-        assert self._heads is not None, "checked by the caller"
+        host_decides, chain, names = self._graphs is None, self._base.decoding == "chain", sources(name)
+        if chain and self._heads is not None:
+            tree = tree or Tree.chain(min(nodes - 1, self._heads.config.num_heads))
         if name == "heads-sampled":
-            if self._base.decoding == "chain":
-                tree = tree or Tree.chain(min(nodes - 1, self._heads.config.num_heads))
+            assert self._heads is not None, "checked by the caller"
             return SampledHeadsDrafter(self._heads, self._base, nodes, temperature, tree)
-        guesses = min(nodes // 2, LOOKUP_GUESSES)
-        sure = PromptLookupDrafter(min(nodes, LOOKUP_GUESSES + 1), min_match=SURE_MATCH) if host_decides else None
-        if self._base.decoding == "chain":
-            chain = tree or Tree.chain(min(nodes - 1, self._heads.config.num_heads))
-            heads = HeadsDrafter(self._heads, self._base, nodes, chain)
-            return heads if name == "heads" else HybridDrafter(heads, PlainDrafter(), shortcut=sure)
-        if name == "heads" or nodes == 2:
-            return HeadsDrafter(self._heads, self._base, nodes, tree, host_decides)
-        heads = HeadsDrafter(self._heads, self._base, nodes - guesses, host_decides=host_decides)
-        return HybridDrafter(heads, PromptLookupDrafter(guesses + 1, host_decides=host_decides), shortcut=sure)
+        if not host_decides and nodes == 2 and "heads" in names:
+            names = ("heads",)
+        # On a CPU the best nodes of all stay; where shapes are fixed, each has its part of them.
+        alone = len(names) == 1
+        share = nodes if alone or host_decides else 1 + min(nodes // 2, LOOKUP_GUESSES) // (len(names) - 1)
+        cheap: list[Drafter] = []
+        if "prompt-lookup" in names:
+            most = share if alone else min(share, LOOKUP_GUESSES + 1)
+            cheap.append(PromptLookupDrafter(most, 2, host_decides, self._looked_up, 1 if chain else PLACES))
+        if "ngram" in names:
+            cheap.append(NgramDrafter(self.ngrams, share, 1 if chain else KEPT))
+        if "heads" not in names:
+            return cheap[0] if alone else HybridDrafter(cheap, None, nodes, chain)
+        assert self._heads is not None, "checked by the caller"
+        kept = nodes if alone or host_decides else nodes - (share - 1) * len(cheap)
+        heads = HeadsDrafter(self._heads, self._base, kept, tree, host_decides, temperature=temperature)
+        return heads if alone else HybridDrafter(cheap, heads, nodes, chain)

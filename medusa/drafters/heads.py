@@ -1,5 +1,6 @@
 """Drafting with trained heads: the tree grows level by level, one head per level."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,8 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
+from medusa.noise import keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 
@@ -50,6 +53,9 @@ class HeadsDrafter(Drafter):
         tree: A static topology instead.
         host_decides: On a CPU, leave out what is below ``floors``; no shape is fixed then.
         floors: Of dynamic trees.
+        temperature: Of sampling whose draws depend on seed and position alone (``sampling`` acceptance): drafts heed
+            the noise that the base's own draws will have, so they follow the draws and not the likeliest tokens.
+            0 = draft the likeliest.
 
     Raises:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
@@ -63,14 +69,16 @@ class HeadsDrafter(Drafter):
         tree: Tree | None = None,
         host_decides: bool = True,
         floors: Floors = Floors(),
+        temperature: float = 0.0,
     ) -> None:
         num_heads, output_size = heads.config.num_heads, heads.config.output_size
         if tree is not None:
             check_tree(tree, heads.config)
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
-        self.heads, self.vocabulary = heads, vocabulary
+        self.heads, self.vocabulary, self._temperature = heads, vocabulary, temperature
         device = next(heads.parameters()).device
+        self._tokens_V = heads.token_ids(torch.arange(output_size, device=device))
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
@@ -92,7 +100,7 @@ class HeadsDrafter(Drafter):
         heads_state = self.heads.begin(state.hidden, self.vocabulary)
         for head in range(shape.depth):
             best_BmW, logprobs_BmW, heads_state = self.heads.best(
-                head, heads_state, slots_Bm, frontier_Bm, self.vocabulary, shape.width
+                head, heads_state, slots_Bm, frontier_Bm, self.vocabulary, shape.width, self._noise(state, head)
             )
             logprobs_BmW = logprobs_BmW.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0) - EDGE_COST
             scores_BmW = scores_Bm[:, :, None] + logprobs_BmW
@@ -110,9 +118,21 @@ class HeadsDrafter(Drafter):
         order_BN = torch.arange(chosen_BN.shape[1], device=chosen_BN.device).expand_as(chosen_BN)
         new_index_BM = torch.zeros_like(parents_BM).scatter_(1, chosen_BN, order_BN)
         parents_BN = new_index_BM.gather(1, parents_BM.gather(1, chosen_BN))
+        scores_BN = scores_BM.gather(1, chosen_BN)
         draft = Draft.of(tokens_BM.gather(1, chosen_BN), parents_BN, depth=len(scores) - 1)
-        real_BN = shape.real(scores_BM.gather(1, chosen_BN))
+        draft, real_BN = dataclasses.replace(draft, scores=scores_BN), shape.real(scores_BN)
         return draft if real_BN is None else draft.keeping(real_BN)
+
+    def _noise(self, state: DecodeState, head: int) -> Tensor | None:
+        """[B, V] what is added to a head's logits: the noise of the base's draw of the token that it guesses.
+
+        The base draws the best of z / T + g. Logits z' of a head are trained to say how likely each token is to be the
+        base's best, noise aside; of z / T + g it is each one's share of softmax(z' + T g).
+        """
+        if not self._temperature:
+            return None
+        keyed_B1 = keys(state.seeds, state.positions[:, None] + 1 + head)
+        return self._temperature * gumbel(keyed_B1[:, 0], self._tokens_V)
 
 
 def check_tree(tree: Tree, config: HeadsConfig) -> None:

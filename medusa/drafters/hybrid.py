@@ -1,30 +1,53 @@
-"""Two drafters under one verifier: both trees hang below the same root."""
+"""Several drafters under one verifier: their trees hang below the same root, and the likeliest nodes stay."""
+
+from collections.abc import Sequence
+from functools import reduce
 
 from medusa.drafters.base import Drafter
+from medusa.drafters.merge import merge
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
+ENOUGH = 1.5
+"""Guesses that cheap drafters expect to be right for the dear one to be left out."""
+
 
 class HybridDrafter(Drafter):
-    """Proposes what both drafters propose; a lossless rule picks the longer right path, from either drafter.
+    """Proposes what several drafters propose; a lossless rule picks the longest right path, from whichever.
+
+    On a CPU equal paths are merged and the ``nodes`` best nodes stay, by their drafters' own scores. On a GPU, where
+    shapes are fixed and nothing waits for the device, all trees stand side by side.
 
     Args:
-        first: One drafter, the heads for example.
-        second: Another, prompt lookup for example.
-        shortcut: Asked before them for a single sequence on a CPU: what it proposes is drafted alone, so that a guess
-            that is nearly certain and free saves the time of the others.
+        cheap: Drafters that cost next to nothing.
+        dear: One that costs time, heads for example: left out for a single sequence on a CPU where the cheap ones
+            expect enough. None = there is none.
+        nodes: N of the merged tree.
+        chain: Drafts are chains: the one that expects most is proposed.
     """
 
-    def __init__(self, first: Drafter, second: Drafter, shortcut: Drafter | None = None) -> None:
-        self.first, self.second, self.shortcut = first, second, shortcut
-        self.nodes = max(first.nodes + second.nodes - 1, shortcut.nodes if shortcut else 1)
-        self.recordable = shortcut is None and first.recordable and second.recordable
+    def __init__(self, cheap: Sequence[Drafter], dear: Drafter | None, nodes: int, chain: bool = False) -> None:
+        self.cheap, self.dear = list(cheap), dear
+        self._merged, self._chain = nodes, chain
+        everyone = [*self.cheap, *([dear] if dear else [])]
+        self.nodes = max(nodes, 1 + sum(drafter.nodes - 1 for drafter in everyone))
+        self.recordable = all(drafter.recordable for drafter in everyone)
 
     def propose(self, state: DecodeState) -> Draft:
-        """The union of both drafts; a token that both propose stands twice."""
-        if self.shortcut is not None and len(state.roots) == 1 and state.roots.device.type == "cpu":
-            draft = self.shortcut.propose(state)
-            if draft.tokens.shape[1] > 1:
-                return draft
-        first, second = self.first.propose(state), self.second.propose(state)
-        return first if second.tokens.shape[1] == 1 else first.join(second)
+        """A draft below ``state.roots``."""
+        drafts = [drafter.propose(state) for drafter in self.cheap]
+        on_host = state.roots.device.type == "cpu" and not self.recordable
+        if self.dear is not None and not (on_host and len(state.roots) == 1 and _expected(drafts) >= ENOUGH):
+            drafts.insert(0, self.dear.propose(state))
+        drafts = [draft for draft in drafts if draft.tokens.shape[1] > 1] or drafts[:1]
+        if self._chain:
+            return max(drafts, key=lambda draft: _expected([draft]))
+        if on_host and all(draft.probs is None for draft in drafts):
+            return merge(drafts, self._merged)
+        return reduce(Draft.join, drafts)
+
+
+def _expected(drafts: Sequence[Draft]) -> float:
+    """Guesses of the best draft that are expected to be right, of one sequence."""
+    known = [draft.scores for draft in drafts if draft.scores is not None]
+    return max((float(scores_1N[:, 1:].exp().sum()) for scores_1N in known), default=0.0)

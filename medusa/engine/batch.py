@@ -239,7 +239,8 @@ class Batch:
         self._stop()
         for row in self._rows:
             if not row.completion.active and row in self._chosen:
-                self._drafters.observe(self._chosen[row], row.rule, len(self._rows), row.completion.output)
+                wanted, output = row.speculation, row.completion.output
+                self._drafters.observe(self._chosen[row], wanted, row.rule, len(self._rows), row.prompt, output)
         kept = [index for index, row in enumerate(self._rows) if row.completion.active]
         if not kept:
             self._rows, self._cache, self._state = [], None, None

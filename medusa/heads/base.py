@@ -181,15 +181,33 @@ class DraftHeads(nn.Module, ABC):
         """
 
     def best(
-        self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary, width: int
+        self,
+        head: int,
+        state: Tensor,
+        parents_Bm: Tensor,
+        tokens_Bm: Tensor,
+        vocabulary: Vocabulary,
+        width: int,
+        noise_BV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The ``width`` likeliest children of m nodes per sequence; arguments as for ``level``.
+        """The ``width`` likeliest children of m nodes per sequence.
+
+        Args:
+            head: This and the next four as for ``level``.
+            state: See there.
+            parents_Bm: See there.
+            tokens_Bm: See there.
+            vocabulary: See there.
+            width: W.
+            noise_BV: [B, V] float32, added to the logits of all nodes of a sequence.
 
         Returns:
             Columns [B, m, W] and their log-probabilities [B, m, W] in float32, or [B, 1, W] where they are the same for
             all m nodes; the new state.
         """
         logits, state = self.level(head, state, parents_Bm, tokens_Bm, vocabulary)
+        if noise_BV is not None:
+            logits = logits.float() + noise_BV[:, None]
         likeliest = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
         return likeliest.indices, likeliest.values, state
 

@@ -61,12 +61,19 @@ class RecurrentHeads(DraftHeads):
         return self.head_logits(head, state_BmD, vocabulary), state_BmD
 
     def best(
-        self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary, width: int
+        self,
+        head: int,
+        state: Tensor,
+        parents_Bm: Tensor,
+        tokens_Bm: Tensor,
+        vocabulary: Vocabulary,
+        width: int,
+        noise_BV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Columns and log-probabilities [B, m, W], and states [B, m, D] of the level's nodes."""
         if self._level is None:
-            return super().best(head, state, parents_Bm, tokens_Bm, vocabulary, width)
-        return self._level(state, parents_Bm, tokens_Bm, width)
+            return super().best(head, state, parents_Bm, tokens_Bm, vocabulary, width, noise_BV)
+        return self._level(state, parents_Bm, tokens_Bm, width, noise_BV)
 
     def _advance(self, state: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
         embeddings = unit_embeddings(tokens, vocabulary, state.dtype)

@@ -21,6 +21,7 @@ from medusa.drafters import (
 )
 from medusa.drafters.choose import KEPT_DRAFTERS
 from medusa.drafters.heads import WIDTH, Floors
+from medusa.drafters.merge import merge
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.engine.prefill import prefill
@@ -29,16 +30,8 @@ from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
 from medusa.state import DecodeState
 from tests.medusa.rules import make_rule
+from tests.medusa.states import decode_state
 from tests.medusa.trees import LOPSIDED
-
-
-def decode_state(histories, base, seeds=None):
-    """A state whose sequences have these tokens, the root last, and random hidden states; seeds are 0 or as given."""
-    positions = torch.tensor([len(history) - 1 for history in histories])
-    history = torch.tensor([[*history, *([0] * (30 - len(history)))] for history in histories])
-    roots, hidden = history.gather(1, positions[:, None])[:, 0], torch.randn(len(histories), base.hidden_size)
-    active, seeds = torch.ones_like(roots, dtype=torch.bool), torch.zeros_like(roots) if seeds is None else seeds
-    return DecodeState(roots, hidden.to(base.dtype), active, history, positions, seeds, torch.zeros_like(roots))
 
 
 def unbounded(heads, base, nodes):
@@ -226,7 +219,7 @@ def test_prompt_lookup_is_what_plain_python_finds(base, min_match):
     for length in [1, 2, 3, *range(4, 30)] * 3:
         tokens = torch.randint(3, (length,), generator=generator).tolist()
         expected = looked_up(tokens, 5, min_match)
-        draft = PromptLookupDrafter(6, min_match).propose(decode_state([tokens], base))
+        draft = PromptLookupDrafter(6, min_match, places=1).propose(decode_state([tokens], base))
         assert draft.tokens[0].tolist() == [tokens[-1], *expected]
         hits += bool(expected)
     assert 20 < hits < 87, "both cases must have been seen"
@@ -234,7 +227,7 @@ def test_prompt_lookup_is_what_plain_python_finds(base, min_match):
 
 def test_prompt_lookup_in_a_ragged_batch(base):
     rows = [[1, 2, 3, 9, 1, 2], [7, 7, 7], [4, 5]]
-    draft = PromptLookupDrafter(4).propose(decode_state(rows, base))
+    draft = PromptLookupDrafter(4, places=1).propose(decode_state(rows, base))
     assert draft.tokens[:2].tolist() == [[2, 3, 9, 1], [7, 7, 7, 7]]
     assert (draft.tokens[2, 0], draft.sizes) == (5, (4, 4, 1))
 
@@ -250,28 +243,66 @@ class Fixed(Drafter):
         return self.draft
 
 
-def test_a_long_match_is_drafted_without_the_heads(base):
-    heads, sure = Fixed([3, 10], [0, 0], 1), PromptLookupDrafter(5, min_match=4)
-    drafter = HybridDrafter(heads, PromptLookupDrafter(3), shortcut=sure)
-    long, short = [1, 2, 9, 3, 7, 8, 1, 2, 9, 3], [9, 3, 7, 8, 9, 3]
+def test_several_places_share_a_tree(base):
+    """After 1 2 came 3 twice and 4 once; after 7 1 2, the longest match, came 4 9."""
+    text = [1, 2, 3, 5, 7, 1, 2, 4, 9, 1, 2, 3, 6, 7, 1, 2]
+    draft = PromptLookupDrafter(6).propose(decode_state([text], base))
+    paths = [draft.tokens[0, draft.ancestors[0, node]].tolist()[1:] for node in range(draft.tokens.shape[1])]
+    assert paths == [[], [4], [4, 9], [4, 9, 1], [4, 9, 1, 2], [3]]
+    scores = draft.scores[0].tolist()
+    assert all(scores[node] < scores[parent] for node, parent in enumerate(draft.parents[0].tolist()) if node)
+
+
+def test_what_guesses_are_worth_is_learned(base):
+    """After 1 2 came 3, but from now on 9 comes each time."""
+    drafter, state, worth = PromptLookupDrafter(2, places=1), decode_state([[1, 2, 3, 8, 1, 2]], base), []
+    for _ in range(4):
+        draft = drafter.propose(state)
+        assert draft.tokens[0].tolist() == [2, 3]
+        worth.append(draft.scores[0, 1].item())
+        position = state.positions.item()
+        state.history[0, position + 1] = 9
+        drafter.propose(dataclasses.replace(state, positions=state.positions + 1, roots=torch.tensor([9])))
+        state.history[0, position + 1] = 0
+        drafter._last = None
+    assert worth == sorted(worth, reverse=True)
+    assert worth[-1] < worth[0] - 0.5
+
+
+def test_a_cheap_drafter_that_expects_enough_leaves_out_the_dear_one(base):
+    drafter = HybridDrafter([PromptLookupDrafter(5)], Fixed([3, 10], [0, 0], 1), 6)
+    long, short = [1, 2, 9, 3, 7, 8, 1, 2, 9, 3], [1, 2, 9, 5, 3]
     assert drafter.propose(decode_state([long], base)).tokens[0].tolist() == [3, 7, 8, 1, 2]
-    assert drafter.propose(decode_state([short], base)).tokens[0].tolist() == [3, 10, 7, 8]
-    assert drafter.nodes == 5
+    assert drafter.propose(decode_state([short], base)).tokens[0].tolist() == [3, 10]
+    assert 10 in drafter.propose(decode_state([long, short], base)).tokens[0].tolist()
 
 
-def test_a_hybrid_draft_holds_both_trees_below_one_root(base):
-    drafter = HybridDrafter(Fixed([3, 10, 11, 12], [0, 0, 1, 0], 2), Fixed([3, 20, 21, 22], [0, 0, 1, 2], 3))
+def test_equal_paths_are_merged_and_the_best_nodes_stay():
+    heads = Draft.of(torch.tensor([[3, 10, 11, 12]]), torch.tensor([[0, 0, 1, 0]]), 2)
+    heads = dataclasses.replace(heads, scores=torch.tensor([[0.0, -0.2, -0.9, -1.5]]))
+    other = Draft.of(torch.tensor([[3, 10, 21, 22]]), torch.tensor([[0, 0, 1, 2]]), 3)
+    other = dataclasses.replace(other, scores=torch.tensor([[0.0, -0.5, -0.6, -2.0]]))
+    merged = merge([heads, other], 4)
+    assert merged.tokens[0].tolist() == [3, 10, 11, 21]
+    assert merged.parents[0].tolist() == [0, 0, 1, 1]
+    assert merged.scores[0].tolist() == pytest.approx([0, -0.2, -0.9, -0.6])
+    assert merge([heads, other], 9).tokens[0].tolist() == [3, 10, 11, 12, 21, 22]
+
+
+def test_where_shapes_are_fixed_trees_stand_side_by_side(base):
+    ours, theirs = Fixed([3, 10, 11, 12], [0, 0, 1, 0], 2), Fixed([3, 20, 21, 22], [0, 0, 1, 2], 3)
+    ours.recordable = theirs.recordable = True
+    drafter = HybridDrafter([theirs], ours, 4)
     draft = drafter.propose(decode_state([[3]], base))
     assert drafter.nodes == 7
     assert draft.tokens[0].tolist() == [3, 10, 11, 12, 20, 21, 22]
     assert draft.parents[0].tolist() == [0, 0, 1, 0, 0, 4, 5]
     assert (draft.depth, draft.depths[0].tolist()) == (3, [0, 1, 2, 1, 1, 2, 3])
-    assert torch.equal(draft.ancestors, Draft.of(draft.tokens, draft.parents, draft.depth).ancestors)
 
 
 def test_the_history_of_a_sequence_ends_with_its_root(model, base):
     prompts = [[5, 6, 7, 5, 6], [8], [9, 9]]
-    drafter = HybridDrafter(HeadsDrafter(model.heads, base, 6), PromptLookupDrafter(5))
+    drafter = HybridDrafter([PromptLookupDrafter(5)], HeadsDrafter(model.heads, base, 6), 9)
     cache = base.new_cache(3, capacity=100)
     state, texts = prefill(base, cache, prompts), [list(prompt) for prompt in prompts]
     for step in range(12):
@@ -329,18 +360,16 @@ def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads):
 
 
 def test_lookup_on_the_host_finds_what_fixed_shapes_find():
-    """The host compares the few places that can match; on a GPU all of them are compared."""
+    """The host looks for places that can match; on a GPU all of them are compared."""
     generator, found = torch.Generator().manual_seed(0), 0
     for vocabulary, batch, length in itertools.product((1, 3, 6), (1, 3), range(1, 30)):
         history = torch.randint(vocabulary, (batch, length + 1), generator=generator)
         positions = torch.randint(length, (batch,), generator=generator)
         roots = history.gather(1, positions[:, None])[:, 0]
-        active = torch.rand(batch, generator=generator) > 0.1
-        state = DecodeState(roots, torch.zeros(batch, 1), active, history, positions, positions, positions)
-        for min_match in (1, 2, 4):
-            host, fixed = (PromptLookupDrafter(7, min_match, decides).look_up(state) for decides in (True, False))
-            assert host[1].tolist() == fixed[1].tolist()
-            rows = host[1] > 0
-            assert host[0].tokens[rows].tolist() == fixed[0].tokens[rows].tolist()
-            found += int(rows.sum())
+        state = DecodeState(roots, torch.zeros(batch, 1), roots >= 0, history, positions, positions, positions)
+        host, fixed = (PromptLookupDrafter(7, 1, decides, places=1).propose(state) for decides in (True, False))
+        for row in range(batch):
+            size = host.sizes[row] if host.sizes else host.tokens.shape[1]
+            assert host.tokens[row, :size].tolist() == fixed.tokens[row, :size].tolist()
+            found += size > 1
     assert found > 100

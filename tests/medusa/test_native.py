@@ -17,12 +17,12 @@ from medusa.acceptance.logits import Warper
 from medusa.cpu import build, native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.native import NativeLinear, available, move_rows, use_kernels
-from medusa.cpu.selection import argmax, draw
+from medusa.cpu.selection import argmax, draw, gumbel
 from medusa.engine.prefill import prefill
 from medusa.engine.step import verify
 from medusa.heads.frozen import freeze
 from medusa.loading.self_test import choose_decoding, fuse
-from medusa.noise import gumbel_noise, keys
+from medusa.noise import gumbel_noise, gumbel_of, keys
 from medusa.tree import Draft, Tree
 from tests.medusa.test_conformance import FAMILIES, tiny
 
@@ -113,6 +113,11 @@ def test_what_cannot_be_drawn_is_a_token_all_the_same():
         row = torch.full((1, 1, 100), -1.0)
         row[0, 0, 40:42] = value
         assert drawn(row if value > 0 or value != value else torch.full_like(row, value), Warper(0.5, 3, 0.5))[0] <= 41
+
+
+def test_noise_for_drafts_is_nearly_that_of_draws():
+    tokens, keyed = torch.arange(0, 300_000, 3), keys(torch.tensor([5, 6]), torch.tensor([[9], [10]]))[:, 0]
+    torch.testing.assert_close(gumbel(keyed, tokens), gumbel_of(keyed[:, None], tokens), atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("likelihood", [False, True])
@@ -320,9 +325,10 @@ def test_a_level_of_recurrent_heads_is_what_the_module_computes(part, dtype):
     state, nodes = frozen.begin(hidden, base), (torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[7], [9]]))
     theirs_state, tolerance = heads.begin(hidden, base), 1e-3 if dtype == SINGLE else 0.2
     for head in range(3):
-        columns, logprobs, state = frozen.best(head, state, *nodes, base, 5)
+        noise = 0.5 * torch.randn(2, config.output_size) if head else None
+        columns, logprobs, state = frozen.best(head, state, *nodes, base, 5, noise)
         logits, theirs_state = heads.level(head, theirs_state, *nodes, base)
-        theirs = logits.log_softmax(-1, dtype=SINGLE)
+        theirs = (logits if noise is None else logits.float() + noise[:, None]).log_softmax(-1, dtype=SINGLE)
         assert (state - theirs_state).norm() < (1e-5 if dtype == SINGLE else 0.02) * theirs_state.norm()
         torch.testing.assert_close(logprobs, theirs.topk(5).values, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(theirs.gather(-1, columns), logprobs, atol=tolerance, rtol=tolerance)

@@ -32,6 +32,22 @@ template <class U> static inline U mixed(U x) {
     return x ^ x >> 16;
 }
 
+// Gumbel noise of these tokens at one position: out [count], as noise() below but for the last bits.
+static void gumbel(uint32_t key, const int64_t* tokens, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int here = int(std::min<int64_t>(LANES, count - i));
+        vu ids = {};
+        for (int j = 0; j < here; j++) ids[j] = uint32_t(tokens[i + j]);
+        const vf whole = __builtin_convertvector(mixed((vu{} + key) ^ mixed(ids ^ 0xC2B2AE35u)), vf);
+        vf v = (whole + splat(0.5f)) * splat(0x1p-32f);
+        v = v > splat(1 - 0x1p-24f) ? splat(1 - 0x1p-24f) : v;
+        // Near 0, 1 - v has lost most of v.
+        const vf near = v + v * v * (splat(0.5f) + v * splat(1 / 3.f));
+        const vf noise = -logarithm(v < splat(0x1p-8f) ? near : -logarithm(splat(1.f) - v));
+        std::memcpy(out + i, &noise, here * sizeof(float));
+    }
+}
+
 struct Drawing {
     int64_t half, threads, rows, columns, top_k;
     float temperature, top_p, min_p;

@@ -12,6 +12,8 @@ struct Level {
     const void* embeddings;       // [vocabulary, hidden]
     const void* states;           // of the level before, [any, hidden]
     const int64_t *parents, *tokens;  // [rows]: which of these states, and which token
+    const float* noise;               // [rows / nodes, columns], added to the logits; or null
+    int64_t nodes;                    // rows of a sequence
     void* out;                        // [rows, hidden]
     int64_t* best;                    // [rows, width] columns, the likeliest first
     float* logprobs;                  // [rows, width]
@@ -57,7 +59,9 @@ template <class T> class LevelRun {
 
     void choose(int64_t r) {
         const int64_t columns = at.output.outputs, width = at.width;
-        const float* row = &logits[r * columns];
+        float* row = &logits[r * columns];
+        if (at.noise)
+            for (int64_t i = 0; i < columns; i++) row[i] += at.noise[r / at.nodes * columns + i];
         float top[width];
         int64_t *best = at.best + r * width, count = 0;
         // `width` sorted numbers; few of the row get among them.

@@ -54,6 +54,10 @@ extern "C" void medusa_pass(const Pass* pass) {
     else Run<float, Plain<float>>{*pass}();
 }
 
+extern "C" void medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, const int64_t* tokens, float* out) {
+    for (int64_t r = 0; r < rows; r++) gumbel(uint32_t(keys[r]), tokens, count, out + r * count);
+}
+
 extern "C" void medusa_select_path(const Verdict* at) {
     for (int64_t b = 0; b < at->batch; b++) select_path(*at, b);
 }

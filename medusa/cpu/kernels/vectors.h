@@ -69,6 +69,26 @@ static inline vf exponential(vf x) {
     vf scale = vf((__builtin_convertvector(kept, vi) + 127) << 23);
     return x < splat(-87.f) ? vf{} : y * scale;
 }
+// The natural logarithm of x > 0 that is no denormal number, after Cephes: 2 units in the last place.
+static inline vf logarithm(vf x) {
+    vi power = (vi(x) >> 23) - 126;
+    vf m = vf((vi(x) & 0x7fffff) | 0x3f000000);  // in [0.5, 1)
+    const vi small = m < splat(0.70710678f);
+    power += small;  // -1 where it is so
+    m = (small ? m + m : m) - splat(1.f);
+    const vf e = __builtin_convertvector(power, vf), z = m * m;
+    vf y = splat(7.0376836292e-2f);
+    y = y * m - splat(1.1514610310e-1f);
+    y = y * m + splat(1.1676998740e-1f);
+    y = y * m - splat(1.2420140846e-1f);
+    y = y * m + splat(1.4249322787e-1f);
+    y = y * m - splat(1.6668057665e-1f);
+    y = y * m + splat(2.0000714765e-1f);
+    y = y * m - splat(2.4999993993e-1f);
+    y = y * m + splat(3.3333331174e-1f);
+    y = y * m * z + e * splat(-2.12194440e-4f) - splat(0.5f) * z;
+    return m + y + e * splat(0.693359375f);
+}
 static inline float exponential(float x) { return exponential(splat(x))[0]; }
 static inline vf sigmoid(vf x) {
     const vf e = exponential(x < vf{} ? x : -x);

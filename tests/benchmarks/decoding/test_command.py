@@ -79,9 +79,9 @@ def test_weights_of_8_bits_are_counted_and_called_lossy(tiny_config, monkeypatch
     monkeypatch.setitem(SHAPES, "wide", tiny_config.to_dict() | wide)
     words = ["step", "--shape", "wide", "--int8", "--rounds", "1", "--context", "8", "--nodes", "2"]
     assert main([*words, "--dtype", "float32", "--json", str(tmp_path / "x.json")]) == 0
-    rounded, too_small = 3 * 1024 * 2048, 2 * 1024 * (256 + 128)
+    rounded = 3 * 1024 * 2048 + 2 * 1024 * (256 + 128)
     report = json.loads((tmp_path / "x.json").read_text())
-    assert report["weight_bytes"] == rounded + 4 * (too_small + 64 * 1024 + 3 * 1024)
+    assert report["weight_bytes"] == rounded + 4 * (64 * 1024 + 3 * 1024)
     assert "LOSSY" in capsys.readouterr().out
 
 

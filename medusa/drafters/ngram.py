@@ -1,0 +1,170 @@
+"""Drafting from what was written before: a cache of the tokens that followed short contexts in earlier texts.
+
+What prompt lookup finds in one text, this finds in all that the cache has learned from: completions of requests that
+use it, or a corpus. (The lookahead cache of Lookahead decoding, Fu et al. 2024, and of llama.cpp.)
+"""
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from medusa.drafters.base import Drafter
+from medusa.drafters.merge import Node, build
+from medusa.files import replace_file
+from medusa.state import DecodeState
+from medusa.tree import Draft
+
+ORDERS = (4, 3, 2)
+"""Tokens of a context, the longest first."""
+CAPACITY = 200_000
+"""Contexts that a cache holds, some 50 MB."""
+KEPT = 4
+"""Continuations of a context that are kept, the most frequent ones."""
+DOUBT = 1.0
+"""What was never seen counts as so many observations: a continuation seen once is worth 1/2."""
+FORMAT = "medusa-ngrams"
+
+Context = tuple[int, ...]
+
+
+class NgramCache:
+    """How often which token followed a context; the context that was not met for longest goes first.
+
+    For one model, whose requests share it if they name the drafter: what one request's text teaches, others draft.
+
+    Args:
+        capacity: Contexts, at most.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity ({capacity}) of the n-gram cache must be at least 1 context; raise it")
+        self._capacity = capacity
+        self._counts: OrderedDict[Context, Counter[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Contexts."""
+        return len(self._counts)
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Count what follows each context of a text."""
+        for end in range(min(ORDERS), len(tokens)):
+            for order in ORDERS:
+                if order <= end:
+                    self._count(tuple(tokens[end - order : end]), tokens[end], 1)
+        while len(self._counts) > self._capacity:
+            self._counts.popitem(last=False)
+
+    def _count(self, context: Context, token: int, times: int) -> None:
+        counts = self._counts.setdefault(context, Counter())
+        counts[token] += times
+        if len(counts) > KEPT:
+            rarest = min((other for other in counts if other != token), key=counts.__getitem__)
+            del counts[rarest]
+        self._counts.move_to_end(context)
+
+    def following(self, context: Context) -> Iterator[tuple[int, float]]:
+        """Tokens that followed the longest known end of a context, with the logarithm of what each is worth."""
+        for order in ORDERS:
+            counts = self._counts.get(context[-order:]) if order <= len(context) else None
+            if counts:
+                total = math.log(sum(counts.values()) + DOUBT)
+                for token, times in counts.items():
+                    yield token, math.log(times) - total
+                return
+
+    def tree(self, context: Sequence[int], nodes: int, branches: int = KEPT) -> list[Node]:
+        """The likeliest ``nodes`` nodes below the context's last token, which is the root."""
+        turn, tree = count(), [Node(context[-1], 0, 0.0, 0)]
+        heap: list[tuple[float, int, int, int, Context]] = []
+
+        def offer(index: int, above: Context) -> None:
+            for token, score in sorted(self.following(above), key=lambda pair: -pair[1])[:branches]:
+                heapq.heappush(heap, (-tree[index].score - score, next(turn), index, token, above))
+
+        offer(0, tuple(context[-max(ORDERS) :]))
+        while heap and len(tree) < nodes:
+            cost, _, parent, token, above = heapq.heappop(heap)
+            tree.append(Node(token, parent, -cost, tree[parent].depth + 1))
+            offer(len(tree) - 1, (*above, token)[-max(ORDERS) :])
+        return tree
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache as one safetensors file, whole or not at all."""
+        width, contexts = max(ORDERS), list(self._counts)
+        rows = [[-1] * (width - len(context)) + list(context) for context in contexts]
+        pairs = [[*self._counts[context].most_common(KEPT), *[(-1, 0)] * KEPT][:KEPT] for context in contexts]
+        tensors = {
+            "contexts": torch.tensor(rows, dtype=torch.int32).view(-1, width),
+            "following": torch.tensor(pairs, dtype=torch.int32).view(-1, KEPT, 2),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda beside: save_file(tensors, beside, metadata={"format": FORMAT}))
+
+    @classmethod
+    def load(cls, path: str | Path, capacity: int = CAPACITY) -> "NgramCache":
+        """Read what ``save`` has written; of more contexts than the capacity the latest.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        cache = cls(capacity)
+        try:
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("format") != FORMAT:
+                    raise ValueError("it has another format")
+                contexts, following = file.get_tensor("contexts").tolist(), file.get_tensor("following").tolist()
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise ValueError(f"n-gram cache ({path}) cannot be read: {error}; save it again") from error
+        for context, pairs in list(zip(contexts, following, strict=True))[-capacity:]:
+            key = tuple(token for token in context if token >= 0)
+            cache._counts[key] = Counter({token: times for token, times in pairs if times > 0})
+        return cache
+
+    def fill(self, texts: Iterable[Sequence[int]]) -> int:
+        """Learn from many texts; returns the tokens that were read."""
+        total = 0
+        for tokens in texts:
+            self.learn(tokens)
+            total += len(tokens)
+        return total
+
+
+class NgramDrafter(Drafter):
+    """Proposes the likeliest tree of what followed the last tokens in other texts.
+
+    Args:
+        cache: What it drafts from.
+        nodes: N, the root included.
+        branches: Children of a node, at most; 1 = a chain.
+    """
+
+    def __init__(self, cache: NgramCache, nodes: int, branches: int = KEPT) -> None:
+        if nodes < 2:
+            raise ValueError(f"nodes ({nodes}) must be at least 2 for an n-gram cache; give a larger tree budget")
+        self.cache, self.nodes, self._branches = cache, nodes, branches
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A tree below ``state.roots``; the root alone where no context is known."""
+        width = max(ORDERS)
+        recent = state.positions[:, None] + torch.arange(1 - width, 1, device=state.positions.device)
+        contexts = state.history.gather(1, recent.clamp(min=0)).tolist()
+        rows = zip(contexts, state.positions.tolist(), state.active.tolist(), strict=True)
+        draft = build([
+            self.cache.tree(context[max(0, width - 1 - position) :], self.nodes if active else 1, self._branches)
+            for context, position, active in rows
+        ])  # fmt: skip
+        device = state.roots.device
+        if device.type == "cpu":
+            return draft
+        return Draft(draft.tokens.to(device), draft.parents.to(device), draft.depth)

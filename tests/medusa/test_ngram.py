@@ -1,0 +1,109 @@
+"""The n-gram cache: what earlier texts teach, bounded, saved, and never more than a guess."""
+
+import json
+
+import pytest
+
+from medusa import MedusaModel, Speculation
+from medusa.drafters.ngram import KEPT, NgramCache, NgramDrafter
+from tests.medusa.states import decode_state
+
+TEXT = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 2, 3, 4, 5]
+
+
+def paths(tree):
+    """Token paths below the root."""
+    found = {0: ()}
+    for index, node in enumerate(tree[1:], start=1):
+        found[index] = (*found[node.parent], node.token)
+    return list(found.values())[1:]
+
+
+def test_the_longest_known_context_counts_and_the_likeliest_path_comes_first():
+    cache = NgramCache()
+    cache.learn(TEXT)
+    assert dict(cache.following((2, 3, 4))).keys() == {5, 6}
+    assert dict(cache.following((1, 2, 3, 4))).keys() == {5}, "a longer context that is known"
+    assert dict(cache.following((8, 2, 3, 4))).keys() == {5, 6}, "a shorter one where it is not"
+    assert list(cache.following((7, 7))) == []
+    tree = cache.tree([8, 2, 3, 4], 4)
+    assert [node.token for node in tree] == [4, 5, 6, 9]
+    assert paths(tree) == [(5,), (6,), (5, 9)]
+    assert paths(cache.tree([8, 2, 3, 4], 4, branches=1)) == [(5,), (5, 9), (5, 9, 2)]
+    assert [node.token for node in cache.tree([7], 5)] == [7]
+
+
+def test_it_is_bounded_and_forgets_what_was_not_met_for_longest():
+    cache = NgramCache(capacity=30)
+    cache.learn(range(8))
+    for start in range(100, 1000, 5):
+        cache.learn(range(8))
+        cache.learn(range(start, start + 5))
+    assert len(cache) == 30
+    assert dict(cache.following((3, 4))).keys() == {5}
+    assert list(cache.following((100, 101))) == []
+    for token in range(50):
+        cache.learn([1, 1, token])
+        cache.learn([1, 1, 7])
+    kept = dict(cache.following((1, 1)))
+    assert len(kept) == KEPT
+    assert max(kept, key=kept.get) == 7
+
+
+def test_a_saved_cache_is_read_back(tmp_path):
+    cache = NgramCache()
+    assert cache.fill([TEXT, [5, 6, 7]]) == len(TEXT) + 3
+    cache.save(tmp_path / "some" / "ngrams.safetensors")
+    again = NgramCache.load(tmp_path / "some" / "ngrams.safetensors")
+    assert again._counts == cache._counts
+    assert len(NgramCache.load(tmp_path / "some" / "ngrams.safetensors", capacity=5)) == 5
+    NgramCache().save(tmp_path / "empty")
+    assert len(NgramCache.load(tmp_path / "empty")) == 0
+    (tmp_path / "broken").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match="cannot be read"):
+        NgramCache.load(tmp_path / "broken")
+    with pytest.raises(FileNotFoundError):
+        NgramCache.load(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"capacity \(0\)"):
+        NgramCache(0)
+
+
+def test_rows_of_a_batch_draft_apart(base):
+    cache = NgramCache()
+    cache.learn(TEXT)
+    draft = NgramDrafter(cache, 3).propose(decode_state([[8, 2, 3, 4], [4], [9, 2]], base))
+    assert draft.sizes == (3, 1, 3)
+    assert draft.tokens.tolist() == [[4, 5, 6], [4, 0, 0], [2, 3, 4]]
+    with pytest.raises(ValueError, match="at least 2"):
+        NgramDrafter(cache, 1)
+
+
+def test_requests_that_name_it_teach_each_other_and_texts_stay(base):
+    model, prompts = MedusaModel(base), [[5, 6, 7], [9, 8]]
+    plain = model.generate(prompts, max_new_tokens=40, ignore_eos=True)
+    assert len(model.ngrams) == 0
+    first = model.generate(prompts, max_new_tokens=40, drafter="ngram", nodes=6, ignore_eos=True)
+    assert len(model.ngrams) > 0
+    again = model.generate(prompts, max_new_tokens=40, drafter="ngram", nodes=6, ignore_eos=True)
+    assert [o.tokens for o in plain] == [o.tokens for o in first] == [o.tokens for o in again]
+    assert sum(o.steps for o in again) < sum(o.steps for o in plain) / 2
+    sampled = {"max_new_tokens": 30, "temperature": 0.9, "seed": [3, 4], "nodes": 6, "ignore_eos": True}
+    texts = [
+        model.generate(prompts, drafter=name, **sampled) for name in ("ngram", "prompt-lookup", "prompt-lookup+ngram")
+    ]
+    expected = [o.tokens for o in model.generate(prompts, **sampled | {"nodes": 1})]
+    assert all([o.tokens for o in outputs] == expected for outputs in texts)
+
+
+@pytest.mark.parametrize("name", ["heads+prompt-lookup+ngram", "ngram+heads", "hybrid"])
+def test_several_drafters_share_a_tree(base, make_heads, name):
+    model = MedusaModel(base, make_heads())
+    plain = model.generate([5, 6, 7], max_new_tokens=30, nodes=1, ignore_eos=True)
+    for _ in range(2):
+        assert model.generate([5, 6, 7], max_new_tokens=30, drafter=name, ignore_eos=True).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("name", ["ngram+ngram", "heads+", "lookup", "heads-sampled+ngram", ""])
+def test_names_that_are_none_are_refused(name):
+    with pytest.raises(ValueError, match="joined by"):
+        Speculation(drafter=name)
