@@ -39,6 +39,7 @@ def load(source: Path) -> ctypes.CDLL:
     try:
         library = cache_directory() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
         if not library.exists():
+            logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
             library.parent.mkdir(parents=True, exist_ok=True)
             replace_file(library, lambda beside: _build(source, compiler, beside))
             logger.info("kernel %s is built: %s", source.name, library)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 DRAWN = 8
 """Nodes of drawn drafts where none are given: text depends on them, and a seed must give the same text again."""
+GUESSES = 6
+"""Nodes for a single sequence on a CPU where all drafters cost nothing: without a guess a step is a plain one."""
 KEPT_DRAFTERS = 64
 """Drafters of different names, sizes, trees and temperatures; the one that was not used for longest goes."""
 
@@ -93,6 +95,8 @@ class Drafters:
 
         if name == "heads-sampled":
             return build(DRAWN)
+        if self._alone_and_free(name, batch):
+            return build(GUESSES)
         if self._graphs is None and self._base.device.type == "cpu":
             return self._auto.at_each_step(name, batch, rule, build)
         return self._auto.for_completion(name, batch, rule, build)
@@ -115,8 +119,15 @@ class Drafters:
         self.check(speculation, 1.0)
         if name == "heads-sampled":
             return f"nodes auto: {DRAWN} for {name}, so that a seed gives the same text again"
+        if self._alone_and_free(name or "hybrid", 1):
+            return f"nodes auto: at most {GUESSES} for {name}, fewer where guesses are unlikely"
         self.choose(speculation, 1.0, 1, build_rule(SamplingParams()))
         return self._auto.reason
+
+    def _alone_and_free(self, name: str, batch: int) -> bool:
+        """Whether drafts cost nothing to make and say themselves how many of their nodes are worth a row."""
+        on_cpu = self._graphs is None and self._base.device.type == "cpu"
+        return on_cpu and batch == 1 and "heads" not in sources(name)
 
     def _given(self, speculation: Speculation, temperature: float) -> Drafter | None:
         """The drafter where its size follows from the request alone."""

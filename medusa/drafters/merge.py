@@ -10,6 +10,8 @@ from medusa.tree import Draft
 
 UNKNOWN = math.log(0.5)
 """Score per edge of a draft that has none."""
+FLOOR = math.log(0.1)
+"""Score below which a guess that costs nothing to make is not worth its row of a pass."""
 EDGE_COST = 1e-4
 """Keeps a parent's score above its child's where the child is certain."""
 

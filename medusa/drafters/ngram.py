@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from medusa.drafters.base import Drafter
-from medusa.drafters.merge import Node, build
+from medusa.drafters.merge import FLOOR, Node, build
 from medusa.files import replace_file
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -92,6 +92,8 @@ class NgramCache:
         offer(0, tuple(context[-max(ORDERS) :]))
         while heap and len(tree) < nodes:
             cost, _, parent, token, above = heapq.heappop(heap)
+            if -cost < FLOOR:
+                break
             tree.append(Node(token, parent, -cost, tree[parent].depth + 1))
             offer(len(tree) - 1, (*above, token)[-max(ORDERS) :])
         return tree

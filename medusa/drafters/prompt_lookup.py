@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from medusa.drafters.base import Drafter
 from medusa.drafters.confidence import Confidence
-from medusa.drafters.merge import Node, add, best, build
+from medusa.drafters.merge import FLOOR, Node, add, best, build
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -31,8 +31,9 @@ Row = NDArray[numpy.int64]
 class PromptLookupDrafter(Drafter):
     """Proposes the continuations of the best earlier matches; where there is no match, the root alone.
 
-    On a CPU they are a tree, whose nodes are worth what guesses after so long a match have been worth lately. On a GPU
-    shapes are fixed: the continuation of the best place is a chain, and a sequence without a match gets some chain too.
+    On a CPU they are a tree, whose nodes are worth what guesses after so long a match have been worth lately; unlikely
+    ones are left out. On a GPU shapes are fixed: the continuation of the best place is a chain, and a sequence without
+    a match gets some chain too.
 
     Args:
         nodes: N, the root included.
@@ -87,9 +88,13 @@ class PromptLookupDrafter(Drafter):
         return after[: self.nodes - 1]
 
     def _scores(self, match: int) -> list[float]:
+        """Of the root and as many guesses as are worth it."""
         scores = [0.0]
         for ahead in range(self.nodes - 1):
-            scores.append(scores[-1] + self._confidence.log(match + ahead))
+            score = scores[-1] + self._confidence.log(match + ahead)
+            if score < FLOOR:
+                break
+            scores.append(score)
         return scores
 
     def _learn(self, buffer: Tensor, history: Row, positions: list[int]) -> None:

@@ -20,6 +20,7 @@ from medusa.drafters import (
     SampledHeadsDrafter,
 )
 from medusa.drafters.choose import KEPT_DRAFTERS
+from medusa.drafters.confidence import Confidence
 from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
 from medusa.drafters.prompt_lookup import MAX_MATCH
@@ -32,6 +33,9 @@ from medusa.state import DecodeState
 from tests.medusa.rules import make_rule
 from tests.medusa.states import decode_state
 from tests.medusa.trees import LOPSIDED
+
+SURE = (0.99,) * 7
+"""A belief that leaves out no guess."""
 
 
 def unbounded(heads, base, nodes):
@@ -219,7 +223,9 @@ def test_prompt_lookup_is_what_plain_python_finds(base, min_match):
     for length in [1, 2, 3, *range(4, 30)] * 3:
         tokens = torch.randint(3, (length,), generator=generator).tolist()
         expected = looked_up(tokens, 5, min_match)
-        draft = PromptLookupDrafter(6, min_match, places=1).propose(decode_state([tokens], base))
+        draft = PromptLookupDrafter(6, min_match, confidence=Confidence(SURE), places=1).propose(
+            decode_state([tokens], base)
+        )
         assert draft.tokens[0].tolist() == [tokens[-1], *expected]
         hits += bool(expected)
     assert 20 < hits < 87, "both cases must have been seen"
@@ -227,7 +233,7 @@ def test_prompt_lookup_is_what_plain_python_finds(base, min_match):
 
 def test_prompt_lookup_in_a_ragged_batch(base):
     rows = [[1, 2, 3, 9, 1, 2], [7, 7, 7], [4, 5]]
-    draft = PromptLookupDrafter(4, places=1).propose(decode_state(rows, base))
+    draft = PromptLookupDrafter(4, confidence=Confidence(SURE), places=1).propose(decode_state(rows, base))
     assert draft.tokens[:2].tolist() == [[2, 3, 9, 1], [7, 7, 7, 7]]
     assert (draft.tokens[2, 0], draft.sizes) == (5, (4, 4, 1))
 
@@ -267,6 +273,12 @@ def test_what_guesses_are_worth_is_learned(base):
         drafter._last = None
     assert worth == sorted(worth, reverse=True)
     assert worth[-1] < worth[0] - 0.5
+
+
+def test_guesses_that_are_unlikely_are_left_out(base):
+    for belief, guesses in ((0.99, 7), (0.5, 3), (0.2, 1), (0.05, 0)):
+        drafter = PromptLookupDrafter(8, confidence=Confidence((belief,)), places=1)
+        assert drafter.propose(decode_state([[1, 2, 3, 4, 5, 1, 2]], base)).tokens.shape[1] == 1 + guesses
 
 
 def test_a_cheap_drafter_that_expects_enough_leaves_out_the_dear_one(base):
@@ -367,7 +379,9 @@ def test_lookup_on_the_host_finds_what_fixed_shapes_find():
         positions = torch.randint(length, (batch,), generator=generator)
         roots = history.gather(1, positions[:, None])[:, 0]
         state = DecodeState(roots, torch.zeros(batch, 1), roots >= 0, history, positions, positions, positions)
-        host, fixed = (PromptLookupDrafter(7, 1, decides, places=1).propose(state) for decides in (True, False))
+        host, fixed = (
+            PromptLookupDrafter(7, 1, decides, Confidence(SURE), places=1).propose(state) for decides in (True, False)
+        )
         for row in range(batch):
             size = host.sizes[row] if host.sizes else host.tokens.shape[1]
             assert host.tokens[row, :size].tolist() == fixed.tokens[row, :size].tolist()
