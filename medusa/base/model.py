@@ -105,7 +105,7 @@ class BaseModel:
             device: None = the GPU where there is one.
             pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
                 quantised layers, or on a base that is spread).
-            int8: LOSSY, for CPUs: round the weights of large linear layers to 8 bits, but not the output layer's.
+            int8: LOSSY, for CPUs: round linear layers and what they read to 8 bits, but not the output layer.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 exact on a CPU with a C++ compiler, otherwise the reference.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
