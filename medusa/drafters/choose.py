@@ -97,7 +97,7 @@ class Drafters:
             return build(DRAWN)
         if self._alone_and_free(name, batch):
             return build(GUESSES)
-        if self._graphs is None and self._base.device.type == "cpu":
+        if self._on_host:
             return self._auto.at_each_step(name, batch, rule, build)
         return self._auto.for_completion(name, batch, rule, build)
 
@@ -126,8 +126,12 @@ class Drafters:
 
     def _alone_and_free(self, name: str, batch: int) -> bool:
         """Whether drafts cost nothing to make and say themselves how many of their nodes are worth a row."""
-        on_cpu = self._graphs is None and self._base.device.type == "cpu"
-        return on_cpu and batch == 1 and "heads" not in sources(name)
+        return self._on_host and batch == 1 and "heads" not in sources(name)
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether shapes cost nothing, and asking for a number does not stop a device."""
+        return self._graphs is None and self._base.device.type == "cpu"
 
     def _given(self, speculation: Speculation, temperature: float) -> Drafter | None:
         """The drafter where its size follows from the request alone."""
@@ -159,7 +163,7 @@ class Drafters:
             plain = "drafter (%s, %d nodes) is left out: base (%s) decodes plainly"
             logger.warning(plain, name, nodes, self._base.name)
             return PlainDrafter()
-        host_decides, chain, names = self._graphs is None, self._base.decoding == "chain", sources(name)
+        host_decides, chain, names = self._on_host, self._base.decoding == "chain", sources(name)
         if chain and self._heads is not None:
             tree = tree or Tree.chain(min(nodes - 1, self._heads.config.num_heads))
         if name == "heads-sampled":

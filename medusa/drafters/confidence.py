@@ -30,6 +30,6 @@ class Confidence:
     def observe(self, kind: int, right: bool) -> None:
         """One guess of a kind was right, or was not."""
         kind, keep = min(kind, len(self._right) - 1), 1 - 1 / MEMORY
-        # Half a guess either way keeps shares from 0 and 1.
+        # A hundredth of a guess either way keeps shares from 0 and 1.
         self._right[kind] = keep * self._right[kind] + right + 0.01
         self._tried[kind] = keep * self._tried[kind] + 1.02

@@ -76,7 +76,7 @@ class NgramCache:
             counts = self._counts.get(context[-order:]) if order <= len(context) else None
             if counts:
                 total = math.log(sum(counts.values()) + DOUBT)
-                for token, times in counts.items():
+                for token, times in list(counts.items()):  # others may be learning
                     yield token, math.log(times) - total
                 return
 
