@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable
 
 
@@ -14,6 +15,18 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def exit_status(action: Callable[[], object]) -> int:
+    """Run a command: 0 done, 1 a failure whose message is on stderr, 130 Ctrl-C."""
+    try:
+        action()
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def show_messages() -> None:

@@ -98,8 +98,8 @@ class MedusaModel:
             device: None = the GPU where there is one.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
                 a GPU, exact on a CPU with a C++ compiler, otherwise the reference.
-            int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Plain decoding
-                is about a third faster and trees half, but what it says is no longer what the base says.
+            int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Decoding is
+                about a third faster, but what it says is no longer what the base says.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
                 spread over several devices.
             graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a

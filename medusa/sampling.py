@@ -229,7 +229,7 @@ def sources(drafter: str) -> tuple[str, ...]:
     """
     if drafter == "heads-sampled":
         return (drafter,)
-    names = tuple("heads+prompt-lookup".split("+") if drafter == "hybrid" else drafter.split("+"))
+    names = ("heads", "prompt-lookup") if drafter == "hybrid" else tuple(drafter.split("+"))
     if not set(names) <= set(SOURCES) or len(set(names)) < len(names):
         raise ValueError(
             f"drafter ({drafter!r}) is not known; choose one of: {', '.join(DRAFTERS)}, or several of"

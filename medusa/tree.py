@@ -87,6 +87,11 @@ def ancestor_mask(parents_N: Tensor, depth: int) -> Tensor:
     return reach_NN > 0
 
 
+def ragged(sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """``Draft.sizes`` of trees of these sizes."""
+    return tuple(sizes) if min(sizes) < max(sizes) else None
+
+
 @dataclass(frozen=True)
 class Draft:
     """A batch of token trees of one size, on the device.
@@ -113,6 +118,16 @@ class Draft:
     straight: bool = False
     sizes: tuple[int, ...] | None = None
     scores: Tensor | None = None
+
+    @property
+    def row_sizes(self) -> Sequence[int]:
+        """Nodes of each tree, whether they differ or not."""
+        return self.sizes or [self.tokens.shape[1]] * len(self.tokens)
+
+    def spread(self, rows_RF: Tensor) -> Tensor:
+        """[B, N, F]: what was computed of the trees' own nodes alone, at their places; 0 behind the smaller trees."""
+        assert self.real is not None, "there are smaller trees"
+        return rows_RF.new_zeros(*self.tokens.shape, rows_RF.shape[-1]).masked_scatter_(self.real[..., None], rows_RF)
 
     @cached_property
     def real(self) -> Tensor | None:
@@ -155,11 +170,9 @@ class Draft:
         depth, sizes = max(part.depth for _, part in parts), [nodes] * rows
         if tokens_BN.device.type == "cpu":
             for index, part in parts:
-                of_part = part.sizes or [part.tokens.shape[1]] * len(index)
-                for row, size in zip(index.tolist(), of_part, strict=True):
+                for row, size in zip(index.tolist(), part.row_sizes, strict=True):
                     sizes[row] = size
-        ragged = tuple(sizes) if min(sizes) < nodes else None
-        return cls(tokens_BN, parents_BN, depth, parts=tuple(parts), sizes=ragged)
+        return cls(tokens_BN, parents_BN, depth, parts=tuple(parts), sizes=ragged(sizes))
 
     def keeping(self, real_BN: Tensor) -> "Draft":
         """The trees with these nodes alone, on a CPU: the root is one of them, and so is the parent of each.
@@ -176,8 +189,7 @@ class Draft:
         if probs_BNV is not None:
             probs_BNV = probs_BNV.gather(1, order_BN[:, :nodes, None].expand(-1, -1, probs_BNV.shape[2]))
         scores_BN = None if self.scores is None else self.scores.gather(1, order_BN)[:, :nodes]
-        ragged = tuple(sizes) if min(sizes) < nodes else None
-        return dataclasses.replace(kept, probs=probs_BNV, sizes=ragged, scores=scores_BN)
+        return dataclasses.replace(kept, probs=probs_BNV, sizes=ragged(sizes), scores=scores_BN)
 
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int, probs_BNV: Tensor | None = None) -> "Draft":

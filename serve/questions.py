@@ -12,6 +12,11 @@ Kinds = dict[str, list[int]]
 """Name of a kind to the indices of its prompts."""
 
 
+def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[list[list[int]], Kinds]:
+    """``file_questions`` of a file, ``count`` of each category, or ``count`` ``chat_questions`` without one."""
+    return file_questions(model, path, count) if path else chat_questions(model, count)
+
+
 def chat_questions(model: MedusaModel, count: int) -> tuple[list[list[int]], Kinds]:
     """``count`` held-out prompts of ``data.chat_prompts`` as token ids, and their kinds."""
     from data.chat_prompts import chat_prompts

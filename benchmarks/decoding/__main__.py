@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.decoding.arguments import build_parser
-from data.arguments import show_messages
+from data.arguments import exit_status, show_messages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,19 +18,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = build_parser().parse_args(words, argparse.Namespace(words=words))
     show_messages()
-    try:
+
+    def run() -> None:
         from benchmarks.decoding.commands import COMMANDS  # imports torch, which help and wrong use do without
 
         for name in ("json", "picture", "out"):
             if path := getattr(options, name, None):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
         COMMANDS[options.command](options)
-    except (OSError, ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return exit_status(run)
 
 
 if __name__ == "__main__":

@@ -33,16 +33,13 @@ from medusa.io.tree_file import save_tree
 from serve.compare import unpacked_copy
 from serve.demo_report import show, show_kinds
 from serve.figures import measure
-from serve.questions import chat_questions, file_questions
+from serve.questions import questions
 
 
 def _compare(options: argparse.Namespace) -> None:
     options.heads = options.heads or shipped_heads("smollm2")
     model = trained(options)
-    if options.questions:
-        prompts, kinds = file_questions(model, options.questions, options.count)
-    else:
-        prompts, kinds = chat_questions(model, options.count)
+    prompts, kinds = questions(model, options.questions, options.count)
     figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens, options.temperature)
     if options.json:
         write_json(Path(options.json), figures)

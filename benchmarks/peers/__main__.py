@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.run import BATCHING, MODES, Engine, Place, measure
+from data.arguments import at_least, exit_status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,22 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("environments", help="the directory that benchmarks/peers/setup.sh has filled")
     add("--heads", help="trained heads of smollm2 (default: those that come with the clone)")
     add("--questions", help="a question file of Spec-Bench or MT-bench (default: the clone's own chat questions)")
-    add("--count", type=int, default=2, help="questions, of each category where there are some")
+    add("--count", type=at_least(1), default=2, help="questions, of each category where there are some")
     add("--engines", nargs="+", choices=MODES, default=list(MODES), help="engines (default: all)")
     add("--modes", nargs="+", help="modes (default: all of each engine)")
-    add("--batch", type=int, nargs="+", default=[1], help="prompts that share a batch, one run each")
-    add("--max-new-tokens", type=int, default=128)
-    add("--rounds", type=int, default=3)
+    add("--batch", type=at_least(1), nargs="+", default=[1], help="prompts that share a batch, one run each")
+    add("--max-new-tokens", type=at_least(1), default=128)
+    add("--rounds", type=at_least(1), default=3)
     add("--json", help="write all figures to this file")
     options = parser.parse_args(arguments)
-    try:
-        _run(options)
-    except (OSError, ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -45,14 +39,11 @@ def _run(options: argparse.Namespace) -> None:
     from medusa import MedusaModel
     from medusa.base.smollm2 import locate
     from medusa.files import write_json
-    from serve.questions import chat_questions, file_questions
+    from serve.questions import questions
 
     heads, base, there = str(options.heads or shipped_heads("smollm2")), locate("smollm2"), Path(options.environments)
     model = MedusaModel.from_pretrained(heads)
-    if options.questions:
-        prompts, _ = file_questions(model, options.questions, options.count)
-    else:
-        prompts, _ = chat_questions(model, options.count)
+    prompts, _ = questions(model, options.questions, options.count)
     del model
     places = {
         "ours": Place(sys.executable, "ours.py", heads),

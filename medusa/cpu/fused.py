@@ -144,7 +144,7 @@ class FusedPass:
         )  # fmt: skip
         if real_BN is None:
             return out.view(batch, nodes, -1)
-        return out.new_zeros(batch, nodes, out.shape[-1]).masked_scatter_(real_BN[..., None], out)
+        return plan.draft.spread(out)
 
     def _read(self, layer: Any) -> _Block:
         """The pointers of a layer's weights."""

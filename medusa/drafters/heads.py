@@ -10,6 +10,7 @@ from torch import Tensor
 
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
+from medusa.drafters.merge import EDGE_COST
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.noise import keys
 from medusa.state import DecodeState
@@ -21,8 +22,6 @@ MIN_BEAM = 4
 """Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
 LOWEST = -40.0
 """Bound on a log-probability: heads that overflow still give trees."""
-EDGE_COST = 1e-4
-"""Keeps a parent's score above its child's where the child is certain."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class HeadsDrafter(Drafter):
             raise ValueError(f"nodes ({nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
         self.heads, self.vocabulary, self._temperature = heads, vocabulary, temperature
         device = next(heads.parameters()).device
-        self._tokens_V = heads.token_ids(torch.arange(output_size, device=device))
+        self._tokens_V = heads.token_ids(torch.arange(output_size if temperature else 0, device=device))
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)

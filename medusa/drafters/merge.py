@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from medusa.tree import Draft
+from medusa.tree import Draft, ragged
 
 UNKNOWN = math.log(0.5)
 """Score per edge of a draft that has none."""
@@ -36,13 +36,9 @@ def merge(drafts: Sequence[Draft], nodes: int) -> Draft:
     Returns:
         Trees of the best nodes; ``Draft.sizes`` says where some are smaller.
     """
-    batch = len(drafts[0].tokens)
-    columns = [
-        (draft.tokens.tolist(), draft.parents.tolist(), _scores(draft), draft.sizes or [draft.tokens.shape[1]] * batch)
-        for draft in drafts
-    ]
+    columns = [(draft.tokens.tolist(), draft.parents.tolist(), _scores(draft), draft.row_sizes) for draft in drafts]
     rows = []
-    for row in range(batch):
+    for row in range(len(drafts[0].tokens)):
         tree = [Node(int(drafts[0].tokens[row, 0]), 0, 0.0, 0)]
         for tokens, parents, scores, sizes in columns:
             add(tree, tokens[row][: sizes[row]], parents[row], scores[row])
@@ -83,7 +79,7 @@ def build(rows: Sequence[Sequence[Node]]) -> Draft:
         torch.tensor([[node.token for node in row] for row in full]),
         torch.tensor([[node.parent for node in row] for row in full]),
         max(node.depth for row in rows for node in row),
-        sizes=tuple(sizes) if min(sizes) < nodes else None,
+        sizes=ragged(sizes),
         scores=torch.tensor([[node.score for node in row] for row in full]),
     )
 

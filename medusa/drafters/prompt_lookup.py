@@ -73,9 +73,10 @@ class PromptLookupDrafter(Drafter):
             text = history[row, : position + 1]
             tree = [Node(int(text[-1]), 0, 0.0, 0)]
             places = find_places(text, self.min_match, self._places) if active[row] else []
-            for place, match in places:
-                add(tree, [tree[0].token, *self._continuation(text, place)], range(-1, self.nodes), self._scores(match))
-            guesses.append((places[0][1], self._continuation(text, places[0][0])) if places else (0, []))
+            found = [(match, self._continuation(text, place)) for place, match in places]
+            for match, after in found:
+                add(tree, [tree[0].token, *after], range(-1, self.nodes), self._scores(match))
+            guesses.append(found[0] if found else (0, []))
             rows.append(best(tree, self.nodes))
         self._last = state.history, positions, guesses
         return build(rows)

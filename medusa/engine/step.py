@@ -45,10 +45,7 @@ def tree_logits(base: BaseModel, draft: Draft, hidden_BNF: Tensor) -> Tensor:
     """Logits [B, N, V], 0 behind the end of smaller trees."""
     if draft.real is None:
         return base.logits(hidden_BNF)
-    logits_RV = base.logits(hidden_BNF[draft.real])
-    return logits_RV.new_zeros(*draft.tokens.shape, logits_RV.shape[-1]).masked_scatter_(
-        draft.real[..., None], logits_RV
-    )
+    return draft.spread(base.logits(hidden_BNF[draft.real]))
 
 
 class Reader(Protocol):
