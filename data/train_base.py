@@ -22,7 +22,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.stdlib import chat_pairs, documents
 from medusa.files import sweep
@@ -75,15 +75,15 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def base_config() -> LlamaConfig:
-    """The shape: 9.4 million parameters, 18.9 MB in bfloat16."""
+def base_config(hidden_size: int = 384, layers: int = 5) -> LlamaConfig:
+    """The shape: 9.4 million parameters, 18.9 MB in bfloat16, where nothing else is wanted."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=-(-8 * hidden_size // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=min(2, hidden_size // 64),
         head_dim=64,
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -167,11 +167,13 @@ def held_out_figures(
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train within ``args.minutes`` of wall-clock time and write the model, its tokenizer and its figures."""
     torch.manual_seed(args.seed)
-    texts = [d.text for d in documents("train")] + [p.answer for p in chat_pairs("train")]
-    tokenizer = train_tokenizer(texts)
+    if args.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    else:
+        tokenizer = train_tokenizer([d.text for d in documents("train")] + [p.answer for p in chat_pairs("train")])
     samples = encode_corpus(tokenizer)
     corpus_tokens = sum(map(len, samples))
-    model = LlamaForCausalLM(base_config()).to(args.device)
+    model = LlamaForCausalLM(base_config(args.hidden_size, args.layers)).to(args.device)
     model.train()
     step_model = torch.compile(model) if args.compile else model
     opts = optimizers(model, args.lr)
@@ -246,6 +248,9 @@ def main() -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default=str(Path(__file__).parent / "embedded" / "base"), help="output directory")
+    parser.add_argument("--hidden-size", type=int, default=384, help="width, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=5, help="transformer layers")
+    parser.add_argument("--tokenizer", metavar="DIR", help="take this one; without it, one is trained on the corpus")
     parser.add_argument("--minutes", type=float, default=90.0, help="time limit; the schedule follows it")
     parser.add_argument("--steps", type=int, default=0, help="step limit (0: none)")
     parser.add_argument("--rows", type=int, default=8, help=f"sequences of {CONTEXT} tokens per step")

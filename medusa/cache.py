@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -131,6 +131,7 @@ class SlotCache(Cache):
         kv_length: Rows per slot that this step's attention reads, committed and new.
         nodes: N, rows per slot that this step writes.
         write_rows: [slots * N] rows of the flattened buffers that this step writes.
+        followers: Caches of drafters' own models over the same sequences, see ``follower``.
         recorded: What ``medusa.engine.graph`` has recorded over the buffers where they are now, by the number of slots;
             empty once they move.
     """
@@ -144,6 +145,7 @@ class SlotCache(Cache):
         self.host_lengths = [0] * slots
         self._number(slots)
         self.kv_length = self.nodes = 0
+        self.followers: dict[object, SlotCache] = {}
         self.recorded: dict[int, Any] = {}
         self._fixed = False
         self.write_rows = PerDevice(self.lengths)
@@ -218,6 +220,34 @@ class SlotCache(Cache):
         There are as many slots afterwards as lengths: those that ``select`` has dropped, but nothing has overwritten,
         can come back.
         """
+        if len(lengths) != self.slots:
+            self.followers = {}
+        for follower in self.followers.values():
+            follower.cut([min(pair) for pair in zip(follower.host_lengths, lengths, strict=True)])
+        self._count(lengths)
+
+    def follower(self, model: object, build: Callable[[int], "SlotCache"]) -> "SlotCache":
+        """The cache of another model over the same sequences, which join and leave it as they do here.
+
+        Args:
+            model: Whose it is.
+            build: An empty one for so many slots, at the first call.
+        """
+        if model not in self.followers:
+            self.followers[model] = build(self.slots)
+        return self.followers[model]
+
+    @contextmanager
+    def provisional(self) -> Iterator[None]:
+        """Forget at the end what is committed from now on."""
+        lengths, host_lengths = self.lengths, self.host_lengths
+        try:
+            yield
+        finally:
+            self.lengths, self.host_lengths = lengths, host_lengths
+
+    def _count(self, lengths: Sequence[int]) -> None:
+        """There are so many slots, with so many committed rows."""
         self.slots, self.host_lengths = len(lengths), list(lengths)
         self.lengths = torch.tensor(self.host_lengths, dtype=torch.int64, device=self.lengths.device)
         if self.slots > self.numbered:
@@ -232,8 +262,12 @@ class SlotCache(Cache):
         moved = [ours.take(theirs, self.slots, other.longest) for ours, theirs in pairs]
         if any(moved):
             self.recorded = {}
+        for model in self.followers | other.followers:
+            like = self.followers.get(model) or other.followers[model]
+            mine = self.follower(model, like.empty)
+            mine.join(other.follower(model, like.empty))
         lengths = torch.cat([self.lengths, other.lengths])
-        self.cut([*self.host_lengths, *other.host_lengths])
+        self._count([*self.host_lengths, *other.host_lengths])
         self.lengths = lengths
 
     @torch.inference_mode()
@@ -246,9 +280,15 @@ class SlotCache(Cache):
             if slot != place:
                 for layer in self.layers:
                     layer.move(slot, place, self.host_lengths[slot])
+        for follower in self.followers.values():
+            follower.select(slots)
         lengths = self.lengths[torch.tensor(slots, dtype=torch.int64, device=self.lengths.device)]
-        self.cut([self.host_lengths[slot] for slot in slots])
+        self._count([self.host_lengths[slot] for slot in slots])
         self.lengths = lengths
+
+    def empty(self, slots: int) -> "SlotCache":
+        """An empty cache of the same layers."""
+        return SlotCache(slots, self.capacity, len(self.layers), self.lengths.device)
 
     @contextmanager
     def leading(self, slots: int) -> Iterator[None]:

@@ -22,6 +22,7 @@ from medusa.heads import DraftHeads
 from medusa.heads.frozen import freeze
 from medusa.io.card import write_card
 from medusa.io.hub import push
+from medusa.loading.draft_model import check_draft_model, load_draft_model
 from medusa.loading.load import load_base_and_heads
 from medusa.prompts import Prompt, Prompts, encode, render_chat
 from medusa.sampling import Options, from_options
@@ -46,9 +47,9 @@ class MedusaModel:
 
     Attributes:
         base: The base; with its feature layers where heads read some.
-        heads: The heads, or None: then every step is a plain decode step unless a drafter is given. They are a frozen
-            copy on the base's device and in its dtype, which may share the memory of those that were handed over; hand
-            over a copy of heads that go on training.
+        heads: The heads, or None: then every step is a plain decode step, unless something else drafts. They are a
+            frozen copy on the base's device and in its dtype, which may share the memory of those that were handed
+            over; hand over a copy of heads that go on training.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         drafters: Chooses what drafts.
         calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
@@ -62,6 +63,7 @@ class MedusaModel:
         graph: bool | StepGraphs | None = None,
         calibration: Calibration | None = None,
         provenance: Mapping[str, Any] | None = None,
+        draft_model: BaseModel | None = None,
     ) -> None:
         if heads is not None:
             heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
@@ -70,7 +72,9 @@ class MedusaModel:
             heads = freeze(heads.to(device=base.device, dtype=base.dtype), base)
         self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
-        self.drafters = Drafters(base, self.heads, self.graphs)
+        if draft_model is not None:
+            check_draft_model(draft_model, base)
+        self.drafters = Drafters(base, self.heads, self.graphs, draft_model)
 
     @classmethod
     def from_pretrained(
@@ -84,6 +88,7 @@ class MedusaModel:
         load_options: Mapping[str, Any] | None = None,
         graph: bool | None = None,
         revision: str | None = None,
+        draft_model: str | Path | None = None,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -105,19 +110,22 @@ class MedusaModel:
             graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a
                 GPU, and eagerly where a step cannot be recorded. Memory is kept from call to call, see ``release``.
             revision: Branch, tag or commit of heads on the Hub; None = its main branch.
+            draft_model: Directory or Hub id of a smaller model with the base's tokenizer that drafts
+                ("draft-model" of ``Speculation.drafter``), with or without heads beside it.
 
         Raises:
             FileNotFoundError: A directory is missing.
             OSError: The Hub does not give the heads, or cannot be reached.
-            ValueError: Damaged files, heads for another base, no base named, a base that cannot be decoded, or
-                an attention backend that does not run here.
+            ValueError: Damaged files, heads for another base, no base named, a base that cannot be decoded, a draft
+                model with other tokens, or an attention backend that does not run here.
 
         Example:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
             >>> print(model.generate("def read_lines(path):").text)
         """
         loaded = load_base_and_heads(heads, base, dtype, device, attention, int8, load_options, revision)
-        return cls(loaded.base, loaded.heads, graph, loaded.calibration, loaded.provenance)
+        small = None if draft_model is None else load_draft_model(draft_model, loaded.base)
+        return cls(loaded.base, loaded.heads, graph, loaded.calibration, loaded.provenance, small)
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
@@ -210,8 +218,8 @@ class MedusaModel:
         """What requests that name the drafter "ngram" draft from, and teach: one cache for all of them."""
         return self.drafters.ngrams
 
-    def explain_nodes(self, drafter: str | None = None) -> str:
-        """What ``nodes=None`` means for one prompt and why, in one line."""
+    def explain(self, drafter: str | None = None) -> str:
+        """Who drafts one prompt where nodes are left open, and why, in one line."""
         return self.drafters.explain(drafter)
 
     def release(self) -> None:

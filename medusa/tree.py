@@ -203,6 +203,18 @@ class Draft:
         parents_T = torch.arange(-1, length - 1, device=tokens_BT.device).clamp(min=0)
         return cls(tokens_BT, parents_T.expand(batch, -1), length - 1, straight=True)
 
+    def select(self, rows: Tensor) -> "Draft":
+        """The draft of these rows [b] alone."""
+        kept = [self.row_sizes[row] for row in rows.tolist()]
+        nodes = max(kept)
+        tokens, parents, probs, scores = (
+            None if tensor is None else tensor[rows, :nodes]
+            for tensor in (self.tokens, self.parents, self.probs, self.scores)
+        )
+        assert tokens is not None and parents is not None, "every draft has both"
+        depth = min(self.depth, nodes - 1)
+        return Draft(tokens, parents, depth, probs, straight=self.straight, sizes=ragged(kept), scores=scores)
+
     def join(self, other: "Draft") -> "Draft":
         """Both trees of each sequence below their common root; the other's draft tokens stand behind all of ours."""
         behind, parents_BM = self.tokens.shape[1] - 1, other.parents[:, 1:]

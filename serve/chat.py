@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         title = describe(model, args.heads)
         if settings.nodes is None and tree is None:
-            title += "\n" + model.explain_nodes(settings.drafter)
+            title += "\n" + model.explain(settings.drafter)
         if args.ngrams and Path(args.ngrams).exists():
             model.drafters.ngrams = NgramCache.load(args.ngrams)
         try:

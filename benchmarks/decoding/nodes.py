@@ -38,7 +38,7 @@ def measure_nodes(
         "drafter": drafter or "default",
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
-        "auto": model.explain_nodes(drafter),
+        "auto": model.explain(drafter),
         "best_fixed": best,
         "auto_over_best_fixed": round(timings["auto"].speedup_over(timings[best]), 4),
         "auto_over_plain": round(timings["auto"].speedup_over(timings["plain"]), 4),

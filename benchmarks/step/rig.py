@@ -10,11 +10,11 @@ import torch
 from benchmarks.machine import SAMPLE_SECONDS
 from medusa import BaseModel, Draft, DraftHeads
 from medusa.acceptance import Rule, greedy
+from medusa.base.verify import verify
 from medusa.budget.tree_search import typical_tree
 from medusa.clock import seconds
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 from medusa.engine.graph import GraphSteps, Record, StepGraphs, cuda_recorder
-from medusa.engine.step import verify
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.state import DecodeState
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from medusa.acceptance.logits import Adjustment, Warper, adjusted
+from medusa.acceptance.logits import NO_NOISE, Adjustment, Warper, adjusted
 from medusa.acceptance.path import Rule, Verdict
 from medusa.acceptance.rules import greedy, sampling, speculative, typical
 from medusa.sampling import SamplingParams, Speculation
@@ -14,10 +14,21 @@ from medusa.tree import Draft
 
 
 class BuiltRule:
-    """A rule, and what it computes at every node whatever the numbers: "sampling, top_p". Time depends on it."""
+    """The rule of a request.
 
-    def __init__(self, rule: Rule, work: str) -> None:
-        self._rule, self.work = rule, work
+    Attributes:
+        name: One of ``medusa.sampling.RULES``.
+        work: What it computes at every node whatever the numbers: "sampling, top_p". Time depends on it.
+        warper: What the settings make of logits; of a greedy rule the temperature is 0.
+    """
+
+    def __init__(self, rule: Rule, name: str, work: str, warper: Warper) -> None:
+        self._rule, self.name, self.work, self.warper = rule, name, work, warper
+
+    @property
+    def noise(self) -> Warper:
+        """Draws that drafts should follow: under typical acceptance what is likely passes, not what is drawn."""
+        return NO_NOISE if self.name in ("greedy", "typical") else self.warper
 
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         """See ``Rule``."""
@@ -69,4 +80,4 @@ def _rule(
         rule = adjusted(rule, adjustment, device)
     penalty = adjustment._replace(bias=()) != Adjustment()
     parts = {"top_k": warper.top_k > 0, "top_p": warper.top_p < 1, "min_p": warper.min_p > 0, "penalty": penalty}
-    return BuiltRule(rule, ", ".join([name, *(part for part, used in parts.items() if used)]))
+    return BuiltRule(rule, name, ", ".join([name, *(part for part, used in parts.items() if used)]), warper)

@@ -49,6 +49,10 @@ class Warper(NamedTuple):
         return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
 
 
+NO_NOISE = Warper(temperature=0.0)
+"""Of what is not drawn: the likeliest tokens count."""
+
+
 class Nucleus(LogitsProcessor):
     """Top-p that looks at the likeliest tokens first: on a CPU sorting a vocabulary costs as much as a small model.
 

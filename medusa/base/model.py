@@ -17,7 +17,7 @@ from medusa.base.checkpoint import read_checkpoint
 from medusa.base.context import context_length
 from medusa.base.documents import Separation, document_masks, document_rows, separate_pass
 from medusa.base.output import OutputLayer
-from medusa.base.taps import DecoderPass
+from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.traits import Decoding, Traits
 from medusa.cache import SlotCache
 from medusa.cpu.fused import FusedPass, UnusualBlockError
@@ -207,6 +207,21 @@ class BaseModel:
         tapped.feature_layers = tuple(layers)
         return tapped.with_fused_pass() if self.fused else tapped
 
+    def shallow(self, layers: int) -> "BaseModel":
+        """The base's first layers, its last norm and its output layer: a guess of what it says.
+
+        It shares the weights, and may write into the rows of the base's cache.
+
+        Raises:
+            ValueError: It has no such layers below the last, or they cannot be found.
+        """
+        if not 0 < layers < self.num_layers:
+            raise ValueError(f"exit layer ({layers}) must be from 1 to {self.num_layers - 1}; correct it")
+        shallow = copy.copy(self)
+        shallow.decoder, shallow.num_layers = first_layers(self.decoder, self.num_layers, layers), layers
+        shallow._pass, shallow.feature_layers = DecoderPass(shallow.decoder), ()
+        return shallow.with_fused_pass() if self.fused else shallow
+
     @cached_property
     def spans(self) -> dict[int | None, Span]:
         """Windows and chunks by layer; layers with attention code of their own are missing. Asked at the first step.
@@ -270,6 +285,11 @@ class BaseModel:
             tree_plan=plan,
         )
         return hidden.to(self.device)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """What a pass reads, about."""
+        return sum(weight.nbytes for weight in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def linear(self) -> bool:

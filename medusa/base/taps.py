@@ -6,6 +6,7 @@ its thread has asked for that layer: passes of several threads do not mix, and n
 Legend: T rows, D hidden size, F = D * (1 + number of tapped layers).
 """
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ class DecoderPass:
                 f"feature layers ({', '.join(map(str, layers))}) must be different layers below the last one of the"
                 f" base ({num_layers}), counted from 1; load heads that were trained on this base"
             )
-        stack = _find_layers(decoder, num_layers) if layers else ()
+        stack = _find_layers(decoder, num_layers)[1] if layers else ()
         self._tapped = [stack[layer - 1] for layer in layers]
         for layer in self._tapped:
             if _note not in layer._forward_hooks.values():
@@ -75,16 +76,38 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(num_layers * index / (count + 1)) for index in range(1, count + 1))
 
 
-def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+def first_layers(decoder: nn.Module, num_layers: int, count: int) -> nn.Module:
+    """The decoder with its first ``count`` layers alone; it shares all that they hold.
+
+    Raises:
+        ValueError: Its layers cannot be told from its other modules.
+    """
+    name, layers = _find_layers(decoder, num_layers)
+    top = parent = _beside(decoder)
+    *path, last = name.split(".")
+    for part in path:
+        parent._modules[part] = parent = _beside(parent.get_submodule(part))
+    parent._modules[last] = layers[:count]
+    return top
+
+
+def _beside(module: nn.Module) -> nn.Module:
+    """A module with a list of modules of its own, and all else shared."""
+    beside = copy.copy(module)
+    beside._modules = dict(module._modules)
+    return beside
+
+
+def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
     """The outermost list of so many modules, whatever a family calls it."""
     lists = [(name, module) for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
-    stacks = [(name.count("."), module) for name, module in lists if len(module) == num_layers]
+    stacks = [(name, module) for name, module in lists if len(module) == num_layers]
     if not stacks:
         raise ValueError(
             f"layers of the base ({type(decoder).__name__}) cannot be found: it has no list of {num_layers} modules;"
-            " use heads without feature layers"
+            " use heads without feature layers, and no early exit"
         )
-    return min(stacks, key=lambda stack: stack[0])[1]
+    return min(stacks, key=lambda stack: stack[0].count("."))
 
 
 def _note(layer: nn.Module, _: Any, output: Any) -> None:

@@ -1,4 +1,7 @@
-"""Which tree size is best here and now: the one that has brought the most tokens per second lately."""
+"""Which drafter and tree size is best here and now: the one that has brought the most tokens per second lately."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 SIZES = (1, 2, 4, 8, 12, 16, 32, 64)
 """Nodes of a draft with the root; 1 is plain decoding, a size like the others."""
@@ -10,100 +13,133 @@ TRIAL = 8
 SHORTEST_TRIAL = 2
 """Steps of a trial with a large batch, or of plain decoding, which always brings one token per step."""
 MEMORY = 256
-"""Steps that speeds reach back, those of sizes that were not taken too."""
+"""Steps that speeds reach back, those of arms that were not taken too."""
 MARGIN = 1.1
-"""Another size must be so much faster, plain decoding aside: the luck of a few steps is not enough."""
+"""Another arm must be so much faster, plain decoding aside: the luck of a few steps is not enough."""
 DROP = 0.7
-"""A size that has become so much slower is compared at once."""
+"""An arm that has become so much slower is compared at once."""
 LATE = 3.0
 """A step that something else held up counts so many times its usual seconds at most."""
 
 
-class SizePolicy:
-    """Climbs to the tree size with the most tokens per second, and goes on trying others.
+class Arm(NamedTuple):
+    """A choice: who drafts, and at most how many nodes."""
 
-    Tried are plain decoding, the next larger and the next smaller size. So drafts that do not earn their time, of
-    useless heads or in a full batch, give way to plain decoding, and estimates follow text and machine as they change.
+    drafter: str
+    nodes: int
+
+    def __str__(self) -> str:
+        """For logs and screens."""
+        return "plain" if self == PLAIN else f"{self.drafter} {self.nodes}"
+
+
+PLAIN = Arm("plain", 1)
+
+
+class Policy:
+    """Climbs to the drafter and tree size with the most tokens per second, and goes on trying others.
+
+    Tried by turns are plain decoding, the next larger and the next smaller size, and the other drafters. So drafts that
+    do not earn their time, of useless heads or in a full batch, give way to plain decoding, and estimates follow text
+    and machine as they change.
 
     Several threads may observe: an observation that is lost does no harm.
 
     Args:
-        start: The first size; of ``SIZES`` the largest that is not larger.
+        drafters: By name the sizes that are tried, ascending and above 1; the first drafter is taken first.
+        start: The first size; of those of the drafter the largest that is not larger, or plain decoding.
         batch: Sequences that share a step.
     """
 
-    def __init__(self, start: int, batch: int) -> None:
-        self.size = max(size for size in SIZES if size <= max(1, start))
+    def __init__(self, drafters: Mapping[str, Sequence[int]], start: int, batch: int) -> None:
+        self._drafters, self._start = dict(drafters), start
+        self._speeds: dict[Arm, _Speed] = {}
+        self.arm = self._home(next(iter(drafters)))
         self._trial_steps = max(SHORTEST_TRIAL, TRIAL // batch)
-        self._speeds: dict[int, _Speed] = {}
-        self._turns, self._trial = 0, 0  # 0: no trial
+        self._turns = 0
+        self._trial: Arm | None = None
         self._left = self._wait = self._first_wait()
-        self._usual = 0.0  # speed of the size when it was last compared
+        self._usual = 0.0  # speed of the arm when it was last compared
 
-    def choose(self) -> int:
-        """The size for the next step, or the next completion."""
-        return self._trial or self.size
+    def choose(self) -> Arm:
+        """The arm of the next step, or of the next completion."""
+        return self._trial or self.arm
 
-    def observe(self, nodes: int, tokens: float, seconds: float, steps: int = 1) -> None:
-        """Learn from steps of one size.
+    def observe(self, arm: Arm, tokens: float, seconds: float, steps: int = 1) -> None:
+        """Learn from steps of one arm.
 
         Args:
-            nodes: What was chosen.
+            arm: What was chosen.
             tokens: That the steps emitted, per sequence.
             seconds: How long they took.
             steps: How many steps.
         """
-        if nodes not in self._speeds:  # the first step of a size allocates, compiles or records: it does not count
-            self._speeds[nodes] = _Speed()
+        if arm not in self._speeds:  # the first step of an arm allocates, compiles or records: it does not count
+            self._speeds[arm] = _Speed()
             return
         for speed in self._speeds.values():
             speed.fade((1 - 1 / MEMORY) ** steps)
-        self._speeds[nodes].add(tokens, seconds, steps)
-        if nodes != self.choose():
+        self._speeds[arm].add(tokens, seconds, steps)
+        if arm != self.choose():
             return
         self._left -= steps
-        if self._trial == 0 and self._speeds[nodes].tokens_per_second < DROP * self._usual:
+        if self._trial is None and self._speeds[arm].tokens_per_second < DROP * self._usual:
             self._left = self._wait = 0
         if self._left <= 0:
             self._take_turn()
 
     def __str__(self) -> str:
-        """For logs and screens: the size, and what is known of sizes in tokens per second of a sequence."""
-        speeds = {size: speed.tokens_per_second for size, speed in sorted(self._speeds.items()) if speed.seconds > 0}
-        seen = ", ".join(f"{size}: {speed:.3g}" for size, speed in speeds.items())
-        known = f" (tokens per second by size: {seen})" if seen else ""
-        return f"{self.size} now, others are tried as it runs{known}"
+        """For logs and screens: the arm, and what is known of all in tokens per second of a sequence."""
+        speeds = {arm: speed.tokens_per_second for arm, speed in sorted(self._speeds.items()) if speed.seconds > 0}
+        seen = ", ".join(f"{arm}: {speed:.3g}" for arm, speed in speeds.items())
+        known = f" (tokens per second: {seen})" if seen else ""
+        return f"{self.arm} now, others are tried as it runs{known}"
 
     def _take_turn(self) -> None:
-        """Begin a trial, or end one: stay with the fastest size."""
-        if self._trial == 0:
+        """Begin a trial, or end one: stay with the fastest arm."""
+        if self._trial is None:
             self._trial = self._next()
-            self._left = SHORTEST_TRIAL if self._trial == 1 else self._trial_steps
+            self._left = SHORTEST_TRIAL if self._trial == PLAIN else self._trial_steps
             return
         best = self._fastest()
-        wait = self._wait // 4 if best != self.size else min(2 * self._wait, LONGEST_WAIT)
-        self.size, self._trial = best, 0
+        wait = self._wait // 4 if best != self.arm else min(2 * self._wait, LONGEST_WAIT)
+        self.arm, self._trial = best, None
         self._left = self._wait = max(wait, self._first_wait())
         self._usual = self._speeds[best].tokens_per_second
 
-    def _fastest(self) -> int:
-        speeds = {size: speed.tokens_per_second for size, speed in self._speeds.items()}
-        best = max(speeds, key=lambda size: speeds[size] * (MARGIN if size == self.size else 1.0))
-        return 1 if speeds.get(1, 0.0) > speeds[best] else best
+    def _fastest(self) -> Arm:
+        speeds = {arm: speed.tokens_per_second for arm, speed in self._speeds.items()}
+        best = max(speeds, key=lambda arm: speeds[arm] * (MARGIN if arm == self.arm else 1.0))
+        return PLAIN if speeds.get(PLAIN, 0.0) > speeds[best] else best
 
     def _first_wait(self) -> int:
-        return FIRST_WAIT if self.size > 1 else PLAIN_WAIT
+        return FIRST_WAIT if self.arm != PLAIN else PLAIN_WAIT
 
-    def _next(self) -> int:
-        """Plain decoding, the next larger and the next smaller size by turns."""
-        place = SIZES.index(self.size)
-        others = {1, SIZES[min(place + 1, len(SIZES) - 1)], SIZES[max(place - 1, 0)]} - {self.size}
+    def _home(self, drafter: str) -> Arm:
+        """Where a drafter begins, or was fastest."""
+        known = {arm: speed.tokens_per_second for arm, speed in self._speeds.items() if arm.drafter == drafter}
+        if known:
+            return max(known, key=known.__getitem__)
+        sizes = [size for size in self._drafters[drafter] if size <= self._start]
+        return Arm(drafter, sizes[-1]) if sizes else PLAIN
+
+    def _next(self) -> Arm:
+        """The next one to try: plain decoding, a size beside this one, another drafter."""
+        if self.arm == PLAIN:
+            others = [Arm(drafter, sizes[0]) for drafter, sizes in self._drafters.items()]
+        else:
+            sizes = (1, *self._drafters[self.arm.drafter])
+            place = sizes.index(self.arm.nodes)
+            beside = sizes[place - 1 : place + 2 : 2]
+            others = [PLAIN, *(Arm(self.arm.drafter, size) for size in beside if size > 1)]
+            others += [self._home(drafter) for drafter in self._drafters if drafter != self.arm.drafter]
+        others = [arm for arm in dict.fromkeys(others) if arm != self.arm]
         self._turns += 1
-        return sorted(others)[(self._turns - 1) % len(others)]
+        return others[(self._turns - 1) % len(others)]
 
 
 class _Speed:
-    """Tokens per second of one size, in which what is long ago counts less and less."""
+    """Tokens per second of one arm, in which what is long ago counts less and less."""
 
     def __init__(self) -> None:
         self.tokens = self.seconds = self.steps = 0.0

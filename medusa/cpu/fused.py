@@ -122,7 +122,7 @@ class FusedPass:
         lengths, (cosines, sines) = plan.lengths.contiguous(), self._angles_of(cache)
         out: Tensor = embedded.new_empty(len(embedded), shape["hidden"] * (1 + len(self._taps)))
         blocks = type(self._blocks).from_buffer_copy(self._blocks)  # several threads may decode
-        for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=True)):
+        for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=False)):
             if not layer.is_initialized:
                 like = embedded.new_empty(1, shape["kv_heads"], 1, shape["dim"])
                 layer.lazy_initialization(like, like)

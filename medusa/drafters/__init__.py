@@ -1,16 +1,21 @@
 """Whatever proposes a draft."""
 
 from medusa.drafters.base import Drafter, PlainDrafter
+from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
+from medusa.drafters.model import ModelDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 
 __all__ = [
     "LOOKUP_GUESSES",
     "Drafter",
+    "EarlyExitDrafter",
+    "ExitLayer",
     "HeadsDrafter",
     "HybridDrafter",
+    "ModelDrafter",
     "PlainDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",

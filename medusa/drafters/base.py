@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from medusa.cache import SlotCache
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -17,9 +18,18 @@ class Drafter(Protocol):
     recordable: bool = False
     """Shapes are fixed and drafts follow from the state's tensors alone, on the device: a step may become a CUDA graph.
     A drafter that inherits from this class may leave it out."""
+    follows: bool = False
+    """It keeps rows beside the base's cache, slot by slot: it is always asked for the whole batch, in which the rows
+    that others draft for are not active."""
 
-    def propose(self, state: DecodeState) -> Draft:
-        """A draft whose column 0 holds ``state.roots``."""
+    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+        """A draft whose column 0 holds ``state.roots``.
+
+        Args:
+            state: Of all rows of the batch.
+            cache: The base's, with a slot for each of them; the step gives it. For drafters that keep rows beside it
+                (``SlotCache.follower``).
+        """
 
 
 class PlainDrafter(Drafter):
@@ -28,6 +38,6 @@ class PlainDrafter(Drafter):
     nodes = 1
     recordable = True
 
-    def propose(self, state: DecodeState) -> Draft:
+    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
         """The roots alone."""
         return Draft.chain(state.roots[:, None])

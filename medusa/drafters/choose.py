@@ -2,14 +2,19 @@
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from medusa.acceptance import BuiltRule, build_rule
+from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.base.model import BaseModel
-from medusa.budget.auto import AutoNodes
+from medusa.budget.auto import Auto
+from medusa.budget.policy import PLAIN, SIZES, Arm
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.confidence import Confidence
+from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
+from medusa.drafters.model import WIDTH, ModelDrafter
 from medusa.drafters.ngram import KEPT, ORDERS, NgramCache, NgramDrafter
 from medusa.drafters.prompt_lookup import BELIEFS, LOOKUP_GUESSES, PLACES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
@@ -27,7 +32,9 @@ DRAWN = 8
 GUESSES = 6
 """Nodes for a single sequence on a CPU where all drafters cost nothing: without a guess a step is a plain one."""
 KEPT_DRAFTERS = 64
-"""Drafters of different names, sizes, trees and temperatures; the one that was not used for longest goes."""
+"""Drafters of different names, sizes, trees and draws; the one that was not used for longest goes."""
+COSTLY = frozenset({"heads", "heads-sampled", "draft-model", "early-exit"})
+"""Drafters whose drafts cost time, and which heed the noise of draws."""
 
 
 class Drafters:
@@ -37,25 +44,53 @@ class Drafters:
         base: Prepared for decoding.
         heads: Its heads, frozen; None = there are none.
         graphs: Runs the steps as CUDA graphs, and shapes are fixed; None = eagerly.
+        draft_model: A smaller model of the same tokens, prepared for decoding; None = there is none.
 
     Attributes:
         start: Runs the steps.
         ngrams: What followed short contexts in the completions of requests that name "ngram".
     """
 
-    def __init__(self, base: BaseModel, heads: DraftHeads | None, graphs: StepGraphs | None) -> None:
-        self._base, self._heads, self._graphs = base, heads, graphs
+    def __init__(
+        self,
+        base: BaseModel,
+        heads: DraftHeads | None,
+        graphs: StepGraphs | None,
+        draft_model: BaseModel | None = None,
+    ) -> None:
+        self._base, self._heads, self._graphs, self._draft_model = base, heads, graphs, draft_model
         self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
         self.ngrams = NgramCache()
-        self._plain, self._looked_up = PlainDrafter(), Confidence(BELIEFS)
-        self._auto = AutoNodes(base.device.type)
-        self._kept: OrderedDict[tuple[str, int, Tree | None, float], Drafter] = OrderedDict()
+        self._plain, self._looked_up, self._exit = PlainDrafter(), Confidence(BELIEFS), ExitLayer(base)
+        self._auto = Auto(base.device.type)
+        self._kept: OrderedDict[tuple[str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
 
-    def check(self, speculation: Speculation, temperature: float) -> None:
+    def choices(self, name: str | None, batch: int) -> dict[str, Sequence[int]]:
+        """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding.
+
+        Args:
+            name: Who was asked for; None = whoever is there.
+            batch: Sequences that share a pass.
+        """
+        if self._base.decoding == "plain":
+            return {}
+        sizes, guesses = SIZES[1:], (GUESSES,)
+        if name is not None:
+            return {name: guesses if self._alone_and_free(name, batch) else sizes}
+        found: dict[str, Sequence[int]] = {}
+        if self._heads is not None:
+            found["hybrid"] = sizes
+        if self._draft_model is not None:
+            found["draft-model+prompt-lookup"] = sizes
+        if self._alone_and_free("prompt-lookup", batch):
+            found["prompt-lookup"] = guesses
+        return found
+
+    def check(self, speculation: Speculation, rule: BuiltRule) -> None:
         """Refuse what this model cannot draft.
 
         Raises:
-            ValueError: A drafter that needs heads where there are none, or a tree that does not fit.
+            ValueError: A drafter that needs heads or a draft model where there are none, or a tree that does not fit.
         """
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
         if name is not None and not isinstance(name, str):
@@ -67,39 +102,43 @@ class Drafters:
             )
         if self._heads is None and not {"heads", "heads-sampled"}.isdisjoint(names):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
+        if self._draft_model is None and "draft-model" in names:
+            raise ValueError(
+                f"drafter ({name!r}) needs a draft model and there is none; load one (draft_model=, --draft-model), or"
+                " choose prompt-lookup"
+            )
         if nodes is not None or tree is not None:
-            self._given(speculation, temperature)
+            self._given(speculation, rule)
 
-    def choose(self, speculation: Speculation, temperature: float, batch: int, rule: BuiltRule) -> Drafter:
+    def choose(self, speculation: Speculation, batch: int, rule: BuiltRule) -> Drafter:
         """The drafter of a checked request.
 
         Args:
             speculation: What it asks for.
-            temperature: Of its sampling: drawn drafts are drawn at it, and others heed its noise.
             batch: Sequences that share a pass.
-            rule: Of the request.
+            rule: Of the request; drafts heed its draws.
         """
         name = speculation.drafter
         if name is not None and not isinstance(name, str):
             drafter: Drafter = name
             return drafter
-        if rule.work.startswith("typical") and name != "heads-sampled":  # what is likely passes, not what is drawn
-            temperature = 0.0
-        drafter_given = self._given(speculation, temperature)
-        if drafter_given is not None:
-            return drafter_given
-        name = name or "hybrid"
+        if speculation.nodes is not None or speculation.tree is not None:
+            return self._given(speculation, rule)
+        choices = self.choices(name, batch)
+        if not choices:
+            return self._plain
 
-        def build(nodes: int) -> Drafter:
-            return self._sized(name, nodes, None, temperature)
+        def build(arm: Arm) -> Drafter:
+            return self._plain if arm == PLAIN else self._sized(*arm, None, rule)
 
-        if name == "heads-sampled":
-            return build(DRAWN)
-        if self._alone_and_free(name, batch):
-            return build(GUESSES)
+        first, sizes = next(iter(choices.items()))
+        if _drawn(first, rule):
+            return build(Arm(first, DRAWN))
+        if name is not None and len(sizes) == 1:
+            return build(Arm(name, *sizes))
         if self._on_host:
-            return self._auto.at_each_step(name, batch, rule, build)
-        return self._auto.for_completion(name, batch, rule, build)
+            return self._auto.at_each_step(choices, batch, rule, build)
+        return self._auto.for_completion(choices, batch, rule, build)
 
     def observe(
         self, drafter: Drafter, speculation: Speculation, rule: BuiltRule, batch: int, prompt: list[int], output: Output
@@ -111,41 +150,41 @@ class Drafters:
             self.ngrams.learn([*prompt[-max(ORDERS) :], *output.tokens])
 
     def explain(self, name: str | None) -> str:
-        """What ``nodes=None`` means for one prompt and why, in one line."""
-        drafts = self._base.decoding != "plain" and (name is not None or self._heads is not None)
-        if not drafts:
-            return "nodes auto: 1, plain decoding"
-        speculation = Speculation(drafter=name)
-        self.check(speculation, 1.0)
-        if name == "heads-sampled":
-            return f"nodes auto: {DRAWN} for {name}, so that a seed gives the same text again"
-        if self._alone_and_free(name or "hybrid", 1):
-            return f"nodes auto: at most {GUESSES} for {name}, fewer where guesses are unlikely"
-        self.choose(speculation, 1.0, 1, build_rule(SamplingParams()))
+        """What drafts for one prompt where nodes are left open and why, in one line."""
+        rule = build_rule(SamplingParams())
+        self.check(Speculation(drafter=name), rule)
+        choices = self.choices(name, 1)
+        if not choices:
+            return "auto: plain decoding"
+        first, sizes = next(iter(choices.items()))
+        if _drawn(first, rule):
+            return f"auto: {DRAWN} nodes for {first}, so that a seed gives the same text again"
+        if name is not None and len(sizes) == 1:
+            return f"auto: at most {sizes[0]} nodes for {name}, fewer where guesses are unlikely"
+        self.choose(Speculation(drafter=name), 1, rule)
         return self._auto.reason
 
     def _alone_and_free(self, name: str, batch: int) -> bool:
         """Whether drafts cost nothing to make and say themselves how many of their nodes are worth a row."""
-        return self._on_host and batch == 1 and "heads" not in sources(name)
+        return self._on_host and batch == 1 and COSTLY.isdisjoint(sources(name))
 
     @property
     def _on_host(self) -> bool:
         """Whether shapes cost nothing, and asking for a number does not stop a device."""
         return self._graphs is None and self._base.device.type == "cpu"
 
-    def _given(self, speculation: Speculation, temperature: float) -> Drafter | None:
-        """The drafter where its size follows from the request alone."""
+    def _given(self, speculation: Speculation, rule: BuiltRule) -> Drafter:
+        """The drafter of a request that says how much is drafted."""
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
-        if nodes == 1 or (name is None and self._heads is None):
+        name = name or ("heads" if tree is not None else next(iter(self.choices(None, 1)), None))
+        if nodes == 1 or name is None:
             return self._plain
-        if nodes is None and tree is None and self._base.decoding != "plain":
-            return None
-        return self._sized(name or ("heads" if tree else "hybrid"), nodes or 2, tree, temperature)
+        return self._sized(name, nodes or 2, tree, rule)
 
-    def _sized(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
-        if nodes == 1 and tree is None and self._base.decoding != "plain":
-            return self._plain
-        key = (name, nodes, tree, temperature if not {"heads", "heads-sampled"}.isdisjoint(sources(name)) else 0.0)
+    def _sized(self, name: str, nodes: int, tree: Tree | None, rule: BuiltRule) -> Drafter:
+        drawn = _drawn(name, rule)
+        noise = rule.warper if drawn else NO_NOISE if COSTLY.isdisjoint(sources(name)) else rule.noise
+        key = (name, nodes, tree, noise, drawn)
         if key not in self._kept:
             self._kept[key] = self._new(*key)
         self._kept.move_to_end(key)
@@ -153,7 +192,7 @@ class Drafters:
             self._kept.popitem(last=False)
         return self._kept[key]
 
-    def _new(self, name: str, nodes: int, tree: Tree | None, temperature: float) -> Drafter:
+    def _new(self, name: str, nodes: int, tree: Tree | None, noise: Warper, drawn: bool) -> Drafter:
         if self._base.decoding == "chain" and tree is not None and tree.depth + 1 < tree.nodes:
             raise ValueError(
                 f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({self._base.name}) verifies"
@@ -168,21 +207,36 @@ class Drafters:
             tree = tree or Tree.chain(min(nodes - 1, self._heads.config.num_heads))
         if name == "heads-sampled":
             assert self._heads is not None, "checked by the caller"
-            return SampledHeadsDrafter(self._heads, self._base, nodes, temperature, tree)
+            return SampledHeadsDrafter(self._heads, self._base, nodes, noise.temperature, tree)
         if not host_decides and nodes == 2 and "heads" in names:
             names = ("heads",)
         # On a CPU the best nodes of all stay; where shapes are fixed, each has its part of them.
         alone = len(names) == 1
-        share = nodes if alone or host_decides else 1 + min(nodes // 2, LOOKUP_GUESSES) // (len(names) - 1)
+        costly = [source for source in names if source in COSTLY]
+        share = nodes if alone or host_decides else 1 + min(nodes // 2, LOOKUP_GUESSES) // max(1, len(names) - 1)
         cheap: list[Drafter] = []
         if "prompt-lookup" in names:
             most = share if alone else min(share, LOOKUP_GUESSES + 1)
             cheap.append(PromptLookupDrafter(most, 2, host_decides, self._looked_up, 1 if chain else PLACES))
         if "ngram" in names:
             cheap.append(NgramDrafter(self.ngrams, share, 1 if chain else KEPT))
-        if "heads" not in names:
-            return cheap[0] if alone else HybridDrafter(cheap, None, nodes, chain)
-        assert self._heads is not None, "checked by the caller"
-        kept = nodes if alone or host_decides else nodes - (share - 1) * len(cheap)
-        heads = HeadsDrafter(self._heads, self._base, kept, tree, host_decides, temperature=temperature)
-        return heads if alone else HybridDrafter(cheap, heads, nodes, chain)
+        kept = nodes if alone or host_decides else max(2, (nodes - (share - 1) * len(cheap)) // max(1, len(costly)))
+        dear: list[Drafter] = []
+        if "heads" in names:
+            assert self._heads is not None, "checked by the caller"
+            temperature = noise.temperature
+            dear.append(HeadsDrafter(self._heads, self._base, kept, tree, host_decides, temperature=temperature))
+        if "draft-model" in names:
+            small, base = self._draft_model, self._base
+            assert small is not None, "checked by the caller"
+            cost, width = small.weight_bytes / base.weight_bytes, 1 if chain else WIDTH
+            dear.append(ModelDrafter(small, base.vocab_size, kept, cost, host_decides, noise, drawn, width=width))
+        if "early-exit" in names:
+            dear.append(EarlyExitDrafter(self._base, self._exit, kept, host_decides, noise, drawn))
+        return [*cheap, *dear][0] if alone else HybridDrafter(cheap, dear, nodes, chain)
+
+
+def _drawn(name: str, rule: BuiltRule) -> bool:
+    """Whether drafts are drawn, and the text depends on them."""
+    models = not {"draft-model", "early-exit"}.isdisjoint(sources(name))
+    return name == "heads-sampled" or (models and rule.name == "speculative")

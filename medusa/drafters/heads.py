@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from medusa.cache import SlotCache
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import EDGE_COST
@@ -85,7 +86,7 @@ class HeadsDrafter(Drafter):
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
 
-    def propose(self, state: DecodeState) -> Draft:
+    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
         frontier_Bm = state.roots[:, None]
         if self.nodes == 1:

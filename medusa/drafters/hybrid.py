@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 
+from medusa.cache import SlotCache
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import merge
 from medusa.state import DecodeState
@@ -20,25 +21,26 @@ class HybridDrafter(Drafter):
 
     Args:
         cheap: Drafters that cost next to nothing.
-        dear: One that costs time, heads for example: left out for a single sequence on a CPU where the cheap ones
-            expect enough. None = there is none.
+        dear: Those that cost time, heads for example: left out for a single sequence on a CPU where the cheap ones
+            expect enough.
         nodes: N of the merged tree.
         chain: Drafts are chains: the one that expects most is proposed.
     """
 
-    def __init__(self, cheap: Sequence[Drafter], dear: Drafter | None, nodes: int, chain: bool = False) -> None:
-        self.cheap, self.dear = list(cheap), dear
+    def __init__(self, cheap: Sequence[Drafter], dear: Sequence[Drafter], nodes: int, chain: bool = False) -> None:
+        self.cheap, self.dear = list(cheap), list(dear)
         self._merged, self._chain = nodes, chain
-        everyone = [*self.cheap, *([dear] if dear else [])]
+        everyone = [*self.cheap, *self.dear]
         self.nodes = max(nodes, 1 + sum(drafter.nodes - 1 for drafter in everyone))
         self.recordable = all(drafter.recordable for drafter in everyone)
+        self.follows = any(drafter.follows for drafter in everyone)
 
-    def propose(self, state: DecodeState) -> Draft:
+    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
         """A draft below ``state.roots``."""
-        drafts = [drafter.propose(state) for drafter in self.cheap]
+        drafts = [drafter.propose(state, cache) for drafter in self.cheap]
         on_host = state.roots.device.type == "cpu" and not self.recordable
-        if self.dear is not None and not (on_host and len(state.roots) == 1 and _expected(drafts) >= ENOUGH):
-            drafts.insert(0, self.dear.propose(state))
+        if not (on_host and len(state.roots) == 1 and _expected(drafts) >= ENOUGH):
+            drafts = [*(drafter.propose(state, cache) for drafter in self.dear), *drafts]
         drafts = [draft for draft in drafts if draft.tokens.shape[1] > 1] or drafts[:1]
         if self._chain:
             return max(drafts, key=lambda draft: _expected([draft]))

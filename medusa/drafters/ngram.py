@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from medusa.cache import SlotCache
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, build
 from medusa.files import replace_file
@@ -156,7 +157,7 @@ class NgramDrafter(Drafter):
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an n-gram cache; give a larger tree budget")
         self.cache, self.nodes, self._branches = cache, nodes, branches
 
-    def propose(self, state: DecodeState) -> Draft:
+    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
         """A tree below ``state.roots``; the root alone where no context is known."""
         width = max(ORDERS)
         recent = state.positions[:, None] + torch.arange(1 - width, 1, device=state.positions.device)

@@ -47,7 +47,7 @@ class Row:
         """What rows with one drafter have in common."""
         wanted = self.speculation
         name = wanted.drafter if isinstance(wanted.drafter, str) else id(wanted.drafter)
-        return name, wanted.nodes, wanted.tree, self.params.temperature
+        return name, wanted.nodes, wanted.tree
 
 
 class Batch:
@@ -107,7 +107,7 @@ class Batch:
         base.check_tokens("prompt", prompt)
         base.check_tokens("logit_bias", params.logit_bias or ())
         rule = build_rule(params, speculation, base.device)
-        self._drafters.check(speculation, params.temperature)
+        self._drafters.check(speculation, rule)
         if not prompt:
             raise ValueError("prompt (0 tokens) is empty; give at least one token")
         room = base.context_length - len(prompt)
@@ -195,7 +195,7 @@ class Batch:
         groups = []
         for rows in alike.values():
             row = self._rows[rows[0]]
-            drafter = self._drafters.choose(row.speculation, row.params.temperature, len(self._rows), row.rule)
+            drafter = self._drafters.choose(row.speculation, len(self._rows), row.rule)
             groups.append(Group(rows, drafter, row.rule))
         drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, self._base.device)
         rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)

@@ -1,5 +1,6 @@
 """Rows of one batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance import Rule, Verdict
+from medusa.cache import SlotCache
 from medusa.drafters import Drafter
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -29,9 +31,9 @@ class MixedDrafter(Drafter):
         self._parts = [(torch.tensor(group.rows, device=device), group.drafter) for group in groups]
         self.nodes = max(group.drafter.nodes for group in groups)
 
-    def propose(self, state: DecodeState) -> Draft:
+    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
         """One draft below ``state.roots``, with the groups' own as its parts."""
-        return Draft.stack([(rows, drafter.propose(state.select(rows))) for rows, drafter in self._parts])
+        return Draft.stack([(rows, _propose(drafter, rows, state, cache)) for rows, drafter in self._parts])
 
 
 class MixedRule:
@@ -51,3 +53,11 @@ class MixedRule:
             if verdict.likelihood is not None:
                 likelihood_BN[rows, :size] = verdict.likelihood.float()
         return Verdict(edges_BN, bonus_BN, likelihood_BN)
+
+
+def _propose(drafter: Drafter, rows: Tensor, state: DecodeState, cache: SlotCache | None) -> Draft:
+    """A drafter's draft for its rows [b]."""
+    if not drafter.follows:
+        return drafter.propose(state.select(rows))
+    own_B = torch.zeros_like(state.active).index_fill_(0, rows, True)
+    return drafter.propose(dataclasses.replace(state, active=state.active & own_B), cache).select(rows)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from medusa.base.model import BaseModel
+from medusa.base.verify import verify
 from medusa.cache import SlotCache
-from medusa.engine.step import verify
 from medusa.state import DecodeState
 from medusa.tree import Draft
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa.acceptance import Accepted, Rule, select_path
 from medusa.base.model import BaseModel
+from medusa.base.verify import verify
 from medusa.cache import SlotCache
 from medusa.drafters import Drafter
 from medusa.state import DecodeState
@@ -27,18 +28,6 @@ class StepResult:
 
     tokens: list[list[int]]
     state: DecodeState
-
-
-def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
-    """Run the base once over all tree rows; their keys and values go behind the committed rows of the cache.
-
-    Returns:
-        Hidden states [B, N, F].
-    """
-    cache.begin(draft.tokens.shape[1])
-    plan = base.new_plan(draft, cache)
-    positions_BN = cache.lengths[:, None] + draft.depths
-    return base.tree_hidden_states(draft.tokens, positions_BN, cache, plan)
 
 
 def tree_logits(base: BaseModel, draft: Draft, hidden_BNF: Tensor) -> Tensor:
@@ -86,7 +75,7 @@ def step_on_device(
         [A + 1, B] int64: the emitted tokens of each sequence, undefined behind their number, which is the last row; and
         the next state.
     """
-    draft = _fit(base, cache, drafter.propose(state))
+    draft = _fit(base, cache, drafter.propose(state, cache))
 
     hidden_BNF = verify(base, cache, draft)
 

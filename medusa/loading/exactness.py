@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
+from medusa.base.verify import verify
 from medusa.cache import SlotCache
-from medusa.engine.step import verify
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from torch import Tensor
 from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
 from medusa.base.traits import Decoding
+from medusa.base.verify import verify
 from medusa.cpu.fused import UnusualBlockError
 from medusa.engine.prefill import prefill
-from medusa.engine.step import verify
 from medusa.loading.layer_check import LayerCheck
 from medusa.tree import Draft, Tree
 

@@ -8,9 +8,10 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS, BackendUnavailableError
+from medusa.base.verify import verify
 from medusa.drafters import HeadsDrafter
 from medusa.engine.prefill import prefill
-from medusa.engine.step import decode_step, verify
+from medusa.engine.step import decode_step
 from medusa.heads import ARCHITECTURES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]

@@ -24,7 +24,9 @@ DRAFTERS = {
     "plain": lambda model: PlainDrafter(),
     "heads": lambda model: HeadsDrafter(model.heads, model.base, 24, host_decides=False),
     "hybrid": lambda model: HybridDrafter(
-        [PromptLookupDrafter(8, host_decides=False)], HeadsDrafter(model.heads, model.base, 16, host_decides=False), 16
+        [PromptLookupDrafter(8, host_decides=False)],
+        [HeadsDrafter(model.heads, model.base, 16, host_decides=False)],
+        16,
     ),
     "sampled": lambda model: SampledHeadsDrafter(model.heads, model.base, 16, 0.9),
 }

@@ -17,7 +17,7 @@ class Chain(Drafter):
         self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
         self.vocab_size, self.off, self.depth, self.nodes = vocab_size, off, depth, depth + 1
 
-    def propose(self, state):
+    def propose(self, state, cache=None):
         ahead = (state.positions[:, None] + torch.arange(1, self.depth + 1)).clamp(max=self.texts.shape[1] - 1)
         rows = (self.texts[:, 0] == state.history[:, :1]).int().argmax(1)
         guesses = (self.texts[rows].gather(1, ahead) + self.off) % self.vocab_size
@@ -31,8 +31,8 @@ class RandomTrees(Chain):
         super().__init__(texts, vocab_size)
         self.nodes, self.generator = nodes, torch.Generator().manual_seed(0)
 
-    def propose(self, state):
-        chain, index = super().propose(state).tokens, torch.arange(self.nodes)
+    def propose(self, state, cache=None):
+        chain, index = super().propose(state, cache).tokens, torch.arange(self.nodes)
         parents = (torch.rand(len(chain), self.nodes, generator=self.generator) * index).long()
         depths = Draft.of(parents, parents, self.nodes).depths.clamp(max=self.depth)
         wrong = torch.randint(self.vocab_size, parents.shape, generator=self.generator)

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from medusa import BaseModel, Tree
 from medusa.attention import BACKENDS
 from medusa.attention.backends import build
+from medusa.base.verify import verify
 from medusa.engine.prefill import prefill
-from medusa.engine.step import verify
 from medusa.loading.self_test import choose_decoding
 from medusa.tree import Draft, ancestor_mask
 

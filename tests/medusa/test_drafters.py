@@ -245,7 +245,7 @@ class Fixed(Drafter):
         self.draft = Draft.of(torch.tensor([tokens]), torch.tensor([parents]), depth)
         self.nodes = len(tokens)
 
-    def propose(self, state):
+    def propose(self, state, cache=None):
         return self.draft
 
 
@@ -282,7 +282,7 @@ def test_guesses_that_are_unlikely_are_left_out(base):
 
 
 def test_a_cheap_drafter_that_expects_enough_leaves_out_the_dear_one(base):
-    drafter = HybridDrafter([PromptLookupDrafter(5)], Fixed([3, 10], [0, 0], 1), 6)
+    drafter = HybridDrafter([PromptLookupDrafter(5)], [Fixed([3, 10], [0, 0], 1)], 6)
     long, short = [1, 2, 9, 3, 7, 8, 1, 2, 9, 3], [1, 2, 9, 5, 3]
     assert drafter.propose(decode_state([long], base)).tokens[0].tolist() == [3, 7, 8, 1, 2]
     assert drafter.propose(decode_state([short], base)).tokens[0].tolist() == [3, 10]
@@ -304,7 +304,7 @@ def test_equal_paths_are_merged_and_the_best_nodes_stay():
 def test_where_shapes_are_fixed_trees_stand_side_by_side(base):
     ours, theirs = Fixed([3, 10, 11, 12], [0, 0, 1, 0], 2), Fixed([3, 20, 21, 22], [0, 0, 1, 2], 3)
     ours.recordable = theirs.recordable = True
-    drafter = HybridDrafter([theirs], ours, 4)
+    drafter = HybridDrafter([theirs], [ours], 4)
     draft = drafter.propose(decode_state([[3]], base))
     assert drafter.nodes == 7
     assert draft.tokens[0].tolist() == [3, 10, 11, 12, 20, 21, 22]
@@ -314,7 +314,7 @@ def test_where_shapes_are_fixed_trees_stand_side_by_side(base):
 
 def test_the_history_of_a_sequence_ends_with_its_root(model, base):
     prompts = [[5, 6, 7, 5, 6], [8], [9, 9]]
-    drafter = HybridDrafter([PromptLookupDrafter(5)], HeadsDrafter(model.heads, base, 6), 9)
+    drafter = HybridDrafter([PromptLookupDrafter(5)], [HeadsDrafter(model.heads, base, 6)], 9)
     cache = base.new_cache(3, capacity=100)
     state, texts = prefill(base, cache, prompts), [list(prompt) for prompt in prompts]
     for step in range(12):
@@ -360,7 +360,7 @@ def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads):
 
     def drafter(temperature, nodes=None):
         drafting = Speculation(drafter="heads-sampled", nodes=nodes)
-        return model.drafters.choose(drafting, temperature, 1, make_rule(None, temperature=temperature))
+        return model.drafters.choose(drafting, 1, make_rule(None, temperature=temperature))
 
     kept = drafter(0.5, nodes=4)
     for number in range(max(KEPT_DRAFTERS, WATCHED) + 9):

@@ -293,7 +293,7 @@ class Unhashable(Drafter):
 
     nodes: int = 1
 
-    def propose(self, state):
+    def propose(self, state, cache=None):
         return PlainDrafter().propose(state)
 
 

@@ -46,9 +46,9 @@ DRAFTERS = {
     "dynamic": lambda heads, base: heads_drafter(heads, base, 12),
     "static": lambda heads, base: HeadsDrafter(heads, base, 1, LOPSIDED),
     "lookup": lambda heads, base: lookup(5),
-    "hybrid": lambda heads, base: HybridDrafter([lookup(4)], heads_drafter(heads, base, 8), 8),
+    "hybrid": lambda heads, base: HybridDrafter([lookup(4)], [heads_drafter(heads, base, 8)], 8),
     "sampled": lambda heads, base: SampledHeadsDrafter(heads, base, 9, 1.0),
-    "sampled hybrid": lambda heads, base: HybridDrafter([lookup(4)], SampledHeadsDrafter(heads, base, 7, 1.0), 8),
+    "sampled hybrid": lambda heads, base: HybridDrafter([lookup(4)], [SampledHeadsDrafter(heads, base, 7, 1.0)], 8),
 }
 
 PAIRS = pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_is_recorded_serves_later_calls(eager, fresh):
 @pytest.mark.parametrize("limit", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
 def test_answers_that_end_before_others_end_where_eager_ones_do(eager, ending_with, limit):
     """By a token, a string or a limit, in the middle of what a step accepts; the next step is under way already."""
-    drafter = HybridDrafter([lookup(4)], heads_drafter(eager.heads, eager.base, 12), 12)
+    drafter = HybridDrafter([lookup(4)], [heads_drafter(eager.heads, eager.base, 12)], 12)
     full = eager.generate(PROMPTS, max_new_tokens=40, drafter=drafter)
     base = ending_with(full[0].tokens[limit], full[2].tokens[limit + 9])
     shorter, recorded = MedusaModel(base, eager.heads), graphed(base, eager.heads)
@@ -276,7 +276,9 @@ def test_bases_that_stay_eager(base, fresh, change, reason, caplog):
 def test_drafters_and_attention_that_stay_eager(base_directory, fresh, base, caplog):
     custom = Chain(PROMPTS, base.vocab_size)
     assert "drafter (Chain) is not recordable" in objection(fresh, base, custom, caplog)
-    assert "(HybridDrafter) is not recordable" in objection(fresh, base, HybridDrafter([lookup(3)], custom, 8), caplog)
+    assert "(HybridDrafter) is not recordable" in objection(
+        fresh, base, HybridDrafter([lookup(3)], [custom], 8), caplog
+    )
     flash = BaseModel.load(base_directory, device="cpu", attention="flash")
     assert "attention (flash) reads lengths" in objection(graphed(flash, None), flash, PlainDrafter(), caplog)
 

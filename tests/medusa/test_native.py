@@ -14,12 +14,12 @@ from torch import nn
 from medusa import BaseModel, HeadsConfig, build_heads
 from medusa.acceptance import Verdict, select_path
 from medusa.acceptance.logits import Warper
+from medusa.base.verify import verify
 from medusa.cpu import build, native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.native import NativeLinear, available, move_rows, use_kernels
 from medusa.cpu.selection import argmax, draw, gumbel
 from medusa.engine.prefill import prefill
-from medusa.engine.step import verify
 from medusa.heads.frozen import freeze
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.noise import gumbel_noise, gumbel_of, keys

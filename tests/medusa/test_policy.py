@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from medusa import MedusaModel
-from medusa.budget.auto import AutoDrafter, AutoNodes
-from medusa.budget.policy import SIZES, SizePolicy
+from medusa.budget.auto import Auto, AutoDrafter
+from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
 from medusa.drafters import PlainDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
@@ -28,6 +28,15 @@ STEEP = dict(zip(SIZES, (1.0, 1.9, 3.0, 5.0, 7.0, 9.0, 18.0, 36.0), strict=True)
 GOOD = dict(zip(SIZES, (0.0, 0.4, 0.55, 0.62, 0.65, 0.67, 0.7, 0.72), strict=True))
 """How likely each level of a tree is right below a right one, four levels at most."""
 USELESS = dict.fromkeys(SIZES, 0.0)
+
+
+def climber(start, batch=1):
+    """A policy of one drafter."""
+    return Policy({"heads": SIZES[1:]}, start, batch)
+
+
+def arm(nodes):
+    return PLAIN if nodes == 1 else Arm("heads", nodes)
 
 
 class Machine:
@@ -49,9 +58,10 @@ class Machine:
         """Tokens per second of so many steps, and how many of them had each size."""
         began, emitted, counts = self.now, 0.0, dict.fromkeys(SIZES, 0)
         for _ in range(steps):
-            nodes = policy.choose()
+            chosen = policy.choose()
+            nodes = chosen.nodes
             tokens, seconds = self.tokens(nodes), self.seconds[nodes]
-            policy.observe(nodes, tokens, seconds)
+            policy.observe(chosen, tokens, seconds)
             emitted, self.now, counts[nodes] = emitted + tokens, self.now + seconds, counts[nodes] + 1
         return emitted / (self.now - began), counts
 
@@ -64,7 +74,7 @@ class Machine:
 @pytest.mark.parametrize("seconds", [FLAT, KNEE, STEEP], ids=["flat", "knee", "steep"])
 @pytest.mark.parametrize("start", [1, 64])
 def test_the_fastest_size_is_found_from_anywhere(seconds, start, batch):
-    machine, policy = Machine(seconds, GOOD, batch), SizePolicy(start, batch)
+    machine, policy = Machine(seconds, GOOD, batch), climber(start, batch)
     machine.speed(policy, 600)
     speed, _ = machine.speed(policy, 3000)
     best = max(machine.fixed(nodes) for nodes in SIZES)
@@ -72,7 +82,7 @@ def test_the_fastest_size_is_found_from_anywhere(seconds, start, batch):
 
 
 def test_useless_drafts_give_way_to_plain_decoding_at_once():
-    machine, policy = Machine(KNEE, USELESS), SizePolicy(8, 1)
+    machine, policy = Machine(KNEE, USELESS), climber(8)
     speed, _ = machine.speed(policy, 128)
     assert speed >= 0.93, "plain decoding is 1"
     speed, counts = machine.speed(policy, 5000)
@@ -81,43 +91,73 @@ def test_useless_drafts_give_way_to_plain_decoding_at_once():
 
 
 def test_the_size_follows_the_text():
-    machine, policy = Machine(FLAT, GOOD), SizePolicy(8, 1)
+    machine, policy = Machine(FLAT, GOOD), climber(8)
     machine.speed(policy, 500)
     machine.right = USELESS
     machine.speed(policy, 1200)
-    assert policy.size == 1
+    assert policy.arm == PLAIN
     machine.right = GOOD
     machine.speed(policy, 3000)
-    assert policy.size >= 8
+    assert policy.arm.nodes >= 8
 
 
 def test_the_size_follows_the_machine():
     """Other work makes larger passes dear; when it has ended, they are taken again."""
-    machine, policy = Machine(KNEE, GOOD), SizePolicy(8, 1)
+    machine, policy = Machine(KNEE, GOOD), climber(8)
     machine.speed(policy, 500)
-    assert policy.size == 8
+    assert policy.arm.nodes == 8
     machine.seconds = STEEP
     machine.speed(policy, 1500)
-    assert policy.size == 1
+    assert policy.arm == PLAIN
     machine.seconds = KNEE
     machine.speed(policy, 3000)
-    assert policy.size in (4, 8)
+    assert policy.arm.nodes in (4, 8)
 
 
 def test_a_step_that_was_held_up_and_the_first_of_a_size_decide_nothing():
-    policy = SizePolicy(8, 1)
-    policy.observe(8, 2.0, 1000.0)  # compiles
+    policy = climber(8)
+    policy.observe(arm(8), 2.0, 1000.0)  # compiles
     for _ in range(11):
-        policy.observe(8, 2.0, 1.0)
-    policy.observe(8, 2.0, 1000.0)  # is held up
-    assert policy.choose() == 1, "plain decoding is tried first"
+        policy.observe(arm(8), 2.0, 1.0)
+    policy.observe(arm(8), 2.0, 1000.0)  # is held up
+    assert policy.choose() == PLAIN, "plain decoding is tried first"
     for _ in range(3):
-        policy.observe(1, 1.0, 0.9)
-    assert policy.size == policy.choose() == 8
+        policy.observe(PLAIN, 1.0, 0.9)
+    assert policy.arm == policy.choose() == arm(8)
+
+
+def test_another_drafter_takes_over_where_it_is_faster_and_gives_way_again():
+    """Heads that are right sometimes; a lookup that is nearly always right while the text repeats itself."""
+    policy = Policy({"heads": SIZES[1:], "lookup": (6,)}, 8, 1)
+    chance, now = random.Random(0), {"repeats": False}
+
+    def run(steps):
+        tokens = seconds = 0.0
+        for _ in range(steps):
+            chosen = policy.choose()
+            if chosen.drafter == "lookup":
+                got, took = (5.0 if now["repeats"] else 1.0), 1.05
+            else:
+                right = GOOD[chosen.nodes]
+                got, took = 1.0 + sum(chance.random() < right**level for level in range(1, 4)), KNEE[chosen.nodes]
+            policy.observe(chosen, got if chosen != PLAIN else 1.0, took)
+            tokens, seconds = tokens + got, seconds + took
+        return tokens / seconds
+
+    run(600)
+    assert policy.arm.drafter == "heads"
+    now["repeats"] = True
+    run(1200)
+    assert policy.arm == Arm("lookup", 6)
+    assert run(1000) > 4
+    now["repeats"] = False
+    run(1000)
+    assert policy.arm.drafter == "heads"
+    assert str(policy).startswith("heads ") and "lookup 6: " in str(policy) and "plain: " in str(policy)
 
 
 def test_the_first_size_is_one_that_there_is():
-    assert [SizePolicy(start, 1).choose() for start in (0, 1, 3, 9, 100)] == [1, 1, 2, 8, 64]
+    assert [climber(start).choose().nodes for start in (0, 1, 3, 9, 100)] == [1, 1, 2, 8, 64]
 
 
 def state_of(base, positions, active):
@@ -131,13 +171,13 @@ def state_of(base, positions, active):
 
 def test_sequences_that_have_ended_are_not_counted(base):
     now, seen = iter(range(10)), []
-    policy = SizePolicy(8, 2)
+    policy = climber(8, 2)
     policy.observe = lambda *observed: seen.append(observed)
-    drafter = AutoDrafter(policy, lambda nodes: PlainDrafter(), 64, lambda: next(now))
+    drafter = AutoDrafter(policy, lambda arm: PlainDrafter(), [arm(64)], lambda: next(now))
     before = state_of(base, [20, 20], [True, True])
     drafter.propose(before)
     drafter.propose(after := dataclasses.replace(before, positions=torch.tensor([20, 23])))
-    assert seen == [(8, 3.0, 1)]
+    assert seen == [(arm(8), 3.0, 1)]
     drafter.propose(dataclasses.replace(after, history=after.history.clone()))
     assert len(seen) == 1, "rows have joined, or the cache has grown"
 
@@ -172,26 +212,26 @@ def test_streams_that_grow_side_by_side_share_what_is_learned(base, make_heads):
     for _ in zip_longest(*streams):
         pass
     (policy,) = model.drafters._auto._policies.values()
-    assert 8 in policy._speeds and 1 in policy._speeds
+    assert arm(8) in policy._speeds and PLAIN in policy._speeds
 
 
 class Named:
     recordable = True
 
-    def __init__(self, nodes):
-        self.nodes = nodes
+    def __init__(self, arm):
+        self.nodes = arm.nodes
 
-    def propose(self, state):
+    def propose(self, state, cache=None):
         return Draft.chain(state.roots[:, None])
 
 
 def test_where_shapes_are_fixed_a_whole_completion_has_one_size():
     """Completions count as their steps do; drafters are told apart even if they are made anew each time."""
-    auto, rule = AutoNodes("cpu"), make_rule(None)
+    auto, rule = Auto("cpu"), make_rule(None)
     machine = Machine(STEEP, USELESS)
     sizes = []
     for _ in range(40):
-        drafter = auto.for_completion("heads", 1, rule, Named)
+        drafter = auto.for_completion({"heads": SIZES[1:]}, 1, rule, Named)
         sizes.append(drafter.nodes)
         steps = 50
         seconds = steps * machine.seconds[drafter.nodes]
@@ -207,13 +247,14 @@ def test_recorded_steps_choose_their_size_too(base, make_heads, caplog):
         outputs = [model.generate([5, 6, 7], max_new_tokens=20) for _ in range(3)]
     expected = plain.generate([5, 6, 7], max_new_tokens=20).tokens
     assert [output.tokens for output in outputs] == [expected] * 3
-    assert "nodes auto for hybrid, batch of 1: 8 now" in caplog.text
+    assert "auto, batch of 1: hybrid 8 now" in caplog.text
 
 
 def test_what_auto_means_is_always_said(base, make_heads):
-    assert MedusaModel(base).explain_nodes() == "nodes auto: 1, plain decoding"
+    assert MedusaModel(base).explain().startswith("auto, batch of 1: prompt-lookup 6 now")
+    assert MedusaModel(base.with_traits(decoding="plain")).explain() == "auto: plain decoding"
     model = MedusaModel(base, make_heads())
-    assert model.explain_nodes() == "nodes auto for hybrid, batch of 1: 8 now, others are tried as it runs"
+    assert model.explain() == "auto, batch of 1: hybrid 8 now, others are tried as it runs"
     model.generate([5, 6, 7], max_new_tokens=60, logit_bias={0: -100.0})
-    assert "(tokens per second by size: 1: " in model.explain_nodes()
-    assert "so that a seed gives the same text again" in model.explain_nodes("heads-sampled")
+    assert "(tokens per second: hybrid " in model.explain()
+    assert "so that a seed gives the same text again" in model.explain("heads-sampled")

@@ -93,7 +93,7 @@ class Trees(Drafter):
 
     nodes = 5
 
-    def propose(self, state):
+    def propose(self, state, cache=None):
         children = (state.roots[:, None] + torch.arange(1, 5)) % 257
         tokens = torch.cat([state.roots[:, None], children], dim=1)
         return Draft.of(tokens, torch.zeros_like(tokens), depth=4)

@@ -11,9 +11,9 @@ from torch import nn
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.base.taps import DecoderPass, spread_layers
+from medusa.base.verify import verify
 from medusa.engine.graph import StepGraphs
 from medusa.engine.prefill import prefill
-from medusa.engine.step import verify
 from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES
 from medusa.heads.frozen import freeze

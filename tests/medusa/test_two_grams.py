@@ -99,7 +99,7 @@ def drafters(base, heads):
     return {
         "best": HeadsDrafter(heads, base, 7),
         "drawn": drawn,
-        "looked up and drawn": HybridDrafter([PromptLookupDrafter(3)], drawn, 12),
+        "looked up and drawn": HybridDrafter([PromptLookupDrafter(3)], [drawn], 12),
     }
 
 

@@ -64,8 +64,8 @@ class FakeModel:
         self._rendered[text] = messages
         return list(map(ord, text))
 
-    def explain_nodes(self, drafter: str | None = None) -> str:
-        return f"nodes auto for {drafter or 'the default'}"
+    def explain(self, drafter: str | None = None) -> str:
+        return f"auto: {drafter or 'whoever is there'}"
 
     def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **options: Any) -> FakeStream:
         messages = self._rendered["".join(map(chr, prompt))]

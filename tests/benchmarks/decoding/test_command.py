@@ -124,7 +124,7 @@ def test_sizes_are_swept_beside_auto_and_plain(model):
     rows = {row["nodes"]: row for row in figures["rows"]}
     assert list(rows) == ["plain", "auto", "4", "8"]
     assert rows["plain"]["tokens_per_step"] == rows["plain"]["speedup"] == 1.0
-    assert figures["auto"].startswith("nodes auto for heads, batch of 1: ")
+    assert figures["auto"].startswith("auto, batch of 1: heads ")
     assert all(len(row["rounds_tokens_per_s"]) == 2 for row in rows.values())
     assert figures["best_fixed"] in ("plain", "4", "8")
     assert figures["auto_over_plain"] == rows["auto"]["speedup"]

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def growing_decode(base, leak=None):
     """A production decode of one ever longer text; ``leak`` is handed every step's result."""
     heads = random_heads(base, "recurrent", 3)
-    drafter = HybridDrafter([PromptLookupDrafter(4)], HeadsDrafter(heads, base, 6), 9)
+    drafter = HybridDrafter([PromptLookupDrafter(4)], [HeadsDrafter(heads, base, 6)], 9)
     rig = Rig(base, heads, batch=1, context=4, room=8000)
     state = rig.state
 

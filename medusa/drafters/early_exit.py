@@ -1,0 +1,117 @@
+"""Drafting with the first layers of the base: no second model, no training, and no cache of its own.
+
+Untrained layers in the middle of a model know little of what it will say: on most bases this pays after more than half
+of them, or not at all, which ``nodes=None`` finds out. Bases that were trained for it (LayerSkip) are better.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from medusa.acceptance.logits import NO_NOISE, Warper
+from medusa.base.model import BaseModel
+from medusa.cache import SlotCache
+from medusa.drafters.base import Drafter
+from medusa.drafters.model import ROW_COST, ModelDrafter
+from medusa.state import DecodeState
+from medusa.tree import Draft
+
+logger = logging.getLogger(__name__)
+
+CANDIDATES = 8
+"""Parts that the layers are cut into; exits are tried between them."""
+FEWEST, MOST = 32, 256
+"""Tokens of a text that exits are tried on."""
+
+
+class ExitLayer:
+    """Where to leave the base: the layer that promises most tokens per second on the first text that it sees.
+
+    Args:
+        base: Prepared for decoding.
+        layer: Given, counted from 1; None = to be found.
+
+    Raises:
+        ValueError: It is not below the last, or the base's layers cannot be found.
+    """
+
+    def __init__(self, base: BaseModel, layer: int | None = None) -> None:
+        self._base = base
+        self.model: BaseModel | None = None if layer is None else base.shallow(layer)
+
+    def find(self, state: DecodeState) -> BaseModel | None:
+        """The base's first layers; None as long as all texts are shorter than ``FEWEST`` tokens."""
+        if self.model is None:
+            lengths_B = torch.where(state.active, state.positions + 1, 0)
+            row = int(lengths_B.argmax())
+            if lengths_B[row] >= FEWEST:
+                self.model = self._choose(state.history[row, : lengths_B[row]][:MOST])
+        return self.model
+
+    def _choose(self, text_T: Tensor) -> BaseModel:
+        base, total = self._base, self._base.num_layers
+        right_T = self._guesses(base, text_T)
+        rates = {}
+        for layer in sorted({max(1, total * part // CANDIDATES) for part in range(1, CANDIDATES)} - {total}):
+            guesses_T = self._guesses(base.shallow(layer), text_T)
+            rates[layer] = float((guesses_T == right_T).float().mean())
+        best = max(rates, key=lambda layer: _promise(rates[layer], layer / total))
+        text = "early exit after layer %d of %d: right for %.0f %% of %d tokens"
+        logger.info(text, best, total, 100 * rates[best], len(text_T))
+        return base.shallow(best)
+
+    @staticmethod
+    def _guesses(model: BaseModel, text_T: Tensor) -> Tensor:
+        return model.logits(model.hidden_states(text_T[None])[0]).argmax(-1)
+
+
+def _promise(rate: float, cost: float) -> float:
+    """Tokens per plain step of the base with the best length of drafts."""
+    tokens = [sum(rate**depth for depth in range(length + 1)) for length in range(1, CANDIDATES)]
+    return max(tokens[length - 1] / (1 + length * (cost + ROW_COST)) for length in range(1, CANDIDATES))
+
+
+class EarlyExitDrafter(Drafter):
+    """Proposes what the base's first layers say.
+
+    Args:
+        base: The base that verifies.
+        exit_layer: Shared with other drafters of this base.
+        nodes: N, the root included, at least 2.
+        host_decides: See ``ModelDrafter``, here and below.
+        noise: Draws that drafts should follow.
+        drawn: Draw, for the ``speculative`` rule.
+        width: Best tokens of a place that stand in a tree.
+    """
+
+    recordable = False
+    follows = True
+
+    def __init__(
+        self,
+        base: BaseModel,
+        exit_layer: ExitLayer,
+        nodes: int,
+        host_decides: bool = True,
+        noise: Warper = NO_NOISE,
+        drawn: bool = False,
+        width: int = 1,
+    ) -> None:
+        self.nodes, self._exit = nodes, exit_layer
+        self._drafter: ModelDrafter | None = None
+
+        def build(model: BaseModel) -> ModelDrafter:
+            cost = model.num_layers / base.num_layers
+            return ModelDrafter(model, base.vocab_size, nodes, cost, host_decides, noise, drawn, True, width)
+
+        self._build = build
+
+    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+        """A draft below ``state.roots``; the roots alone until there is text enough to choose where to leave."""
+        if self._drafter is None:
+            model = self._exit.find(state)
+            if model is None:
+                return Draft.chain(state.roots[:, None])
+            self._drafter = self._build(model)
+        return self._drafter.propose(state, cache)

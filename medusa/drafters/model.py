@@ -1,0 +1,184 @@
+"""Drafting with a model: a smaller one of the same tokens, or the first layers of the base.
+
+The model writes on from the root, token by token, and stops where the next pass would cost more than its guess is
+worth; on a CPU its next best tokens stand beside the ones that it goes on from.
+
+Source: Leviathan et al. 2023 and Chen et al. 2023 (draft model), Elhoushi et al. 2024 (early exit).
+
+Legend: B batch, N tree nodes, C tokens of a pass, D hidden size, V vocabulary, W tokens that are looked at.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from medusa.acceptance.logits import NO_NOISE, Warper, widened
+from medusa.base.model import BaseModel
+from medusa.base.verify import verify
+from medusa.cache import SlotCache
+from medusa.cpu.selection import gumbel
+from medusa.drafters.base import Drafter
+from medusa.drafters.merge import FLOOR, Node, best, build
+from medusa.noise import DRAFT, gumbel_noise, keys
+from medusa.state import DecodeState
+from medusa.tree import Draft, ragged
+
+WIDTH = 4
+"""Best tokens of a place that stand in a tree on a CPU."""
+CHUNK = 512
+"""Tokens of a text per pass, at most."""
+ROW_COST = 0.1
+"""Of a row more to verify, in plain steps of the base, about."""
+
+
+class ModelDrafter(Drafter):
+    """Proposes what another model would write.
+
+    Its cache follows the base's: what was accepted is computed together with the root, and drafts are forgotten.
+
+    Args:
+        model: Prepared for decoding, with the base's tokens.
+        vocab_size: V of the base; the model's may have other padding.
+        nodes: N, the root included, at least 2.
+        cost: Time of its pass, in plain steps of the base; decides how long drafts become.
+        host_decides: On a CPU: trees of several sizes, as long as they pay. Otherwise a chain of ``nodes``.
+        noise: Draws that drafts should follow; temperature 0 = none, draft the likeliest. Where the base draws by seed
+            and position, the model draws with the same noise.
+        drawn: Draw with noise of the model's own and say from which distribution, for the ``speculative`` rule.
+        shared: The model is the first layers of the base: their rows of the base's cache are its own.
+        width: Best tokens of a place that stand in a tree; 1 = a chain.
+
+    Raises:
+        ValueError: The budget leaves no room for a guess.
+    """
+
+    recordable = False
+    follows = True
+
+    def __init__(
+        self,
+        model: BaseModel,
+        vocab_size: int,
+        nodes: int,
+        cost: float,
+        host_decides: bool = True,
+        noise: Warper = NO_NOISE,
+        drawn: bool = False,
+        shared: bool = False,
+        width: int = WIDTH,
+    ) -> None:
+        if nodes < 2:
+            raise ValueError(f"nodes ({nodes}) must be at least 2 for a draft model; give a larger tree budget")
+        self.nodes, self._model, self._cost, self._noise = nodes, model, cost, noise
+        self._drawn, self._shared, self._width = drawn and noise.temperature > 0, shared, width
+        self._host_decides = host_decides and not self._drawn and model.device.type == "cpu"
+        self._tokens_V = torch.arange(vocab_size, device=model.device)
+
+    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+        """A tree or chain below ``state.roots``; the root alone where a text fills the model's context."""
+        assert cache is not None, "the step gives it"
+        last = self._model.context_length - self.nodes
+        drafting = [on and rows < last for on, rows in zip(state.active.tolist(), cache.host_lengths, strict=True)]
+        if not any(drafting):
+            return Draft.chain(state.roots[:, None])
+        own = cache if self._shared else cache.follower(self._model, self._model.new_cache)
+        if any(have > rows for have, rows in zip(own.host_lengths, cache.host_lengths, strict=True)):
+            own.cut(
+                [min(pair) for pair in zip(own.host_lengths, cache.host_lengths, strict=True)]
+            )  # a step was given up
+        with own.provisional() if self._shared else nullcontext():
+            missing = zip(drafting, cache.host_lengths, own.host_lengths, strict=True)
+            hidden_BD = self._read(state, own, [on * (rows + 1 - have) for on, rows, have in missing])
+            with own.provisional():
+                write = self._tree if self._host_decides else self._chain
+                return write(state, own, hidden_BD, drafting)
+
+    def _read(self, state: DecodeState, own: SlotCache, missing: list[int]) -> Tensor:
+        """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""
+        hidden_BD = torch.zeros(
+            len(missing), self._model.hidden_size, device=self._model.device, dtype=self._model.dtype
+        )
+        while any(missing):
+            counts = [min(rows, CHUNK) for rows in missing]
+            index_C = torch.arange(max(counts), device=state.history.device)
+            places_BC = (own.lengths[:, None] + index_C).clamp(max=state.history.shape[1] - 1)
+            hidden_BD = self._pass(own, state.history.gather(1, places_BC), counts, hidden_BD)
+            missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
+        return hidden_BD
+
+    def _pass(self, own: SlotCache, tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
+        """Compute so many tokens of each row; its last hidden states, or the old ones where there are none."""
+        known_BC = tokens_BC.clamp(max=self._model.vocab_size - 1)
+        hidden_BCD = verify(self._model, own, dataclasses.replace(Draft.chain(known_BC), sizes=ragged(counts)))
+        counts_B = torch.tensor(counts, device=tokens_BC.device)
+        own.extend(counts_B)
+        own.grow(counts)
+        last_BD = hidden_BCD[torch.arange(len(counts), device=tokens_BC.device), (counts_B - 1).clamp(min=0)]
+        return torch.where(counts_B[:, None] > 0, last_BD, hidden_BD)
+
+    def _logprobs(self, state: DecodeState, hidden_BD: Tensor, ahead: int) -> Tensor:
+        """[B, V] how likely each token is to be the base's, as far as the model knows.
+
+        Where the base draws the best of z / T + g with known noise g, each token's share of softmax(z + T g).
+        """
+        logits_BV, heat = widened(self._model.logits(hidden_BD)), self._noise.temperature
+        logits_BV = pad(logits_BV, (0, len(self._tokens_V) - logits_BV.shape[1]), value=-math.inf)  # or cut
+        if heat:
+            logits_BV = self._noise(logits_BV)
+            if not self._drawn:
+                places_B = keys(state.seeds, state.positions[:, None] + 1 + ahead)[:, 0]
+                logits_BV = heat * (logits_BV + gumbel(places_B, self._tokens_V))
+        return logits_BV.log_softmax(-1)
+
+    def _tree(self, state: DecodeState, own: SlotCache, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
+        """Trees around the best chain, each as long as it pays."""
+        trees = [[Node(root, 0, 0.0, 0)] for root in state.roots.tolist()]
+        spines, expected = [0] * len(trees), [0.0] * len(trees)  # where the chains end; guesses of them that are right
+        for ahead in range(self.nodes - 1):
+            top_BW = self._logprobs(state, hidden_BD, ahead).topk(min(self._width, len(self._tokens_V)))
+            for row, (scores, tokens) in enumerate(zip(*(part.tolist() for part in top_BW), strict=True)):
+                if not drafting[row]:
+                    continue
+                tree, above, first = trees[row], spines[row], len(trees[row])
+                for score, token in zip(scores, tokens, strict=True):
+                    score += tree[above].score
+                    if score > FLOOR:
+                        tree.append(Node(token, above, score, ahead + 1))
+                drafting[row] = len(tree) > first
+                if drafting[row]:
+                    spines[row] = first
+                    expected[row] += math.exp(tree[first].score)
+                    drafting[row] = self._pays(tree[first].score, expected[row], ahead + 1)
+            if ahead + 2 == self.nodes or not any(drafting):
+                break
+            tokens_B1 = torch.tensor([[tree[spine].token] for tree, spine in zip(trees, spines, strict=True)])
+            hidden_BD = self._pass(own, tokens_B1, [int(on) for on in drafting], hidden_BD)
+        return build([best(tree, self.nodes) for tree in trees])
+
+    def _pays(self, score: float, expected: float, depth: int) -> bool:
+        """Whether one more guess brings more tokens per second: its share of tokens exceeds its share of time."""
+        cost = self._cost + ROW_COST
+        return math.exp(score) / (1 + expected) > cost / (1 + depth * cost)
+
+    def _chain(self, state: DecodeState, own: SlotCache, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
+        """A chain of fixed length, whose rows of the model nothing waits for."""
+        tokens, probs, missing = [state.roots[:, None]], [], [int(on) for on in drafting]
+        for ahead in range(self.nodes - 1):
+            if ahead:
+                hidden_BD = self._pass(own, tokens[-1], missing, hidden_BD)
+            scores_BV = self._logprobs(state, hidden_BD, ahead)
+            if self._drawn:
+                probs.append(scores_BV.exp())
+                places_B1 = state.positions[:, None] + 1 + ahead
+                scores_BV = scores_BV + gumbel_noise(state.seeds, places_B1, scores_BV.shape[1], DRAFT)[:, 0]
+            tokens.append(scores_BV.argmax(-1, keepdim=True))
+        chain = Draft.chain(torch.cat(tokens, dim=1))
+        if not self._drawn:
+            return chain
+        probs_BNV = torch.stack([torch.zeros_like(probs[0]), *probs], dim=1)
+        return dataclasses.replace(chain, probs=probs_BNV)

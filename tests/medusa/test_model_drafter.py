@@ -1,0 +1,296 @@
+"""Draft models and early exit: caches that follow the base's, drafts that are the model's own, texts that stay."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
+from medusa.acceptance.logits import NO_NOISE, Warper
+from medusa.drafters import EarlyExitDrafter, ExitLayer, ModelDrafter
+from medusa.drafters.early_exit import FEWEST
+from medusa.engine.prefill import prefill
+from medusa.engine.step import decode_step
+from medusa.loading.load import load_base_and_heads
+from tests.medusa.rules import make_rule
+from tests.medusa.test_conformance import FAMILIES as SETTINGS
+from tests.medusa.test_conformance import SHAPE
+
+FAMILIES = ("llama", "gpt2", "opt", "qwen3")
+PROMPTS = [[5, 6, 7], [9, 8, 3, 12, 40, 9, 8], [11] * 20, [4]]
+ANSWER = {"max_new_tokens": 24, "ignore_eos": True}
+
+
+def words(size=50):
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({f"w{n}": n for n in range(size)}, unk_token="w0"))
+    )
+
+
+def tiny(family, seed=0, noise=0.0, dtype=torch.float64, **shape):
+    """A random base of a family; with noise, one that mostly agrees with the base of the same seed."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(SHAPE | SETTINGS.get(family, {}) | shape))
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    for parameter in model.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return BaseModel(model, words(config.vocab_size), family)
+
+
+def pair(family, noise=0.02):
+    """A base, and a draft model that is right about some of what it says."""
+    return tiny(family), tiny(family, noise=noise)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["draft-model", "early-exit", "draft-model+prompt-lookup", "draft-model+early-exit"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_texts_are_the_bases_own(family, name, sampling):
+    base, small = pair(family)
+    model, options = MedusaModel(base, draft_model=small), ANSWER | sampling
+    plain = model.generate(PROMPTS, nodes=1, seed=[1, 2, 3, 4], **options)
+    drafted = model.generate(PROMPTS, nodes=6, drafter=name, seed=[1, 2, 3, 4], **options)
+    alone = [
+        model.generate(prompt, nodes=6, drafter=name, seed=1 + row, **options) for row, prompt in enumerate(PROMPTS)
+    ]
+    for expected, together, single in zip(plain, drafted, alone, strict=True):
+        assert expected.tokens == together.tokens == single.tokens
+    if "draft-model" in name:
+        assert sum(output.steps for output in drafted) < 0.8 * sum(output.steps for output in plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_one_batch_have_drafters_of_their_own(family):
+    base, small = pair(family)
+    model = MedusaModel(base, draft_model=small)
+    names = ["draft-model", "prompt-lookup", None, "early-exit", "draft-model+prompt-lookup", "ngram"]
+    prompts = [[3 + row, 7, 9, 3 + row] * (1 + row) for row in range(len(names))]
+    sampling = [SamplingParams(**ANSWER, temperature=0.7 * (row % 2), seed=row) for row in range(len(names))]
+    plain = model.generate(prompts, sampling=sampling, speculation=Speculation(nodes=1))
+    mixed = [Speculation(drafter=name, nodes=5 if name else 1) for name in names]
+    outputs = model.generate(prompts, sampling=sampling, speculation=mixed)
+    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+    assert outputs[0].steps < 0.8 * plain[0].steps
+
+
+def watch(monkeypatch, seen):
+    """Note how many tokens of each row models have to read before they draft."""
+    read = ModelDrafter._read
+
+    def noting(self, state, own, missing):
+        seen.append(missing)
+        return read(self, state, own, missing)
+
+    monkeypatch.setattr(ModelDrafter, "_read", noting)
+
+
+def test_rows_come_and_go_and_the_models_cache_follows(monkeypatch):
+    base, small = pair("llama")
+    model, passes = MedusaModel(base, draft_model=small), []
+    read = ModelDrafter._read
+    monkeypatch.setattr(
+        ModelDrafter,
+        "_read",
+        lambda self, state, own, missing: passes.append(missing) or read(self, state, own, missing),
+    )
+    wanted = Speculation(drafter="draft-model", nodes=4)
+    lengths = [9, 30, 16, 24, 12]
+    plain = [model.generate([7 + n, 9], max_new_tokens=k, nodes=1, ignore_eos=True) for n, k in enumerate(lengths)]
+    batch, completions = model.batch(), []
+    for number, count in enumerate(lengths):
+        completions.append(batch.add([7 + number, 9], SamplingParams(max_new_tokens=count, ignore_eos=True), wanted))
+        batch.step()
+        batch.step()
+    while len(batch):
+        batch.step()
+    assert [c.output.tokens for c in completions] == [output.tokens for output in plain]
+    assert max(max(missing) for missing in passes) <= 4, "nothing is computed again when rows come and go"
+
+
+def test_a_conversation_keeps_the_models_rows(monkeypatch):
+    base, small = pair("llama")
+    model, prefix, missing = MedusaModel(base, draft_model=small), Prefix(), []
+    watch(monkeypatch, missing)
+    text = [5, 9, 7] * 8
+    for _ in range(2):
+        output = model.generate(text, max_new_tokens=8, drafter="draft-model", nodes=4, prefix=prefix, ignore_eos=True)
+        assert output.tokens == model.generate(text, max_new_tokens=8, nodes=1, ignore_eos=True).tokens
+        text, first = [*text, *output.tokens, 3, 4, 5], missing[0]
+        missing.clear()
+    assert first[0] < len(text) / 2
+
+
+def test_a_model_that_is_the_base_is_always_right():
+    base, twin = pair("llama", noise=0.0)
+    for options in ({}, {"temperature": 0.9, "top_p": 0.95, "seed": 3}):
+        noise = Warper(0.9, top_p=0.95) if options else NO_NOISE
+        drafter = ModelDrafter(twin, base.vocab_size, 5, 0.1, host_decides=False, noise=noise)
+        output = MedusaModel(base).generate([5, 6, 7], drafter=drafter, **ANSWER | options)
+        assert output.steps == 5, "the same noise, the same draws"
+    drawn = {"temperature": 0.9, "top_k": 9, "seed": 3, "acceptance": "speculative", "nodes": 5}
+    model = MedusaModel(base, draft_model=twin)
+    assert model.generate([5, 6, 7], drafter="draft-model", **ANSWER | drawn).steps == 5, "p / q is 1"
+
+
+def steps_of(drafter, base, prompts=PROMPTS, rule=None):
+    cache = base.new_cache(len(prompts))
+    state = prefill(base, cache, prompts)
+    return drafter, cache, state, rule or make_rule()
+
+
+@torch.inference_mode()
+def test_drafts_are_what_the_model_says():
+    base, small = pair("llama", noise=0.1)
+    drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 5, 0.0, width=1), base)
+    draft = drafter.propose(state, cache)
+    for row, prompt in enumerate(PROMPTS):
+        text = list(prompt)
+        for token in draft.tokens[row, 1 : draft.row_sizes[row]].tolist():
+            assert token == int(small.model(torch.tensor([text])).logits[0, -1].argmax())
+            text.append(token)
+    again = drafter.propose(state, cache)
+    assert torch.equal(draft.tokens, again.tokens), "drafts leave no trace"
+    assert cache.host_lengths == [len(prompt) - 1 for prompt in PROMPTS]
+    assert cache.followers[small].host_lengths == [len(prompt) for prompt in PROMPTS]
+
+
+@torch.inference_mode()
+def test_drafts_end_where_one_more_guess_does_not_pay():
+    base, small = pair("llama")
+    small.model.lm_head.weight.data *= 4  # surer than it should be
+    sizes = {}
+    for cost in (0.01, 0.3, 3.0):
+        drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 12, cost, width=1), base)
+        sizes[cost] = sum(drafter.propose(state, cache).row_sizes)
+    assert sizes[0.01] > sizes[0.3] > sizes[3.0]
+
+
+@torch.inference_mode()
+def test_other_children_stand_beside_the_best_ones():
+    base, small = pair("llama", noise=0.05)
+    drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 9, 0.05), base)
+    draft = drafter.propose(state, cache)
+    logprobs = small.model(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1)
+    first = [int(t) for t, p in zip(draft.tokens[0, 1:], draft.parents[0, 1:], strict=True) if p == 0 and t]
+    assert first[: len(first)] == logprobs.topk(len(first)).indices.tolist()
+    assert draft.scores[0, 1].item() == pytest.approx(float(logprobs.max()), abs=1e-4)
+
+
+def test_a_text_that_fills_the_models_context_is_not_drafted():
+    base, small = tiny("llama"), tiny("llama", max_position_embeddings=20)
+    model = MedusaModel(base, draft_model=small)
+    plain = model.generate(PROMPTS, nodes=1, **ANSWER)
+    outputs = model.generate(PROMPTS, nodes=5, drafter="draft-model", **ANSWER)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    assert outputs[2].steps == plain[2].steps
+    assert outputs[0].steps < plain[0].steps
+
+
+@pytest.mark.parametrize("sizes", [(50, 64), (64, 50)], ids=["padded base", "padded draft model"])
+def test_models_may_pad_their_vocabularies_differently(sizes):
+    """Qwen2.5-0.5B and 7B do; tokens of the padding are never drafted by the smaller matrix, and harmless in texts."""
+    base, small = (tiny("llama", vocab_size=size) for size in sizes)
+    for part in (base, small):
+        part.tokenizer = words(50)
+    model, prompts = MedusaModel(base, draft_model=small), [[5, 6, 7], [3, base.vocab_size - 1, 4]]
+    for options in ({}, {"temperature": 1.0, "seed": 2}, {"temperature": 1.0, "seed": 2, "acceptance": "speculative"}):
+        outputs = model.generate(prompts, drafter="draft-model", nodes=4, **ANSWER | options)
+        if "acceptance" not in options:
+            plain = model.generate(prompts, nodes=1, **ANSWER | options)
+            assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+
+
+def test_early_exit_finds_its_layer(caplog):
+    torch.manual_seed(0)
+    base = tiny("llama", num_hidden_layers=8)
+    for layer in base.decoder.layers[4:]:  # layers that change nothing
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model = MedusaModel(base)
+    with caplog.at_level(logging.INFO, "medusa.drafters.early_exit"):
+        output = model.generate([3, 4, 5], max_new_tokens=FEWEST + 40, drafter="early-exit", nodes=5, ignore_eos=True)
+    plain = model.generate([3, 4, 5], max_new_tokens=FEWEST + 40, nodes=1, ignore_eos=True)
+    assert output.tokens == plain.tokens
+    assert "early exit after layer 4 of 8: right for 100 % of" in caplog.text
+    assert output.steps <= FEWEST + 40 / 2
+
+
+def test_a_given_exit_and_a_wrong_one():
+    base = tiny("gpt2")
+    drafter = EarlyExitDrafter(base, ExitLayer(base, 2), 4)
+    model = MedusaModel(base)
+    plain = model.generate(PROMPTS, nodes=1, **ANSWER)
+    assert [o.tokens for o in model.generate(PROMPTS, drafter=drafter, **ANSWER)] == [o.tokens for o in plain]
+    with pytest.raises(ValueError, match=r"exit layer \(3\) must be from 1 to 2"):
+        ExitLayer(base, 3)
+
+
+def test_fused_passes_draft_too(base_directory, tokenizer, tmp_path):
+    """Both models as one call of C++, trees of several sizes, rows that are not drafted for."""
+    model = MedusaModel.from_pretrained(None, base_directory, dtype=torch.float32, draft_model=base_directory)
+    plain = model.generate(PROMPTS, nodes=1, **ANSWER)
+    for name in ("draft-model", "early-exit", "draft-model+early-exit"):
+        outputs = model.generate(PROMPTS, nodes=6, drafter=name, **ANSWER)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    mixed = [Speculation(drafter=name, nodes=6) for name in ("draft-model", "prompt-lookup", "early-exit", "ngram")]
+    outputs = model.generate(PROMPTS, speculation=mixed, sampling=SamplingParams(**ANSWER))
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+
+
+def test_wrong_pairs_are_refused(base_directory, tmp_path):
+    base = load_base_and_heads(None, base_directory).base
+    other = tiny("llama")
+    with pytest.raises(ValueError, match="another vocabulary than the base"):
+        MedusaModel(base, draft_model=other)
+    with pytest.raises(ValueError, match="cannot take back what it has drafted"):
+        MedusaModel(base, draft_model=base.with_traits(decoding="plain"))
+    with pytest.raises(ValueError, match="needs a draft model and there is none"):
+        MedusaModel(base).generate("a", drafter="draft-model")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        MedusaModel.from_pretrained(None, base_directory, draft_model=tmp_path / "missing")
+    with pytest.raises(ValueError, match="at least 2 for a draft model"):
+        ModelDrafter(other, other.vocab_size, 1, 0.1)
+
+
+def test_the_default_where_there_is_a_draft_model():
+    base, small = pair("llama")
+    model = MedusaModel(base, draft_model=small)
+    assert "draft-model+prompt-lookup" in model.explain()
+    plain = model.generate([5, 6, 7], nodes=1, **ANSWER)
+    output = model.generate([5, 6, 7], **ANSWER)
+    assert output.tokens == plain.tokens
+    assert output.steps < plain.steps
+
+
+@torch.inference_mode()
+def test_chains_of_fixed_length_where_shapes_are_fixed():
+    """As on a GPU."""
+    base, small = pair("llama")
+    drafter, cache, state, rule = steps_of(ModelDrafter(small, base.vocab_size, 4, 0.1, host_decides=False), base)
+    texts = [[] for _ in PROMPTS]
+    while min(map(len, texts)) < 20:
+        draft = drafter.propose(state, cache)
+        assert draft.tokens.shape == (4, 4) and draft.straight
+        result = decode_step(base, cache, drafter, rule, state)
+        state = result.state
+        for text, tokens in zip(texts, result.tokens, strict=True):
+            text += tokens
+    plain = MedusaModel(base).generate(PROMPTS, nodes=1, **ANSWER)
+    assert [text[:20] for text in texts] == [output.tokens[:20] for output in plain]
+
+
+@torch.inference_mode()
+def test_drawn_drafts_say_what_they_were_drawn_from():
+    base, small = pair("llama")
+    warper = Warper(0.8, 9, 0.9)
+    drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 4, 0.1, noise=warper, drawn=True), base)
+    draft = drafter.propose(dataclasses.replace(state, seeds=torch.arange(4)), cache)
+    for row, prompt in enumerate(PROMPTS):
+        for node in range(1, 4):
+            text = [*prompt, *draft.tokens[row, 1:node].tolist()]
+            expected = warper(small.model(torch.tensor([text])).logits[:, -1]).softmax(-1)[0]
+            assert torch.allclose(draft.probs[row, node], expected.to(draft.probs.dtype), atol=1e-6)
+            assert draft.probs[row, node, draft.tokens[row, node]] > 0
