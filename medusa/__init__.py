@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from medusa.engine.output import Completion, Output, Piece
     from medusa.engine.prefix import Prefix
     from medusa.heads import DraftHeads, HeadsConfig, build_heads
+    from medusa.io.settings_file import load_settings
     from medusa.io.tree_file import load_tree
     from medusa.model import MedusaModel, Stream
     from medusa.sampling import SamplingParams, Speculation
@@ -37,6 +38,7 @@ __all__ = [
     "Stream",
     "Tree",
     "build_heads",
+    "load_settings",
     "load_tree",
 ]
 
@@ -57,6 +59,7 @@ _HOMES = {
     "Stream": "medusa.model",
     "Tree": "medusa.tree",
     "build_heads": "medusa.heads",
+    "load_settings": "medusa.io.settings_file",
     "load_tree": "medusa.io.tree_file",
 }
 """Where each name is defined."""

@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,13 +57,18 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--heads",
         metavar="DIR",
-        help=f"directory of the heads, or their Hub id (default: those of the repository for --base smollm2, else"
-        f" {DEFAULT_HEADS})",
+        help=f"directory of the heads, or their Hub id (default: those of the repository for --base smollm2,"
+        f" {DEFAULT_HEADS} for embedded, none for others: then prompt lookup guesses)",
     )
     model.add_argument(
         "--base",
         metavar="NAME",
         help="base: embedded, smollm2, a directory or a Hub id (default: the one that the heads name)",
+    )
+    model.add_argument(
+        "--draft-model",
+        metavar="NAME",
+        help="a smaller model with the base's tokenizer that guesses, a directory or a Hub id (default: none)",
     )
     model.add_argument(
         "--dtype",
@@ -156,14 +161,19 @@ def build_parser() -> argparse.ArgumentParser:
         default=settings.drafter,
         metavar="NAME",
         help="what guesses: heads, prompt-lookup (what followed the last words earlier in the text), ngram (and in"
-        " earlier answers), several of them joined by +; hybrid is heads+prompt-lookup; heads-sampled draws from the"
-        " heads, for speculative acceptance. Under greedy and sampling the answer does not depend on it"
-        " (default: hybrid)",
+        " earlier answers), draft-model, early-exit (the base's first layers), several of them joined by +; hybrid is"
+        " heads+prompt-lookup; heads-sampled draws from the heads, for speculative acceptance. Under greedy and"
+        " sampling the answer does not depend on it (default: auto, the fastest of what there is)",
     )
     decoding.add_argument(
         "--tree",
         metavar="FILE",
         help="draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)",
+    )
+    decoding.add_argument(
+        "--settings",
+        metavar="FILE",
+        help="drafter and nodes that medusa-bench tune has found, in place of --nodes and --drafter (default: none)",
     )
     decoding.add_argument(
         "--ngrams",
@@ -182,10 +192,11 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         OSError: If the heads or the base are not there or cannot be read.
         ValueError: If they do not fit together.
     """
-    from data import resolve_base_name, shipped_heads
+    from data import EMBEDDED, resolve_base_name, shipped_heads
 
-    args.heads = args.heads or shipped_heads(args.base or "") or DEFAULT_HEADS
-    if not Path(args.heads).is_dir() and args.heads.count("/") != 1:  # "user/heads" may be on the Hub
+    alone = args.draft_model or args.base not in (None, EMBEDDED)
+    args.heads = args.heads or shipped_heads(args.base or "") or (None if alone else DEFAULT_HEADS)
+    if args.heads and not Path(args.heads).is_dir() and args.heads.count("/") != 1:  # "user/heads" may be on the Hub
         raise FileNotFoundError(
             f"heads ({args.heads}) not found: run ./launch.sh first, which trains them, or name others with --heads"
         )
@@ -206,15 +217,19 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         attention=args.attention,
         graph=False if args.no_graph else None,
         int8=args.int8,
+        draft_model=resolve_base_name(args.draft_model) if args.draft_model else None,
     )
 
 
-def describe(model: "MedusaModel", directory: str) -> str:
+def describe(model: "MedusaModel", directory: str | None) -> str:
     """The banner: which base, which heads, where and in what type they run."""
     base, heads = model.base, model.heads
     lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
+    small = model.drafters.draft_model
+    if small:
+        lines.append(f"draft  {small.name.removeprefix(f'{Path.cwd()}/')} ({small.num_layers} layers)")
     dtype = str(base.dtype).removeprefix("torch.") + ", fused pass" * base.fused
     lines.append(f"on     {base.device}, {dtype}, {base.attention.name} attention")
     if base.int8:
@@ -237,17 +252,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     except ValueError as error:
         parser.error(str(error))
-    if args.tree and (args.nodes is not None or args.drafter is not None):
-        parser.error(f"tree ({args.tree}) takes the place of --nodes and --drafter; leave them out")
+    for name in ("tree", "settings"):
+        if (file := getattr(args, name)) and (args.nodes is not None or args.drafter is not None):
+            parser.error(f"{name} ({file}) takes the place of --nodes and --drafter; leave them out")
+    if args.tree and args.settings:
+        parser.error(f"tree ({args.tree}) and settings ({args.settings}) both say what is drafted; leave one out")
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
     try:
-        from medusa import Prefix, load_tree
+        from medusa import Prefix, load_settings, load_tree
         from medusa.drafters.ngram import NgramCache
 
         tree = load_tree(args.tree) if args.tree else None
+        if args.settings:
+            found = load_settings(args.settings)
+            settings = replace(settings, drafter=found.drafter, nodes=found.nodes)
         model = load_model(args)
 
         title = describe(model, args.heads)

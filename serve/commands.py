@@ -118,7 +118,7 @@ COMMANDS = {
     "nodes": Command(
         "N", "Set the tree budget per step, in tokens, or auto; 1 is plain.", _setting("nodes", tree_budget)
     ),
-    "drafter": Command("NAME", f"{', '.join(DRAFTERS)} or auto (hybrid).", _setting("drafter", _rule)),
+    "drafter": Command("NAME", f"{', '.join(DRAFTERS)} or auto.", _setting("drafter", _rule)),
     "system": Command("TEXT", "Set the system prompt; off removes it.", _system),
     "colour": Command("on|off", "Colour the text that was guessed.", _colour),
     "stats": Command("", "Show speed, tokens per step, context and settings.", _stats),

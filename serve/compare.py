@@ -81,9 +81,12 @@ def unpacked_copy(base: BaseModel) -> PreTrainedModel:
     return model.to(base.device).eval()
 
 
-def transformers_engine(model: PreTrainedModel, max_new_tokens: int, temperature: float = 0.0) -> Engine:
-    """transformers' own ``generate``, greedy or sampled, as anyone would call it."""
+def transformers_engine(
+    model: PreTrainedModel, max_new_tokens: int, temperature: float = 0.0, **options: Any
+) -> Engine:
+    """transformers' own ``generate``, greedy or sampled, as anyone would call it; steps count as one per token."""
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    how |= options
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
         ids = torch.tensor([prompt], device=model.device)

@@ -3,12 +3,13 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "examples").iterdir())
+SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix != ".py")
 
 LAUNCHER = """#!/usr/bin/env bash
 [ "$1" = train ] || exit 0
@@ -90,3 +91,18 @@ def test_the_log_of_slurm_needs_no_directory():
     """SLURM makes none, and a job whose log cannot be opened ends without a word; a new clone has no runs/."""
     (log,) = [line for line in (ROOT / "examples" / "slurm.sbatch").read_text().splitlines() if "--output" in line]
     assert "/" not in log
+
+
+@pytest.mark.slow
+def test_a_draft_model_beside_its_target(base_directory):
+    """A model that drafts for itself is always right, and its chains are K long."""
+    words = ["--target", base_directory, "--draft", base_directory, "--count", "1", "--max-new-tokens", "19"]
+    script = [sys.executable, ROOT / "examples" / "draft_model.py", *words, "--rounds", "1"]
+    run = subprocess.run(
+        script, cwd=ROOT, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, check=True
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run.stdout.splitlines() if "│" in line]
+    assert [row[0] for row in rows] == ["plain", *map(str, range(1, 9)), "auto"] * 2
+    assert all(row[-1] == "1 of 1" for row in rows)
+    assert all(int(row[1].rstrip("%")) > 70 for row in rows if row[0] in ("1", "2", "4")), "the last chain is cut"
+    assert rows[9][0] == "auto" and "greedy" in run.stdout and "temperature 0.8" in run.stdout

@@ -5,13 +5,14 @@ import argparse
 from data import EMBEDDED
 from data.arguments import at_least
 from medusa.sampling import GREEDY_DRAFTERS
-from serve.chat import ATTENTION
+from serve.chat import ATTENTION, drafter_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
+  medusa-bench tune --drafters hybrid,heads,prompt-lookup --out tuned.json
   medusa-bench compare
   medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
   medusa-bench replay --shape llama-1b --nodes 16
@@ -28,16 +29,16 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{compare,step,replay,trace,tree,nodes,attention}"
+        dest="command", required=True, metavar="{tune,compare,step,replay,trace,tree,attention}"
     )
     for name, text, add_flags in (
+        ("tune", "who drafts best here and how much, beside plain decoding and what auto finds", _add_tune),
         ("compare", "every drafter of trained heads beside plain decoding and transformers", _add_compare),
         ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
         ("replay", "a recorded acceptance trace, forced through the real step of any shape", _add_replay),
         ("trace", "record the acceptance of trained heads, for replay", _add_trace),
         ("tree", "the best static trees for trained heads, beside dynamic ones", _add_tree),
         ("attention", "attention of one layer per backend, beside the memory's bound", _add_attention),
-        ("nodes", "sizes that are found out as it runs, beside fixed sizes and plain decoding", _add_nodes),
     ):
         add_flags(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
     return parser
@@ -54,6 +55,34 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     _add_rounds(command, rounds=3)
     _add_place(command)
     _add_json(command)
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none where --base is given)")
+    add("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
+    text = "who is tried, names of drafters with commas between them (default: all that there are)"
+    add(
+        "--drafters",
+        type=lambda names: [drafter_name(name) for name in names.split(",")],
+        metavar="NAME,...",
+        help=text,
+    )
+    text = "tree sizes with the root, K + 1 (default: 2,4,6,8,12)"
+    add("--nodes", type=_numbers, default=[2, 4, 6, 8, 12], metavar="N,...", help=text)
+    text = "a question file of Spec-Bench or MT-bench, with --count questions of each category"
+    add("--questions", metavar="FILE", help=f"{text} (default: held-out prompts of the repository)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default: 0, greedy)")
+    add("--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)")
+    text = "also measure transformers' own generate, with prompt lookup, early exit and the draft model"
+    add("--transformers", action="store_true", help=text)
+    add("--out", metavar="FILE", help="also write the best settings there, for --settings")
+    _add_lengths(command, count=12)
+    _add_rounds(command, rounds=3)
+    _add_place(command)
+    _add_report(command)
+    command.set_defaults(shape=None)
 
 
 def _add_step(command: argparse.ArgumentParser) -> None:
@@ -111,22 +140,6 @@ def _add_attention(command: argparse.ArgumentParser) -> None:
     _add_subject(command)
     _add_sizes(command)
     _add_measuring(command, rounds=10)
-
-
-def _add_nodes(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    _add_place(command)
-    _add_heads(command)
-    add("--heads", metavar="DIR", help="trained heads (default: random ones for --base, which are useless)")
-    text = "embedded, a directory or a Hub id (default: what the heads name, or embedded)"
-    add("--base", metavar="NAME", help=text)
-    add("--nodes", type=_numbers, default=[4, 8, 16, 32], metavar="N,...", help="fixed sizes (default: 4,8,16,32)")
-    add("--drafter", choices=GREEDY_DRAFTERS, default="hybrid", help="what guesses (default: %(default)s)")
-    _add_lengths(command, count=8)
-    _add_rounds(command, rounds=5)
-    add("--seed", type=int, default=0, help="of random heads (default: %(default)s)")
-    _add_json(command)
-    command.set_defaults(shape=None, picture=None)
 
 
 def _add_answers(command: argparse.ArgumentParser, count: int) -> None:
@@ -209,3 +222,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> list[int]:
     return sorted({at_least(1)(part.strip()) for part in text.split(",")})
+
+
+def _drafters(text: str) -> list[str]:
+    return [drafter_name(part.strip()) for part in text.split(",")]

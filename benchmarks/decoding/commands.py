@@ -9,9 +9,9 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from benchmarks.decoding.inputs import check_trees, describe, given_dtype, named_prompts, trained, with_random_heads
-from benchmarks.decoding.nodes import measure_nodes
 from benchmarks.decoding.report import publish
 from benchmarks.decoding.tree import describe_tree, measure_trees
+from benchmarks.decoding.tune import best_settings, measure_arms, others_of_transformers
 from benchmarks.machine import choose_device
 from benchmarks.replay.replay import CPU_NODES, GPU_NODES, measure_replay
 from benchmarks.replay.trace import EMBEDDED_TRACE, load_trace, record, save_trace
@@ -21,14 +21,14 @@ from benchmarks.step.inside import profile_steps, watch_memory
 from benchmarks.step.rig import Rig, room_for
 from benchmarks.step.shapes import random_model, shape_config
 from benchmarks.step.step import measure_steps
-from data import EMBEDDED, resolve_base_name, shipped_heads
-from data.prompts import embedded_prompts
-from medusa import BaseModel, DraftHeads, MedusaModel, load_tree
+from data import resolve_base_name, shipped_heads
+from medusa import BaseModel, DraftHeads, load_tree
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.budget.calibrate import calibrate
 from medusa.budget.tree_search import grow_tree
 from medusa.files import write_json
+from medusa.io.settings_file import save_settings
 from medusa.io.tree_file import save_tree
 from serve.compare import unpacked_copy
 from serve.demo_report import show, show_kinds
@@ -133,17 +133,23 @@ def _tree(options: argparse.Namespace) -> None:
     publish(options, model.base.device, model.base.dtype, figures)
 
 
-def _nodes(options: argparse.Namespace) -> None:
-    if options.heads:
-        model = trained(options, attention=options.attention, int8=options.int8)
-    else:
-        options.base = options.base or EMBEDDED
-        model = MedusaModel(*with_random_heads(options))
-    prompts = embedded_prompts(model, "heldout", options.count)
-    sizes = (options.nodes, options.drafter, options.max_new_tokens, options.rounds)
-    figures = describe(options, model.base) | measure_nodes(model, prompts, *sizes)
-    figures["heads"] = options.heads or figures["heads"]
+def _tune(options: argparse.Namespace) -> None:
+    options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
+    small = resolve_base_name(options.draft_model) if options.draft_model else None
+    model = trained(options, draft_model=small, int8=options.int8)
+    names = options.drafters or [*model.drafters.choices(None, 1), *(["heads"] if model.heads else [])]
+    prompts, kinds = questions(model, options.questions, options.count)
+    others = {}
+    if options.transformers:
+        others = others_of_transformers(model, options.max_new_tokens, options.temperature, options.draft_model)
+    figures = measure_arms(
+        model, prompts, kinds, names, options.nodes,
+        options.rounds, options.max_new_tokens, options.temperature, others,
+    )  # fmt: skip
+    figures |= {"heads": options.heads, "draft_model": options.draft_model, "int8": options.int8}
     options.base = model.base.name
+    if options.out:
+        save_settings(best_settings(figures), options.out, {"base": model.base.name, "heads": options.heads})
     publish(options, model.base.device, model.base.dtype, figures)
 
 
@@ -161,5 +167,5 @@ def _attention(options: argparse.Namespace) -> None:
 
 COMMANDS = {
     "compare": _compare,
-    "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "nodes": _nodes, "attention": _attention,
+    "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "tune": _tune, "attention": _attention,
 }  # fmt: skip

@@ -21,7 +21,8 @@ def draw(report: dict[str, Any], path: str | Path) -> None:
         draw_tree(report, path)
         return
     figure, axes = pyplot.subplots(figsize=(9, 5.2), layout="constrained")
-    {"step": _draw_step, "replay": _draw_replay, "attention": _draw_attention}[report["kind"]](axes, report)
+    kinds = {"step": _draw_step, "replay": _draw_replay, "attention": _draw_attention, "tune": _draw_tune}
+    kinds[report["kind"]](axes, report)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -79,3 +80,21 @@ def _draw_replay(axes: Any, report: dict[str, Any]) -> None:
     axes.set_ylabel("tokens per second, whole batch")
     axes.legend(frameon=False)
     axes.set_title(f"{REPLAYED}\n{title(report)}", fontsize=10)
+
+
+def _draw_tune(axes: Any, report: dict[str, Any]) -> None:
+    """Speed over plain decoding against K, a line per drafter; what was found out as it runs as a dotted line."""
+    rows = report["rows"]
+    drafters = dict.fromkeys(row["drafter"] for row in rows if row["drafter"])
+    for colour, drafter in zip(COLOURS * 9, drafters, strict=False):
+        mine = [row for row in rows if row["drafter"] == drafter]
+        axes.plot([row["k"] for row in mine], [row["speedup"] for row in mine], "o-", color=colour, label=drafter)
+    auto = next(row["speedup"] for row in rows if row["name"] == "auto")
+    axes.axhline(auto, color="black", linestyle=":", label="auto")
+    axes.axhline(1.0, color=GREY, label="plain decoding")
+    axes.set_xticks(sorted({row["k"] for row in rows if row["k"]}))
+    axes.set_xlabel("K, most guesses per step")
+    axes.set_ylabel("speed over plain decoding")
+    axes.legend(frameon=False)
+    rule = f"temperature {report['temperature']}" if report["temperature"] else "greedy"
+    axes.set_title(f"{report['base']}, {report['dtype']}, {report['prompts']} prompts, {rule}", fontsize=10)

@@ -33,9 +33,9 @@ ATTENTION: Columns = (
     ("backend", "{backend}"), ("B", "{batch}"), ("N", "{nodes}"), ("", "{mode}"), ("ms per layer", "{ms:.4f}"),
     ("bound ms", "{bound_ms:.4f}"), ("of bandwidth", "{share_of_bound:.0%}"),
 )  # fmt: skip
-NODES: Columns = (
-    ("nodes", "{nodes}"), ("tokens/s", "{tokens_per_s}"), ("tokens per step", "{tokens_per_step:.2f}"),
-    ("speedup over plain", "{speedup:.2f}x"),
+TUNE: Columns = (
+    ("drafter", "{shown}"), ("K", "{k}"), ("accepted", "{accepted}"), ("tokens/step", "{tokens_per_step}"),
+    ("tokens/s", "{tokens_per_s}"), ("over plain", "{speedup:.2f}x"), ("equal texts", "{identical}"),
 )  # fmt: skip
 TREE: Columns = (
     ("N", "{nodes}"), ("static, predicted", "{predicted:.3f}"), ("static", "{static:.3f}"),
@@ -91,10 +91,16 @@ def _show_attention(report: Report) -> None:
     _show(f"attention: {title(report)}; {_bandwidth(report)}{missing}", ATTENTION, report["rows"])
 
 
-def _show_nodes(report: Report) -> None:
-    what = f"{report['drafter']}, heads: {report['heads']}, {report['prompts']} prompts, {report['device_name']}"
-    versus = f"auto is {report['auto_over_best_fixed']:.3f}x of the best fixed size ({report['best_fixed']})"
-    _show(f"nodes: {what}; {versus}; {report['auto']}", NODES, report["rows"])
+def _show_tune(report: Report) -> None:
+    rule = f"temperature {report['temperature']}" if report["temperature"] else "greedy"
+    lossy = ", LOSSY int8 weights" if report["int8"] else ""
+    what = f"{report['base']}, {report['dtype']}{lossy}, {report['prompts']} prompts, {rule}, {report['device_name']}"
+    auto = f"auto is {report['auto_over_best']:.3f}x of the best fixed way ({report['best']})"
+    _show(f"tune: {what}; {auto}; {report['auto']}", TUNE, report["rows"])
+    names = list(next(iter(report["kinds"].values())))
+    columns = [("prompts", "{kind}"), *((name, f"{{{name}:.2f}}x") for name in names)]
+    rows = ({"kind": kind} | speeds for kind, speeds in report["kinds"].items())
+    _show("speed over plain decoding by kind of prompt, each drafter with its fastest size", columns, rows)
 
 
 def _show_tree(report: Report) -> None:
@@ -103,7 +109,7 @@ def _show_tree(report: Report) -> None:
 
 
 SHOW = {
-    "step": _show_step, "replay": _show_replay, "tree": _show_tree, "nodes": _show_nodes, "attention": _show_attention,
+    "step": _show_step, "replay": _show_replay, "tree": _show_tree, "tune": _show_tune, "attention": _show_attention,
 }  # fmt: skip
 
 

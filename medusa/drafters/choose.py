@@ -48,6 +48,7 @@ class Drafters:
 
     Attributes:
         start: Runs the steps.
+        draft_model: As given.
         ngrams: What followed short contexts in the completions of requests that name "ngram".
     """
 
@@ -58,7 +59,7 @@ class Drafters:
         graphs: StepGraphs | None,
         draft_model: BaseModel | None = None,
     ) -> None:
-        self._base, self._heads, self._graphs, self._draft_model = base, heads, graphs, draft_model
+        self._base, self._heads, self._graphs, self.draft_model = base, heads, graphs, draft_model
         self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
         self.ngrams = NgramCache()
         self._plain, self._looked_up, self._exit = PlainDrafter(), Confidence(BELIEFS), ExitLayer(base)
@@ -80,7 +81,7 @@ class Drafters:
         found: dict[str, Sequence[int]] = {}
         if self._heads is not None:
             found["hybrid"] = sizes
-        if self._draft_model is not None:
+        if self.draft_model is not None:
             found["draft-model+prompt-lookup"] = sizes
         if self._alone_and_free("prompt-lookup", batch):
             found["prompt-lookup"] = guesses
@@ -102,7 +103,7 @@ class Drafters:
             )
         if self._heads is None and not {"heads", "heads-sampled"}.isdisjoint(names):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
-        if self._draft_model is None and "draft-model" in names:
+        if self.draft_model is None and "draft-model" in names:
             raise ValueError(
                 f"drafter ({name!r}) needs a draft model and there is none; load one (draft_model=, --draft-model), or"
                 " choose prompt-lookup"
@@ -227,7 +228,7 @@ class Drafters:
             temperature = noise.temperature
             dear.append(HeadsDrafter(self._heads, self._base, kept, tree, host_decides, temperature=temperature))
         if "draft-model" in names:
-            small, base = self._draft_model, self._base
+            small, base = self.draft_model, self._base
             assert small is not None, "checked by the caller"
             cost, width = small.weight_bytes / base.weight_bytes, 1 if chain else WIDTH
             dear.append(ModelDrafter(small, base.vocab_size, kept, cost, host_decides, noise, drawn, width=width))

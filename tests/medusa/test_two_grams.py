@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, Tree, build_heads
 from medusa.acceptance import rules
-from medusa.drafters import HeadsDrafter, HybridDrafter, PromptLookupDrafter, SampledHeadsDrafter
+from medusa.acceptance.logits import Warper
+from medusa.drafters import HeadsDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from tests.medusa.biased import forgetful, generous
@@ -27,7 +28,11 @@ SETTINGS = {"temperature": 2.0, "top_p": 0.97, "repetition_penalty": 1.2, "logit
 
 @pytest.fixture(scope="module")
 def base():
-    torch.manual_seed(0)
+    return tiny_base(0)
+
+
+def tiny_base(seed):
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=32, initializer_range=0.5, eos_token_id=None, bos_token_id=None,
@@ -96,7 +101,12 @@ LIMIT = 3.7
 
 def drafters(base, heads):
     drawn = SampledHeadsDrafter(heads, base, TREE.nodes, 1.0, TREE)
+    other, noise = tiny_base(1), Warper(1.5, top_k=6, top_p=0.9)
+    written = ModelDrafter(other, V, 4, 0.1, noise=noise, drawn=True)
     return {
+        "a model's best": ModelDrafter(other, V, 6, 0.01, noise=noise),
+        "a model's draws": written,
+        "a model's draws and looked up": HybridDrafter([PromptLookupDrafter(3)], [written], 12),
         "best": HeadsDrafter(heads, base, 7),
         "drawn": drawn,
         "looked up and drawn": HybridDrafter([PromptLookupDrafter(3)], [drawn], 12),
@@ -105,7 +115,17 @@ def drafters(base, heads):
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [("sampling", "best"), ("sampling", "drawn"), ("speculative", "drawn"), ("speculative", "looked up and drawn")],
+    [
+        ("sampling", "best"),
+        ("sampling", "drawn"),
+        ("sampling", "a model's best"),
+        ("sampling", "a model's draws"),
+        ("speculative", "drawn"),
+        ("speculative", "looked up and drawn"),
+        ("speculative", "a model's best"),
+        ("speculative", "a model's draws"),
+        ("speculative", "a model's draws and looked up"),
+    ],
 )
 def test_pairs_follow_the_law_of_the_base(base, heads, law, name, drafter):
     counts = two_grams(base, drafters(base, heads)[drafter], make_rule(name, **SETTINGS))
@@ -120,7 +140,7 @@ def test_pairs_follow_the_law_where_heads_draft_a_part_of_the_vocabulary(base, l
 
 
 @pytest.mark.parametrize("biased", [generous, forgetful])
-@pytest.mark.parametrize("drafter", ["drawn", "looked up and drawn"])
+@pytest.mark.parametrize("drafter", ["drawn", "looked up and drawn", "a model's draws"])
 def test_a_bias_of_the_speculative_rule_is_seen(base, heads, law, monkeypatch, biased, drafter):
     monkeypatch.setattr(rules, "rejection_chances", biased)
     counts = two_grams(base, drafters(base, heads)[drafter], make_rule("speculative", **SETTINGS))

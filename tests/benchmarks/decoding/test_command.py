@@ -1,5 +1,6 @@
 """``medusa-bench`` on bases so small that only the logic is tested: what it measures, writes, shows and refuses."""
 
+import io
 import json
 
 import pytest
@@ -7,12 +8,16 @@ import torch
 
 from benchmarks.decoding import arguments
 from benchmarks.decoding.__main__ import main
-from benchmarks.decoding.nodes import measure_nodes
+from benchmarks.decoding.tune import best_settings, measure_arms
 from benchmarks.replay.trace import Trace, save_trace
 from benchmarks.step.shapes import SHAPES
+from medusa import Speculation, load_settings
 from medusa.attention import BACKENDS
 from medusa.budget.tree_search import typical_tree
+from medusa.files import header
 from medusa.heads import ARCHITECTURES
+from medusa.io.settings_file import save_settings
+from serve.chat import main as chat
 
 
 def test_every_drafter_answers_the_questions_of_a_file(model, base_directory, tmp_path, capsys):
@@ -119,27 +124,57 @@ def test_attention_reports_every_backend_that_runs_beside_its_bound(base_directo
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_sizes_are_swept_beside_auto_and_plain(model):
-    figures = measure_nodes(model, [[5, 6, 7], [8]], [8, 4, 1], "heads", max_new_tokens=20, rounds=2)
-    rows = {row["nodes"]: row for row in figures["rows"]}
-    assert list(rows) == ["plain", "auto", "4", "8"]
+def test_drafters_and_sizes_are_swept_beside_auto_and_plain(model):
+    kinds = {"short": [1], "long": [0]}
+    swept = (model, [[5, 6, 7], [8]], kinds, ["heads", "prompt-lookup"], [4, 8, 1])
+    figures = measure_arms(*swept, rounds=2, new_tokens=20)
+    rows = {row["name"]: row for row in figures["rows"]}
+    assert list(rows) == ["plain", "auto", "heads 4", "heads 8", "prompt-lookup 4", "prompt-lookup 8"]
     assert rows["plain"]["tokens_per_step"] == rows["plain"]["speedup"] == 1.0
-    assert figures["auto"].startswith("auto, batch of 1: heads ")
-    assert all(len(row["rounds_tokens_per_s"]) == 2 for row in rows.values())
-    assert figures["best_fixed"] in ("plain", "4", "8")
-    assert figures["auto_over_plain"] == rows["auto"]["speedup"]
+    assert all(row["identical"] == 2 for row in rows.values())
+    assert rows["heads 4"]["accepted"] == f"{(rows['heads 4']['tokens_per_step'] - 1) / 3:.0%}"
+    assert figures["best"] in rows and figures["best"] != "auto"
+    assert figures["auto"].startswith("auto, batch of 1: ")
+    assert list(figures["kinds"]) == ["short", "long"]
+    assert [name.split()[0] for name in figures["kinds"]["short"]] == ["heads", "prompt-lookup", "auto"]
+    way = best_settings(figures | {"best": "heads 8"})
+    assert (way.drafter, way.nodes) == ("heads", 8)
+    assert best_settings(figures | {"best": "plain"}).nodes == 1
 
 
-def test_the_sweep_of_sizes_from_the_command_line(model, base_directory, tmp_path, capsys):
+def test_tuned_settings_are_a_file_that_the_chat_takes(model, base_directory, tmp_path, capsys, monkeypatch):
     model.save_pretrained(tmp_path / "heads")
-    words = ["nodes", "--nodes", "4", "--count", "1", "--rounds", "1", "--max-new-tokens", "8", "--dtype", "float32"]
-    for heads in (["--heads", str(tmp_path / "heads")], ["--base", str(base_directory)]):
-        assert main([*words, *heads, "--json", str(tmp_path / "nodes.json")]) == 0
-        report = json.loads((tmp_path / "nodes.json").read_text())
-        assert (report["kind"], len(report["rows"])) == ("nodes", 3)
-        assert report["heads"] == (heads[1] if heads[0] == "--heads" else "5 recurrent, random")
-        assert "of the best fixed size" in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--heads", str(tmp_path / "nothing")]) == 1
+    words = ["--heads", str(tmp_path / "heads"), "--base", str(base_directory), "--dtype", "float32"]
+    sweep = ["--nodes", "3", "--count", "2", "--rounds", "1", "--max-new-tokens", "6", "--drafters", "heads,early-exit"]
+    files = {name: str(tmp_path / name) for name in ("tuned.json", "report.json", "tune.png")}
+    out = ["--out", files["tuned.json"], "--json", files["report.json"], "--picture", files["tune.png"]]
+    assert main(["tune", *words, *sweep, *out, "--draft-model", str(base_directory), "--transformers"]) == 0
+    shown = capsys.readouterr().out
+    assert "accepted" in shown and "early-exit" in shown
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["kind"], report["draft_model"]) == ("tune", str(base_directory))
+    others = [f"transformers{name}" for name in ("", " prompt lookup", " early exit", " draft model")]
+    assert [row["name"] for row in report["rows"]] == ["plain", "auto", "heads 3", "early-exit 3", *others]
+    assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
+    settings = load_settings(files["tuned.json"])
+    assert f"{settings.drafter or 'plain'} {settings.nodes}".startswith(report["best"])
+    save_settings(Speculation(drafter="early-exit", nodes=3), files["tuned.json"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/stats\n"))
+    assert chat([*words, "--settings", files["tuned.json"], "--max-new-tokens", "8"]) == 0
+    assert "nodes 3, drafter early-exit" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        chat([*words, "--settings", files["tuned.json"], "--nodes", "4"])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "medusa-settings", "format_version": 1}'])
+def test_settings_that_are_none_are_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match="medusa-bench tune --out"):
+        load_settings(tmp_path / "x.json")
+    values = header("settings") | {"drafter": "nobody", "nodes": 4}
+    (tmp_path / "x.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="is not known"):
+        load_settings(tmp_path / "x.json")
 
 
 def test_the_parser_knows_all_names():
