@@ -22,7 +22,7 @@ from data import EMBEDDED, resolve_base_name
 from data.prompts import embedded_prompts, file_prompts
 from medusa import MedusaModel
 from medusa.acceptance.logits import NO_NOISE, Warper
-from medusa.drafters import ModelDrafter
+from medusa.drafters import ModelDrafter, SmallModel
 from serve.compare import Timing, compare, identical, medusa_engine
 
 
@@ -59,9 +59,9 @@ def measure(
     """Plain decoding, chains of every K, and what is found out as it runs, alternated."""
     small, base = model.drafters.draft_model, model.base
     assert small is not None, "loaded with the target"
-    noise = Warper(temperature) if temperature else NO_NOISE
+    writer, noise = SmallModel(small), Warper(temperature) if temperature else NO_NOISE
     ways = {
-        str(k): {"drafter": ModelDrafter(small, base.vocab_size, k + 1, 0.0, host_decides=False, noise=noise)}
+        str(k): {"drafter": ModelDrafter(writer, base.vocab_size, k + 1, 0.0, host_decides=False, noise=noise)}
         for k in range(1, 9)
     }
     options = {"plain": {"nodes": 1}, **ways, "auto": {}}

@@ -286,6 +286,23 @@ class SlotCache(Cache):
         self._count([self.host_lengths[slot] for slot in slots])
         self.lengths = lengths
 
+    observes = False
+    """As a follower, it is told what the base commits."""
+
+    def observe(self, hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:
+        """The base has committed so many rows of the first slots, just now.
+
+        Args:
+            hidden_BCF: Its hidden states there.
+            tokens_BC: The tokens that follow them in the texts.
+            counts: Rows of each slot, from the first on.
+        """
+
+    @property
+    def observers(self) -> "list[SlotCache]":
+        """Followers that are told what the base commits."""
+        return [follower for follower in self.followers.values() if follower.observes]
+
     def empty(self, slots: int) -> "SlotCache":
         """An empty cache of the same layers."""
         return SlotCache(slots, self.capacity, len(self.layers), self.lengths.device)

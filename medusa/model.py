@@ -89,6 +89,7 @@ class MedusaModel:
         graph: bool | None = None,
         revision: str | None = None,
         draft_model: str | Path | None = None,
+        mtp: bool = False,
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on.
 
@@ -112,6 +113,7 @@ class MedusaModel:
             revision: Branch, tag or commit of heads on the Hub; None = its main branch.
             draft_model: Directory or Hub id of a smaller model with the base's tokenizer that drafts
                 ("draft-model" of ``Speculation.drafter``), with or without heads beside it.
+            mtp: Load the multi-token-prediction layer that the base brings (DeepSeek-V3, GLM-4.5), which drafts too.
 
         Raises:
             FileNotFoundError: A directory is missing.
@@ -125,7 +127,8 @@ class MedusaModel:
         """
         loaded = load_base_and_heads(heads, base, dtype, device, attention, int8, load_options, revision)
         small = None if draft_model is None else load_draft_model(draft_model, loaded.base)
-        return cls(loaded.base, loaded.heads, graph, loaded.calibration, loaded.provenance, small)
+        model = loaded.base.with_mtp() if mtp else loaded.base
+        return cls(model, loaded.heads, graph, loaded.calibration, loaded.provenance, small)
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.

@@ -15,9 +15,9 @@ RULES = ("greedy", "sampling", "speculative", "typical")
 """Names of acceptance rules."""
 GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
 """Names of drafters that work at temperature 0 and on any text; "hybrid" is "heads+prompt-lookup"."""
-DRAFTERS = (*GREEDY_DRAFTERS, "ngram", "draft-model", "early-exit", "heads-sampled")
+DRAFTERS = (*GREEDY_DRAFTERS, "ngram", "draft-model", "early-exit", "mtp", "heads-sampled")
 """All of them."""
-SOURCES = ("heads", "prompt-lookup", "ngram", "draft-model", "early-exit")
+SOURCES = ("heads", "prompt-lookup", "ngram", "draft-model", "early-exit", "mtp")
 """Drafters that can share a tree, joined by "+"."""
 EPSILON, DELTA = 0.09, 0.3
 """Thresholds of typical acceptance."""
@@ -151,9 +151,11 @@ class Speculation:
     """"heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no heads;
     "ngram", which repeats what followed them in earlier completions that named it (``MedusaModel.ngrams``, which a
     corpus can fill too); "draft-model", a smaller model that was loaded with the base; "early-exit", the base's own
-    first layers; several of these in one tree, joined by "+"; "hybrid" = "heads+prompt-lookup"; "heads-sampled", which
-    draws from the heads at the temperature, for speculative acceptance; or a ``medusa.drafters.Drafter`` of your own.
-    None = hybrid where there are heads, "draft-model+prompt-lookup" where there is a draft model, else plain decoding.
+    first layers; "mtp", the multi-token-prediction layer that some bases bring; several of these in one tree, joined by
+    "+"; "hybrid" = "heads+prompt-lookup"; "heads-sampled", which draws from the heads at the temperature, for
+    speculative acceptance; or a ``medusa.drafters.Drafter`` of your own. None = the fastest of what there is, found out
+    as it runs: hybrid, "draft-model+prompt-lookup", "mtp+prompt-lookup"; prompt lookup alone for a single sequence on a
+    CPU; and plain decoding.
     Where the base verifies chains only (``BaseModel.decoding``), every draft is taken as a chain."""
     acceptance: str | None = None
     """None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in distribution,

@@ -71,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="a smaller model with the base's tokenizer that guesses, a directory or a Hub id (default: none)",
     )
     model.add_argument(
+        "--mtp",
+        action="store_true",
+        help="load the multi-token-prediction layer that some bases bring, which guesses too (default: off)",
+    )
+    model.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -161,8 +166,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=settings.drafter,
         metavar="NAME",
         help="what guesses: heads, prompt-lookup (what followed the last words earlier in the text), ngram (and in"
-        " earlier answers), draft-model, early-exit (the base's first layers), several of them joined by +; hybrid is"
-        " heads+prompt-lookup; heads-sampled draws from the heads, for speculative acceptance. Under greedy and"
+        " earlier answers), draft-model, early-exit (the base's first layers), mtp, several of them joined by +; hybrid"
+        " is heads+prompt-lookup; heads-sampled draws from the heads, for speculative acceptance. Under greedy and"
         " sampling the answer does not depend on it (default: auto, the fastest of what there is)",
     )
     decoding.add_argument(
@@ -218,6 +223,7 @@ def load_model(args: argparse.Namespace) -> "MedusaModel":
         graph=False if args.no_graph else None,
         int8=args.int8,
         draft_model=resolve_base_name(args.draft_model) if args.draft_model else None,
+        mtp=args.mtp,
     )
 
 

@@ -13,8 +13,20 @@ Kinds = dict[str, list[int]]
 
 
 def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[list[list[int]], Kinds]:
-    """``file_questions`` of a file, ``count`` of each category, or ``count`` ``chat_questions`` without one."""
-    return file_questions(model, path, count) if path else chat_questions(model, count)
+    """``file_questions`` of a file, ``count`` of each category; without one ``count`` held-out prompts.
+
+    Those of a base without a chat, as the embedded one, are beginnings of functions of the standard library.
+    """
+    from data import EMBEDDED, resolve_base_name
+
+    if path:
+        return file_questions(model, path, count)
+    if model.base.name != resolve_base_name(EMBEDDED):
+        return chat_questions(model, count)
+    from data.prompts import embedded_prompts
+
+    prompts = embedded_prompts(model, "heldout", count)
+    return prompts, {"python": list(range(len(prompts)))}
 
 
 def chat_questions(model: MedusaModel, count: int) -> tuple[list[list[int]], Kinds]:

@@ -16,6 +16,7 @@ from medusa.attention.trial import layer_shapes
 from medusa.base.checkpoint import read_checkpoint
 from medusa.base.context import context_length
 from medusa.base.documents import Separation, document_masks, document_rows, separate_pass
+from medusa.base.mtp import MtpLayer
 from medusa.base.output import OutputLayer
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.traits import Decoding, Traits
@@ -51,6 +52,7 @@ class BaseModel:
         attention: The backend that computes attention over tree rows.
         device: Where tokens, hidden states and logits are: the output layer's, where the model is spread over several.
         traits: What was found out about it.
+        mtp: Its multi-token-prediction layer, where that was loaded, see ``with_mtp``.
         feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
     """
 
@@ -81,6 +83,7 @@ class BaseModel:
         self._output = OutputLayer(model.get_output_embeddings(), self.config)
         self.device = self._output.device
         self.traits = Traits()
+        self.mtp: MtpLayer | None = None
         self.feature_layers: tuple[int, ...] = ()
         self._pass = DecoderPass(self.decoder)
         self._fused: FusedPass | None = None
@@ -177,6 +180,19 @@ class BaseModel:
         known.traits = replace(self.traits, **found)
         return known
 
+    def with_mtp(self, layer: MtpLayer | None = None) -> "BaseModel":
+        """The same base with its multi-token-prediction layer, whose rows follow those of its caches.
+
+        Args:
+            layer: None = read it from the base's checkpoint.
+
+        Raises:
+            ValueError: There is none that can be used.
+        """
+        known = copy.copy(self)
+        known.mtp = layer or MtpLayer.load(self.model, self.attention, self.device)
+        return known
+
     def with_fused_pass(self) -> "BaseModel":
         """The same base with its pass over tree rows as one call of C++; see ``fuse``, which also checks the outcome.
 
@@ -219,7 +235,7 @@ class BaseModel:
             raise ValueError(f"exit layer ({layers}) must be from 1 to {self.num_layers - 1}; correct it")
         shallow = copy.copy(self)
         shallow.decoder, shallow.num_layers = first_layers(self.decoder, self.num_layers, layers), layers
-        shallow._pass, shallow.feature_layers = DecoderPass(shallow.decoder), ()
+        shallow._pass, shallow.feature_layers, shallow.mtp = DecoderPass(shallow.decoder), (), None
         return shallow.with_fused_pass() if self.fused else shallow
 
     @cached_property
@@ -233,7 +249,10 @@ class BaseModel:
 
     def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
         """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
-        return SlotCache(slots, capacity, self.num_layers, self.device, limit)
+        cache = SlotCache(slots, capacity, self.num_layers, self.device, limit)
+        if self.mtp is not None:
+            cache.followers[self.mtp] = self.mtp.new_rows(slots, capacity)
+        return cache
 
     def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
         """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""

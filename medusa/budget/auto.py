@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 Build = Callable[[Arm], Drafter]
 """The drafter of an arm."""
-ROWS = {"cpu": 8, "cuda": 32}
+ROWS = {"cpu": 4, "cuda": 32}
 """Rows of a pass that cost little more than one, before anything was seen: the first size is so many for a batch."""
 WATCHED = 64
 """Drafters whose completions are learned from, the latest ones."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-SIZES = (1, 2, 4, 8, 12, 16, 32, 64)
+SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 """Nodes of a draft with the root; 1 is plain decoding, a size like the others."""
 FIRST_WAIT, PLAIN_WAIT, LONGEST_WAIT = 12, 48, 512
 """Steps between two trials of another size: twice as many after each trial (exponential back-off), a quarter after one

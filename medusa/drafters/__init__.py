@@ -7,6 +7,7 @@ from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.model import ModelDrafter
 from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
+from medusa.drafters.writers import SmallModel, Writer
 
 __all__ = [
     "LOOKUP_GUESSES",
@@ -19,4 +20,6 @@ __all__ = [
     "PlainDrafter",
     "PromptLookupDrafter",
     "SampledHeadsDrafter",
+    "SmallModel",
+    "Writer",
 ]

@@ -15,9 +15,11 @@ from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.model import WIDTH, ModelDrafter
+from medusa.drafters.mtp import MtpWriter
 from medusa.drafters.ngram import KEPT, ORDERS, NgramCache, NgramDrafter
 from medusa.drafters.prompt_lookup import BELIEFS, LOOKUP_GUESSES, PLACES, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
+from medusa.drafters.writers import SmallModel
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
 from medusa.engine.steps import EagerSteps, StartSteps
@@ -33,7 +35,7 @@ GUESSES = 6
 """Nodes for a single sequence on a CPU where all drafters cost nothing: without a guess a step is a plain one."""
 KEPT_DRAFTERS = 64
 """Drafters of different names, sizes, trees and draws; the one that was not used for longest goes."""
-COSTLY = frozenset({"heads", "heads-sampled", "draft-model", "early-exit"})
+COSTLY = frozenset({"heads", "heads-sampled", "draft-model", "early-exit", "mtp"})
 """Drafters whose drafts cost time, and which heed the noise of draws."""
 
 
@@ -83,6 +85,8 @@ class Drafters:
             found["hybrid"] = sizes
         if self.draft_model is not None:
             found["draft-model+prompt-lookup"] = sizes
+        if self._base.mtp is not None:
+            found["mtp+prompt-lookup"] = sizes
         if self._alone_and_free("prompt-lookup", batch):
             found["prompt-lookup"] = guesses
         return found
@@ -107,6 +111,11 @@ class Drafters:
             raise ValueError(
                 f"drafter ({name!r}) needs a draft model and there is none; load one (draft_model=, --draft-model), or"
                 " choose prompt-lookup"
+            )
+        if self._base.mtp is None and "mtp" in names:
+            raise ValueError(
+                f"drafter ({name!r}) needs the base's multi-token-prediction layer and it was not loaded; load it"
+                " (mtp=True, --mtp), or choose prompt-lookup"
             )
         if nodes is not None or tree is not None:
             self._given(speculation, rule)
@@ -212,7 +221,7 @@ class Drafters:
         if not host_decides and nodes == 2 and "heads" in names:
             names = ("heads",)
         # On a CPU the best nodes of all stay; where shapes are fixed, each has its part of them.
-        alone = len(names) == 1
+        alone, width = len(names) == 1, 1 if chain else WIDTH
         costly = [source for source in names if source in COSTLY]
         share = nodes if alone or host_decides else 1 + min(nodes // 2, LOOKUP_GUESSES) // max(1, len(names) - 1)
         cheap: list[Drafter] = []
@@ -230,8 +239,11 @@ class Drafters:
         if "draft-model" in names:
             small, base = self.draft_model, self._base
             assert small is not None, "checked by the caller"
-            cost, width = small.weight_bytes / base.weight_bytes, 1 if chain else WIDTH
-            dear.append(ModelDrafter(small, base.vocab_size, kept, cost, host_decides, noise, drawn, width=width))
+            cost, writer = small.weight_bytes / base.weight_bytes, SmallModel(small)
+            dear.append(ModelDrafter(writer, base.vocab_size, kept, cost, host_decides, noise, drawn, width))
+        if "mtp" in names:
+            cost, base = 1 / self._base.num_layers, self._base
+            dear.append(ModelDrafter(MtpWriter(base), base.vocab_size, kept, cost, host_decides, noise, drawn, width))
         if "early-exit" in names:
             dear.append(EarlyExitDrafter(self._base, self._exit, kept, host_decides, noise, drawn))
         return [*cheap, *dear][0] if alone else HybridDrafter(cheap, dear, nodes, chain)
@@ -239,5 +251,5 @@ class Drafters:
 
 def _drawn(name: str, rule: BuiltRule) -> bool:
     """Whether drafts are drawn, and the text depends on them."""
-    models = not {"draft-model", "early-exit"}.isdisjoint(sources(name))
+    models = not {"draft-model", "early-exit", "mtp"}.isdisjoint(sources(name))
     return name == "heads-sampled" or (models and rule.name == "speculative")

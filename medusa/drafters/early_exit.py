@@ -14,6 +14,7 @@ from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.drafters.base import Drafter
 from medusa.drafters.model import ROW_COST, ModelDrafter
+from medusa.drafters.writers import FirstLayers
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -103,7 +104,7 @@ class EarlyExitDrafter(Drafter):
 
         def build(model: BaseModel) -> ModelDrafter:
             cost = model.num_layers / base.num_layers
-            return ModelDrafter(model, base.vocab_size, nodes, cost, host_decides, noise, drawn, True, width)
+            return ModelDrafter(FirstLayers(model), base.vocab_size, nodes, cost, host_decides, noise, drawn, width)
 
         self._build = build
 

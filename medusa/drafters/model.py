@@ -1,37 +1,32 @@
-"""Drafting with a model: a smaller one of the same tokens, or the first layers of the base.
+"""Drafting with a model: a smaller one of the same tokens, the first layers of the base, or a layer that it brings.
 
 The model writes on from the root, token by token, and stops where the next pass would cost more than its guess is
 worth; on a CPU its next best tokens stand beside the ones that it goes on from.
 
 Source: Leviathan et al. 2023 and Chen et al. 2023 (draft model), Elhoushi et al. 2024 (early exit).
 
-Legend: B batch, N tree nodes, C tokens of a pass, D hidden size, V vocabulary, W tokens that are looked at.
+Legend: B batch, N tree nodes, D hidden size, V vocabulary, W tokens that are looked at.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.acceptance.logits import NO_NOISE, Warper, widened
-from medusa.base.model import BaseModel
-from medusa.base.verify import verify
 from medusa.cache import SlotCache
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, best, build
+from medusa.drafters.writers import Writer
 from medusa.noise import DRAFT, gumbel_noise, keys
 from medusa.state import DecodeState
-from medusa.tree import Draft, ragged
+from medusa.tree import Draft
 
 WIDTH = 4
 """Best tokens of a place that stand in a tree on a CPU."""
-CHUNK = 512
-"""Tokens of a text per pass, at most."""
 ROW_COST = 0.1
 """Of a row more to verify, in plain steps of the base, about."""
 
@@ -39,18 +34,15 @@ ROW_COST = 0.1
 class ModelDrafter(Drafter):
     """Proposes what another model would write.
 
-    Its cache follows the base's: what was accepted is computed together with the root, and drafts are forgotten.
-
     Args:
-        model: Prepared for decoding, with the base's tokens.
+        writer: The model.
         vocab_size: V of the base; the model's may have other padding.
         nodes: N, the root included, at least 2.
-        cost: Time of its pass, in plain steps of the base; decides how long drafts become.
+        cost: Time of a token of it, in plain steps of the base; decides how long drafts become.
         host_decides: On a CPU: trees of several sizes, as long as they pay. Otherwise a chain of ``nodes``.
         noise: Draws that drafts should follow; temperature 0 = none, draft the likeliest. Where the base draws by seed
             and position, the model draws with the same noise.
         drawn: Draw with noise of the model's own and say from which distribution, for the ``speculative`` rule.
-        shared: The model is the first layers of the base: their rows of the base's cache are its own.
         width: Best tokens of a place that stand in a tree; 1 = a chain.
 
     Raises:
@@ -62,71 +54,39 @@ class ModelDrafter(Drafter):
 
     def __init__(
         self,
-        model: BaseModel,
+        writer: Writer,
         vocab_size: int,
         nodes: int,
         cost: float,
         host_decides: bool = True,
         noise: Warper = NO_NOISE,
         drawn: bool = False,
-        shared: bool = False,
         width: int = WIDTH,
     ) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for a draft model; give a larger tree budget")
-        self.nodes, self._model, self._cost, self._noise = nodes, model, cost, noise
-        self._drawn, self._shared, self._width = drawn and noise.temperature > 0, shared, width
-        self._host_decides = host_decides and not self._drawn and model.device.type == "cpu"
-        self._tokens_V = torch.arange(vocab_size, device=model.device)
+        self.nodes, self._writer, self._cost, self._noise = nodes, writer, cost, noise
+        self._drawn, self._width = drawn and noise.temperature > 0, width
+        self._host_decides = host_decides and not self._drawn and writer.device.type == "cpu"
+        self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
     def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
         """A tree or chain below ``state.roots``; the root alone where a text fills the model's context."""
         assert cache is not None, "the step gives it"
-        last = self._model.context_length - self.nodes
+        last = self._writer.context_length - self.nodes
         drafting = [on and rows < last for on, rows in zip(state.active.tolist(), cache.host_lengths, strict=True)]
         if not any(drafting):
             return Draft.chain(state.roots[:, None])
-        own = cache if self._shared else cache.follower(self._model, self._model.new_cache)
-        if any(have > rows for have, rows in zip(own.host_lengths, cache.host_lengths, strict=True)):
-            own.cut(
-                [min(pair) for pair in zip(own.host_lengths, cache.host_lengths, strict=True)]
-            )  # a step was given up
-        with own.provisional() if self._shared else nullcontext():
-            missing = zip(drafting, cache.host_lengths, own.host_lengths, strict=True)
-            hidden_BD = self._read(state, own, [on * (rows + 1 - have) for on, rows, have in missing])
-            with own.provisional():
-                write = self._tree if self._host_decides else self._chain
-                return write(state, own, hidden_BD, drafting)
-
-    def _read(self, state: DecodeState, own: SlotCache, missing: list[int]) -> Tensor:
-        """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""
-        hidden_BD = torch.zeros(
-            len(missing), self._model.hidden_size, device=self._model.device, dtype=self._model.dtype
-        )
-        while any(missing):
-            counts = [min(rows, CHUNK) for rows in missing]
-            index_C = torch.arange(max(counts), device=state.history.device)
-            places_BC = (own.lengths[:, None] + index_C).clamp(max=state.history.shape[1] - 1)
-            hidden_BD = self._pass(own, state.history.gather(1, places_BC), counts, hidden_BD)
-            missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
-        return hidden_BD
-
-    def _pass(self, own: SlotCache, tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """Compute so many tokens of each row; its last hidden states, or the old ones where there are none."""
-        known_BC = tokens_BC.clamp(max=self._model.vocab_size - 1)
-        hidden_BCD = verify(self._model, own, dataclasses.replace(Draft.chain(known_BC), sizes=ragged(counts)))
-        counts_B = torch.tensor(counts, device=tokens_BC.device)
-        own.extend(counts_B)
-        own.grow(counts)
-        last_BD = hidden_BCD[torch.arange(len(counts), device=tokens_BC.device), (counts_B - 1).clamp(min=0)]
-        return torch.where(counts_B[:, None] > 0, last_BD, hidden_BD)
+        write = self._tree if self._host_decides else self._chain
+        with self._writer.reading(state, cache, drafting) as (own, hidden_BD), own.provisional():
+            return write(state, own, hidden_BD, drafting)
 
     def _logprobs(self, state: DecodeState, hidden_BD: Tensor, ahead: int) -> Tensor:
         """[B, V] how likely each token is to be the base's, as far as the model knows.
 
         Where the base draws the best of z / T + g with known noise g, each token's share of softmax(z + T g).
         """
-        logits_BV, heat = widened(self._model.logits(hidden_BD)), self._noise.temperature
+        logits_BV, heat = widened(self._writer.logits(hidden_BD)), self._noise.temperature
         logits_BV = pad(logits_BV, (0, len(self._tokens_V) - logits_BV.shape[1]), value=-math.inf)  # or cut
         if heat:
             logits_BV = self._noise(logits_BV)
@@ -157,7 +117,7 @@ class ModelDrafter(Drafter):
             if ahead + 2 == self.nodes or not any(drafting):
                 break
             tokens_B1 = torch.tensor([[tree[spine].token] for tree, spine in zip(trees, spines, strict=True)])
-            hidden_BD = self._pass(own, tokens_B1, [int(on) for on in drafting], hidden_BD)
+            hidden_BD = self._writer.write(own, tokens_B1, [int(on) for on in drafting], hidden_BD)
         return build([best(tree, self.nodes) for tree in trees])
 
     def _pays(self, score: float, expected: float, depth: int) -> bool:
@@ -170,7 +130,7 @@ class ModelDrafter(Drafter):
         tokens, probs, missing = [state.roots[:, None]], [], [int(on) for on in drafting]
         for ahead in range(self.nodes - 1):
             if ahead:
-                hidden_BD = self._pass(own, tokens[-1], missing, hidden_BD)
+                hidden_BD = self._writer.write(own, tokens[-1], missing, hidden_BD)
             scores_BV = self._logprobs(state, hidden_BD, ahead)
             if self._drawn:
                 probs.append(scores_BV.exp())

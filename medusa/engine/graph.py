@@ -71,6 +71,8 @@ class StepGraphs:
     def steps(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> Steps:
         """Steps as graphs, or eager ones where they cannot be recorded; why is logged once."""
         reason = self._objection(base, drafter)
+        if cache.observers:
+            reason = "multi-token prediction reads each step's hidden states on the host's account"
         if reason is None:
             return GraphSteps(base, cache, drafter, rule, state, self._try_to_record)
         if reason not in self._told:

@@ -79,6 +79,9 @@ class Prefill:
             hidden_bCF = verify(self._base, cache, Draft.chain(self._history_BT[:slots].gather(1, places_bC)))
             cache.extend(counts_b)
             cache.grow(counts)
+        for follower in cache.observers:
+            next_bC = self._history_BT[:slots].gather(1, (places_bC + 1).clamp(max=width - 1))
+            follower.observe(hidden_bCF, next_bC, counts)
         last_bF = hidden_bCF[torch.arange(slots, device=device), (counts_b - 1).clamp(min=0)]
         self._hidden_BF[:slots] = torch.where(counts_b[:, None] > 0, last_bF, self._hidden_BF[:slots])
         for slot, count in enumerate(counts):

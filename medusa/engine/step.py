@@ -90,6 +90,9 @@ def step_on_device(
         cache.extend(counts_B)  # the root alone: its row already stands where it belongs
     else:
         cache.commit(accepted.path, counts_B)
+    for follower in cache.observers:
+        path_BAF = hidden_BNF.gather(1, accepted.path[..., None].expand(-1, -1, hidden_BNF.shape[2]))
+        follower.observe(path_BAF, accepted.tokens, counts_B.tolist())
     emitted = torch.cat([accepted.tokens.T, counts_B[None]])
     return emitted, _next_state(state, accepted, hidden_BNF, cache)
 

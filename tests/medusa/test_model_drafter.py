@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.acceptance.logits import NO_NOISE, Warper
-from medusa.drafters import EarlyExitDrafter, ExitLayer, ModelDrafter
+from medusa.drafters import EarlyExitDrafter, ExitLayer, ModelDrafter, SmallModel
 from medusa.drafters.early_exit import FEWEST
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
@@ -78,19 +78,19 @@ def test_rows_of_one_batch_have_drafters_of_their_own(family):
 
 def watch(monkeypatch, seen):
     """Note how many tokens of each row models have to read before they draft."""
-    read = ModelDrafter._read
+    read = SmallModel._read
 
     def noting(self, state, own, missing):
         seen.append(missing)
         return read(self, state, own, missing)
 
-    monkeypatch.setattr(ModelDrafter, "_read", noting)
+    monkeypatch.setattr(SmallModel, "_read", noting)
 
 
 def test_rows_come_and_go_and_the_models_cache_follows(monkeypatch):
     base, small = pair("llama")
     model, passes = MedusaModel(base, draft_model=small), []
-    read = ModelDrafter._read
+    read = SmallModel._read
     monkeypatch.setattr(
         ModelDrafter,
         "_read",
@@ -127,7 +127,7 @@ def test_a_model_that_is_the_base_is_always_right():
     base, twin = pair("llama", noise=0.0)
     for options in ({}, {"temperature": 0.9, "top_p": 0.95, "seed": 3}):
         noise = Warper(0.9, top_p=0.95) if options else NO_NOISE
-        drafter = ModelDrafter(twin, base.vocab_size, 5, 0.1, host_decides=False, noise=noise)
+        drafter = ModelDrafter(SmallModel(twin), base.vocab_size, 5, 0.1, host_decides=False, noise=noise)
         output = MedusaModel(base).generate([5, 6, 7], drafter=drafter, **ANSWER | options)
         assert output.steps == 5, "the same noise, the same draws"
     drawn = {"temperature": 0.9, "top_k": 9, "seed": 3, "acceptance": "speculative", "nodes": 5}
@@ -144,7 +144,7 @@ def steps_of(drafter, base, prompts=PROMPTS, rule=None):
 @torch.inference_mode()
 def test_drafts_are_what_the_model_says():
     base, small = pair("llama", noise=0.1)
-    drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 5, 0.0, width=1), base)
+    drafter, cache, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 5, 0.0, width=1), base)
     draft = drafter.propose(state, cache)
     for row, prompt in enumerate(PROMPTS):
         text = list(prompt)
@@ -163,7 +163,7 @@ def test_drafts_end_where_one_more_guess_does_not_pay():
     small.model.lm_head.weight.data *= 4  # surer than it should be
     sizes = {}
     for cost in (0.01, 0.3, 3.0):
-        drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 12, cost, width=1), base)
+        drafter, cache, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 12, cost, width=1), base)
         sizes[cost] = sum(drafter.propose(state, cache).row_sizes)
     assert sizes[0.01] > sizes[0.3] > sizes[3.0]
 
@@ -171,7 +171,7 @@ def test_drafts_end_where_one_more_guess_does_not_pay():
 @torch.inference_mode()
 def test_other_children_stand_beside_the_best_ones():
     base, small = pair("llama", noise=0.05)
-    drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 9, 0.05), base)
+    drafter, cache, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 9, 0.05), base)
     draft = drafter.propose(state, cache)
     logprobs = small.model(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1)
     first = [int(t) for t, p in zip(draft.tokens[0, 1:], draft.parents[0, 1:], strict=True) if p == 0 and t]
@@ -252,7 +252,7 @@ def test_wrong_pairs_are_refused(base_directory, tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         MedusaModel.from_pretrained(None, base_directory, draft_model=tmp_path / "missing")
     with pytest.raises(ValueError, match="at least 2 for a draft model"):
-        ModelDrafter(other, other.vocab_size, 1, 0.1)
+        ModelDrafter(SmallModel(other), other.vocab_size, 1, 0.1)
 
 
 def test_the_default_where_there_is_a_draft_model():
@@ -269,7 +269,9 @@ def test_the_default_where_there_is_a_draft_model():
 def test_chains_of_fixed_length_where_shapes_are_fixed():
     """As on a GPU."""
     base, small = pair("llama")
-    drafter, cache, state, rule = steps_of(ModelDrafter(small, base.vocab_size, 4, 0.1, host_decides=False), base)
+    drafter, cache, state, rule = steps_of(
+        ModelDrafter(SmallModel(small), base.vocab_size, 4, 0.1, host_decides=False), base
+    )
     texts = [[] for _ in PROMPTS]
     while min(map(len, texts)) < 20:
         draft = drafter.propose(state, cache)
@@ -286,7 +288,9 @@ def test_chains_of_fixed_length_where_shapes_are_fixed():
 def test_drawn_drafts_say_what_they_were_drawn_from():
     base, small = pair("llama")
     warper = Warper(0.8, 9, 0.9)
-    drafter, cache, state, _ = steps_of(ModelDrafter(small, base.vocab_size, 4, 0.1, noise=warper, drawn=True), base)
+    drafter, cache, state, _ = steps_of(
+        ModelDrafter(SmallModel(small), base.vocab_size, 4, 0.1, noise=warper, drawn=True), base
+    )
     draft = drafter.propose(dataclasses.replace(state, seeds=torch.arange(4)), cache)
     for row, prompt in enumerate(PROMPTS):
         for node in range(1, 4):

@@ -14,7 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import BaseModel, HeadsConfig, Tree, build_heads
 from medusa.acceptance import rules
 from medusa.acceptance.logits import Warper
-from medusa.drafters import HeadsDrafter, HybridDrafter, ModelDrafter, PromptLookupDrafter, SampledHeadsDrafter
+from medusa.drafters import (
+    HeadsDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    PromptLookupDrafter,
+    SampledHeadsDrafter,
+    SmallModel,
+)
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from tests.medusa.biased import forgetful, generous
@@ -102,9 +109,9 @@ LIMIT = 3.7
 def drafters(base, heads):
     drawn = SampledHeadsDrafter(heads, base, TREE.nodes, 1.0, TREE)
     other, noise = tiny_base(1), Warper(1.5, top_k=6, top_p=0.9)
-    written = ModelDrafter(other, V, 4, 0.1, noise=noise, drawn=True)
+    written = ModelDrafter(SmallModel(other), V, 4, 0.1, noise=noise, drawn=True)
     return {
-        "a model's best": ModelDrafter(other, V, 6, 0.01, noise=noise),
+        "a model's best": ModelDrafter(SmallModel(other), V, 6, 0.01, noise=noise),
         "a model's draws": written,
         "a model's draws and looked up": HybridDrafter([PromptLookupDrafter(3)], [written], 12),
         "best": HeadsDrafter(heads, base, 7),
