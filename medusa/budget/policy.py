@@ -46,7 +46,8 @@ class Policy:
     Several threads may observe: an observation that is lost does no harm.
 
     Args:
-        drafters: By name the sizes that are tried, ascending and above 1; the first drafter is taken first.
+        drafters: By name the sizes that are tried, ascending and above 1; the first drafter is taken first. A drafter
+            with one size says itself how much of it is worth a row.
         start: The first size; of those of the drafter the largest that is not larger, or plain decoding.
         batch: Sequences that share a step.
     """
@@ -120,8 +121,9 @@ class Policy:
         known = {arm: speed.tokens_per_second for arm, speed in self._speeds.items() if arm.drafter == drafter}
         if known:
             return max(known, key=known.__getitem__)
-        sizes = [size for size in self._drafters[drafter] if size <= self._start]
-        return Arm(drafter, sizes[-1]) if sizes else PLAIN
+        sizes = self._drafters[drafter]
+        small = sizes if len(sizes) == 1 else [size for size in sizes if size <= self._start]
+        return Arm(drafter, small[-1]) if small else PLAIN
 
     def _next(self) -> Arm:
         """The next one to try: plain decoding, a size beside this one, another drafter."""

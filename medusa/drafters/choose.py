@@ -77,18 +77,20 @@ class Drafters:
         """
         if self._base.decoding == "plain":
             return {}
-        sizes, guesses = SIZES[1:], (GUESSES,)
-        if name is not None:
-            return {name: guesses if self._alone_and_free(name, batch) else sizes}
+        if name is None:
+            return self._everyone(batch)
+        return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES[1:]}
+
+    def _everyone(self, batch: int) -> dict[str, Sequence[int]]:
         found: dict[str, Sequence[int]] = {}
         if self._heads is not None:
-            found["hybrid"] = sizes
+            found["hybrid"] = SIZES[1:]
         if self.draft_model is not None:
-            found["draft-model+prompt-lookup"] = sizes
+            found["draft-model+prompt-lookup"] = SIZES[1:]
         if self._base.mtp is not None:
-            found["mtp+prompt-lookup"] = sizes
+            found["mtp+prompt-lookup"] = SIZES[1:]
         if self._alone_and_free("prompt-lookup", batch):
-            found["prompt-lookup"] = guesses
+            found["prompt-lookup"] = (GUESSES,)
         return found
 
     def check(self, speculation: Speculation, rule: BuiltRule) -> None:
@@ -186,7 +188,7 @@ class Drafters:
     def _given(self, speculation: Speculation, rule: BuiltRule) -> Drafter:
         """The drafter of a request that says how much is drafted."""
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
-        name = name or ("heads" if tree is not None else next(iter(self.choices(None, 1)), None))
+        name = name or ("heads" if tree is not None else next(iter(self._everyone(1)), None))
         if nodes == 1 or name is None:
             return self._plain
         return self._sized(name, nodes or 2, tree, rule)

@@ -90,12 +90,7 @@ def watch(monkeypatch, seen):
 def test_rows_come_and_go_and_the_models_cache_follows(monkeypatch):
     base, small = pair("llama")
     model, passes = MedusaModel(base, draft_model=small), []
-    read = SmallModel._read
-    monkeypatch.setattr(
-        ModelDrafter,
-        "_read",
-        lambda self, state, own, missing: passes.append(missing) or read(self, state, own, missing),
-    )
+    watch(monkeypatch, passes)
     wanted = Speculation(drafter="draft-model", nodes=4)
     lengths = [9, 30, 16, 24, 12]
     plain = [model.generate([7 + n, 9], max_new_tokens=k, nodes=1, ignore_eos=True) for n, k in enumerate(lengths)]
