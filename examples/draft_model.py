@@ -57,7 +57,7 @@ def measure(
     model: MedusaModel, prompts: list[list[int]], temperature: float, new_tokens: int, rounds: int
 ) -> dict[str, Timing]:
     """Plain decoding, chains of every K, and what is found out as it runs, alternated."""
-    small, base = model.drafters.draft_model, model.base
+    small, base = model.drafters.parts.draft_model, model.base
     assert small is not None, "loaded with the target"
     writer, noise = SmallModel(small), Warper(temperature) if temperature else NO_NOISE
     ways = {
@@ -74,7 +74,7 @@ def measure(
 
 def show(model: MedusaModel, timings: dict[str, Timing], temperature: float) -> None:
     """Print a table."""
-    small, plain = model.drafters.draft_model, timings["plain"]
+    small, plain = model.drafters.parts.draft_model, timings["plain"]
     assert small is not None, "loaded with the target"
     rule = f"temperature {temperature}" if temperature else "greedy"
     ratio = model.base.weight_bytes / small.weight_bytes

@@ -219,7 +219,7 @@ class MedusaModel:
     @property
     def ngrams(self) -> NgramCache:
         """What requests that name the drafter "ngram" draft from, and teach: one cache for all of them."""
-        return self.drafters.ngrams
+        return self.drafters.parts.ngrams
 
     def explain(self, drafter: str | None = None) -> str:
         """Who drafts one prompt where nodes are left open, and why, in one line."""

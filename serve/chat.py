@@ -233,7 +233,7 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
-    small = model.drafters.draft_model
+    small = model.drafters.parts.draft_model
     if small:
         lines.append(f"draft  {small.name.removeprefix(f'{Path.cwd()}/')} ({small.num_layers} layers)")
     dtype = str(base.dtype).removeprefix("torch.") + ", fused pass" * base.fused
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.nodes is None and tree is None:
             title += "\n" + model.explain(settings.drafter)
         if args.ngrams and Path(args.ngrams).exists():
-            model.drafters.ngrams = NgramCache.load(args.ngrams)
+            model.drafters.parts.ngrams = NgramCache.load(args.ngrams)
         try:
             Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title, Prefix(), tree).run()
         finally:

@@ -15,7 +15,7 @@ from serve.compare import (
     transformers_engine,
     unpacked_copy,
 )
-from serve.labels import LABELS
+from serve.labels import AUTO, LABELS
 
 SAMPLE_CHARACTERS = 60
 """Fewest characters of the answer that is shown."""
@@ -47,23 +47,25 @@ def measure(
     engines = {
         "transformers": transformers_engine(unpacked_copy(base), new_tokens, temperature),
         "plain": medusa_engine(model, new_tokens, nodes=1, temperature=temperature),
-        **{name: medusa_engine(model, new_tokens, drafter=name, temperature=temperature) for name in LABELS},
+        **{
+            name: medusa_engine(model, new_tokens, drafter=None if name == AUTO else name, temperature=temperature)
+            for name in LABELS
+        },
     }
     timings = compare(engines, prompts, rounds, shown=True)
     plain, transformers = timings["plain"], timings["transformers"]
     drafters = {name: _row(timings[name], plain, transformers, kinds) for name in LABELS}
-    default = next(iter(LABELS))
     return {
         "base": base.name,
         "source": base.source,
-        "drafter": default,
-        **{key: drafters[default][key] for key in ("tokens_per_step", "speedup", "speedup_over_transformers")},
+        "drafter": AUTO,
+        **{key: drafters[AUTO][key] for key in ("tokens_per_step", "speedup", "speedup_over_transformers")},
         "plain_tokens_per_s": round(plain.tokens_per_second, 1),
         "plain_speedup_over_transformers": round(plain.speedup_over(transformers), 3),
-        "medusa_tokens_per_s": drafters[default]["tokens_per_s"],
+        "medusa_tokens_per_s": drafters[AUTO]["tokens_per_s"],
         "hf_tokens_per_s": round(transformers.tokens_per_second, 1),
         "identical_outputs": {
-            "count": drafters[default]["identical_outputs"],
+            "count": drafters[AUTO]["identical_outputs"],
             "total": len(prompts),
             "dtype": str(base.dtype).removeprefix("torch."),
             "against": f"plain at temperature {temperature}" if temperature else "plain greedy",
@@ -80,7 +82,7 @@ def measure(
         "fused": base.fused,
         "device": str(base.device),
         "threads": torch.get_num_threads(),
-        "sample": _sample(model, prompts, timings[default], new_tokens),
+        "sample": _sample(model, prompts, timings[AUTO], new_tokens),
     }
 
 

@@ -9,11 +9,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from serve.labels import KIND
+from serve.labels import AUTO, KIND
 
 BLUE, GREY, ORANGE, MARK = "#2864a8", "#b8bec6", "#e08a1e", "#cfe3f8"
 COLUMNS, LINES = 118, 16
-TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", "hybrid": "heads +\nlookup"}
+TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", AUTO: "auto\n(default)"}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -61,8 +61,8 @@ def _kinds(axes: Axes, report: dict[str, Any]) -> None:
     """Tokens per step by kind of prompt: heads alone, and what the lookup adds."""
     rows = report["drafters"]
     kinds = [key.removeprefix(KIND) for key in rows["heads"] if key.startswith(KIND)]
-    kinds.sort(key=lambda kind: float(rows["hybrid"][KIND + kind]))
-    for offset, (name, colour) in zip((0.2, -0.2), (("hybrid", BLUE), ("heads", ORANGE)), strict=True):
+    kinds.sort(key=lambda kind: float(rows[AUTO][KIND + kind]))
+    for offset, (name, colour) in zip((0.2, -0.2), ((AUTO, BLUE), ("heads", ORANGE)), strict=True):
         values = [rows[name][KIND + kind] for kind in kinds]
         bars = axes.barh([y + offset for y in range(len(kinds))], values, height=0.38, color=colour, label=name)
         axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=8)

@@ -10,6 +10,8 @@ Report = dict[str, Any]
 Columns = Sequence[tuple[str, str]]
 """Headings, and how a row of the report fills the cells below them."""
 
+LONG_WORD = 10
+"""Characters of a heading that is not broken."""
 REPLAYED = "REPLAY of an acceptance trace, not an acceptance of this shape"
 STEP: Columns = (
     ("B", "{batch}"), ("N", "{nodes}"), ("verify ms", "{verify_ms:.2f}"), ("over N = 1", "{verify_overhead:.2f}x"),
@@ -34,8 +36,8 @@ ATTENTION: Columns = (
     ("bound ms", "{bound_ms:.4f}"), ("of bandwidth", "{share_of_bound:.0%}"),
 )  # fmt: skip
 TUNE: Columns = (
-    ("drafter", "{shown}"), ("K", "{k}"), ("accepted", "{accepted}"), ("tokens/step", "{tokens_per_step}"),
-    ("tokens/s", "{tokens_per_s}"), ("over plain", "{speedup:.2f}x"), ("equal texts", "{identical}"),
+    ("drafter", "{shown}"), ("K", "{k}"), ("accepted", "{accepted}"), ("per step", "{tokens_per_step}"),
+    ("tokens/s", "{tokens_per_s}"), ("speed", "{speedup:.2f}x"), ("equal", "{identical}"),
 )  # fmt: skip
 TREE: Columns = (
     ("N", "{nodes}"), ("static, predicted", "{predicted:.3f}"), ("static", "{static:.3f}"),
@@ -61,8 +63,9 @@ def title(report: Report) -> str:
 
 def _show(name: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
     table = Table(title=name, title_justify="left")
-    for heading, _ in columns:
-        table.add_column(heading, justify="right")
+    for place, (heading, _) in enumerate(columns):
+        width = len(heading) if " " not in heading and len(heading) <= LONG_WORD else None
+        table.add_column(heading, justify="right", overflow="fold", no_wrap=place == 0, min_width=width)
     for row in rows:
         table.add_row(*(cell.format_map(row) for _, cell in columns))
     Console().print(table)
@@ -96,7 +99,8 @@ def _show_tune(report: Report) -> None:
     lossy = ", LOSSY int8 weights" if report["int8"] else ""
     what = f"{report['base']}, {report['dtype']}{lossy}, {report['prompts']} prompts, {rule}, {report['device_name']}"
     auto = f"auto is {report['auto_over_best']:.3f}x of the best fixed way ({report['best']})"
-    _show(f"tune: {what}; {auto}; {report['auto']}", TUNE, report["rows"])
+    note = "speed: over plain decoding; per step: tokens; equal: texts that are plain decoding's"
+    _show(f"tune: {what}; {auto}; {report['auto']}; {note}", TUNE, report["rows"])
     names = list(next(iter(report["kinds"].values())))
     columns = [("prompts", "{kind}"), *((name, f"{{{name}:.2f}}x") for name in names)]
     rows = ({"kind": kind} | speeds for kind, speeds in report["kinds"].items())

@@ -89,7 +89,7 @@ def others_of_transformers(
         " early exit": {"assistant_early_exit": max(1, model.base.num_layers // 2)},
     }
     if draft_model:
-        small = model.drafters.draft_model
+        small = model.drafters.parts.draft_model
         assert small is not None, "loaded by its name"
         ways[" draft model"] = {"assistant_model": unpacked_copy(small)}
     return {

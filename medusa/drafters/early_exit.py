@@ -84,6 +84,9 @@ class EarlyExitDrafter(Drafter):
         noise: Draws that drafts should follow.
         drawn: Draw, for the ``speculative`` rule.
         width: Best tokens of a place that stand in a tree.
+
+    Raises:
+        ValueError: The base has one layer, or the budget leaves no room for a guess.
     """
 
     recordable = False
@@ -99,6 +102,10 @@ class EarlyExitDrafter(Drafter):
         drawn: bool = False,
         width: int = 1,
     ) -> None:
+        if base.num_layers < 2:
+            raise ValueError(f"base ({base.name}) has one layer and no early exit; choose another drafter")
+        if nodes < 2:
+            raise ValueError(f"nodes ({nodes}) must be at least 2 for an early exit; give a larger tree budget")
         self.nodes, self._exit = nodes, exit_layer
         self._drafter: ModelDrafter | None = None
 

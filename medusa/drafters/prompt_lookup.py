@@ -4,6 +4,9 @@ Costs next to nothing and needs no training. Completions that quote their prompt
 themselves are full of it; new text is not, so it is at its best beside heads (``HybridDrafter``).
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy
 import torch
 from numpy.typing import NDArray
@@ -12,7 +15,6 @@ from torch.nn.functional import pad
 
 from medusa.cache import SlotCache
 from medusa.drafters.base import Drafter
-from medusa.drafters.confidence import Confidence
 from medusa.drafters.merge import FLOOR, Node, add, best, build
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -25,8 +27,38 @@ PLACES = 3
 """Places whose continuations share a tree on a CPU, the best ones."""
 BELIEFS = (0.5, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 """Share of right guesses by the tokens that agree before them, until some were seen; the last is ``MAX_MATCH``."""
+MEMORY = 64
+"""Guesses of a kind that its figure reaches back, about."""
+WEIGHT = 4
+"""Guesses that the first belief counts as."""
 
 Row = NDArray[numpy.int64]
+
+
+class Confidence:
+    """Shares of right guesses, by kind; what is long ago counts less and less.
+
+    Several threads may observe: an observation that is lost does no harm.
+
+    Args:
+        beliefs: Share of each kind before anything was seen, between 0 and 1.
+    """
+
+    def __init__(self, beliefs: Sequence[float]) -> None:
+        self._right = [WEIGHT * belief for belief in beliefs]
+        self._tried = [float(WEIGHT)] * len(beliefs)
+
+    def log(self, kind: int) -> float:
+        """Logarithm of the share of a kind; the last kind stands for all above it."""
+        kind = min(kind, len(self._right) - 1)
+        return math.log(self._right[kind] / self._tried[kind])
+
+    def observe(self, kind: int, right: bool) -> None:
+        """One guess of a kind was right, or was not."""
+        kind, keep = min(kind, len(self._right) - 1), 1 - 1 / MEMORY
+        # A hundredth of a guess either way keeps shares from 0 and 1.
+        self._right[kind] = keep * self._right[kind] + right + 0.01
+        self._tried[kind] = keep * self._tried[kind] + 1.02
 
 
 class PromptLookupDrafter(Drafter):

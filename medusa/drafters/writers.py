@@ -1,4 +1,4 @@
-"""Models that write drafts token by token: a smaller one, or the first layers of the base.
+"""Models that write drafts token by token: a smaller one, the first layers of the base, or a layer that it brings.
 
 Legend: B batch, C tokens of a pass, D hidden size, V vocabulary.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
+from medusa.base.mtp import MtpRows
 from medusa.base.verify import verify
 from medusa.cache import SlotCache
 from medusa.state import DecodeState
@@ -105,3 +106,39 @@ class FirstLayers(SmallModel):
         """See ``Writer``."""
         with cache.provisional():
             yield cache, self._read(state, cache, [int(on) for on in drafting])
+
+
+class MtpWriter:
+    """The base's multi-token-prediction layer, again and again from its own output; see ``medusa.base.mtp``.
+
+    Args:
+        base: With its layer (``BaseModel.with_mtp``).
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        assert base.mtp is not None, "checked by the caller"
+        self._base, self._layer = base, base.mtp
+        self.context_length, self.device = base.context_length, base.device
+
+    @contextmanager
+    def reading(
+        self, state: DecodeState, cache: SlotCache, drafting: Sequence[bool]
+    ) -> Iterator[tuple[SlotCache, Tensor]]:
+        """See ``Writer``; all was computed when it was committed."""
+        own = cache.follower(self._layer, lambda slots: self._layer.new_rows(slots, cache.capacity))
+        assert isinstance(own, MtpRows), "of the layer"
+        hidden_BD = own.hidden
+        try:
+            yield own, hidden_BD
+        finally:
+            own.hidden = hidden_BD
+
+    def write(self, own: SlotCache, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
+        """See ``Writer``."""
+        assert isinstance(own, MtpRows), "as read"
+        self._layer.extend(own, hidden_BD[:, None], tokens_B1, counts)
+        return own.hidden
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        """See ``Writer``."""
+        return self._base.logits(hidden_BD)

@@ -20,10 +20,9 @@ from medusa.drafters import (
     SampledHeadsDrafter,
 )
 from medusa.drafters.choose import KEPT_DRAFTERS
-from medusa.drafters.confidence import Confidence
 from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
-from medusa.drafters.prompt_lookup import MAX_MATCH
+from medusa.drafters.prompt_lookup import MAX_MATCH, Confidence
 from medusa.drafters.sampled import coin_tree
 from medusa.engine.prefill import prefill
 from medusa.engine.step import _fit, decode_step

@@ -13,7 +13,7 @@ from transformers.modeling_layers import MtpModel
 from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.base.mtp import MtpLayer
 from medusa.drafters.model import ModelDrafter
-from medusa.drafters.mtp import MtpWriter
+from medusa.drafters.writers import MtpWriter
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from tests.medusa.rules import make_rule

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from medusa.formats import save_heads
-from medusa.sampling import GREEDY_DRAFTERS
 from serve import demo
 from serve.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.demo_report import publish
@@ -112,7 +111,7 @@ def report():
                 "tokens_per_s": speed, "speedup": speed / 150, "tokens_per_step": 2.5, "identical_outputs": 3,
                 "speedup_over_transformers": speed / 100, "tokens_per_step_maths": 2.0, "tokens_per_step_list": 3.0,
             }
-            for name, speed in (("hybrid", 300.0), ("heads", 200.0), ("prompt-lookup", 180.0))
+            for name, speed in (("auto", 300.0), ("heads", 200.0), ("prompt-lookup", 180.0))
         },
         "sample": {"prompt": "f $1 $2", "pieces": [["def f():\n", False], ["    return $1", True], ["x" * 300, False]]},
     }  # fmt: skip
@@ -125,7 +124,7 @@ def test_the_picture_and_the_tables_are_made(tmp_path, capsys, real):
     assert json.loads((tmp_path / "report.json").read_text())["tokens_per_step"] == 2.5
     printed = capsys.readouterr().out
     assert "2.00x" in printed
-    assert "identical to plain decoding, of 3 outputs: heads + lookup (default) 3, heads 3, prompt lookup 3" in printed
+    assert "identical to plain decoding, of 3 outputs: auto (default) 3, heads 3, prompt lookup 3" in printed
     assert ("SmolLM2-135M-Instruct: 3 prompts" in printed) == real
     assert str(tmp_path / "report.json") in printed
 
@@ -191,7 +190,7 @@ def test_the_whole_demo_in_small(tmp_path):
     assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "bfloat16", "against": "plain greedy"}
     assert values["tokens_per_step"] > 1
     assert len(values["head_top1"]) == 8
-    assert set(values["drafters"]) == {"hybrid", "heads", "prompt-lookup"}
+    assert set(values["drafters"]) == {"auto", "heads", "prompt-lookup"}
     assert all(drafter["identical_outputs"] == 4 for drafter in values["drafters"].values())
     for key in ("speedup", "plain_tokens_per_s", "medusa_tokens_per_s", "hf_tokens_per_s", "steps", "train_seconds"):
         assert values[key] > 0
@@ -203,7 +202,7 @@ def test_the_whole_demo_in_small(tmp_path):
         assert "left out: base (smollm2) is not on this machine" in done.stdout
     else:
         assert real["identical_outputs"]["count"] == 2
-        assert real["drafters"]["hybrid"]["tokens_per_step"] > 1
+        assert real["drafters"]["auto"]["tokens_per_step"] > 1
 
 
 def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_heads, monkeypatch):
@@ -214,7 +213,7 @@ def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_
     monkeypatch.setattr("data.prompts.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 12)
     values = demo._compare(tmp_path, 3, 1)
-    assert list(values["drafters"]) == list(LABELS) == list(GREEDY_DRAFTERS)
+    assert list(values["drafters"]) == list(LABELS) == ["auto", "heads", "prompt-lookup"]
     assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
     json.dumps(values)
 

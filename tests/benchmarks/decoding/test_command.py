@@ -166,6 +166,18 @@ def test_tuned_settings_are_a_file_that_the_chat_takes(model, base_directory, tm
         chat([*words, "--settings", files["tuned.json"], "--nodes", "4"])
 
 
+def test_the_chat_without_heads_takes_what_there_is(base_directory, capsys, monkeypatch):
+    words = ["--base", str(base_directory), "--dtype", "float32", "--max-new-tokens", "8"]
+    for flags, shown in (([], "prompt-lookup 6 now"), (["--draft-model", str(base_directory)], "draft-model+prompt")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert chat([*words, *flags]) == 0
+        said = capsys.readouterr().err
+        assert shown in said
+        assert ("\ndraft  " in said) == bool(flags)
+    assert chat([*words, "--mtp"]) == 1
+    assert "has 0 multi-token-prediction layers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": "medusa-settings", "format_version": 1}'])
 def test_settings_that_are_none_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
