@@ -15,7 +15,7 @@ from data.options import CHAT_COUNT, EMBEDDED_COUNT, parser
 
 if TYPE_CHECKING:
     from data.stdlib import Split
-    from medusa import MedusaModel
+    from medusa import MedusaModel, Speculation
 
 SPLITS = ("train", "heldout")
 CHAT: dict[str, "Split"] = {"chat": "train", "chat-heldout": "heldout"}
@@ -72,7 +72,7 @@ def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
 
     settings = _settings(options)
     model = _model(options)
-    own = OwnPrompts(model, LocalAnswerer(model, settings, options.batch))
+    own = OwnPrompts(model, LocalAnswerer(model, settings, options.batch, _speculation(options)))
     made_by = {"base": model.base.name, **vars(settings)}
     report = regenerate(openings(model, options.count, options.seed), own, options.out, made_by, own.record)
     logger.info("%d prompts that the base wrote are in %s", report.answered, options.out)
@@ -97,8 +97,21 @@ def _model(options: argparse.Namespace) -> "MedusaModel":
     from medusa import MedusaModel
 
     disable_progress_bar()
-    base, dtype = resolve_base_name(options.base or EMBEDDED), getattr(torch, options.dtype) if options.dtype else None
-    return MedusaModel.from_pretrained(None, base=base, dtype=dtype, device=options.device)
+    named = options.base or (None if options.heads else EMBEDDED)
+    return MedusaModel.from_pretrained(
+        options.heads,
+        base=resolve_base_name(named) if named else None,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        device=options.device,
+        draft_model=resolve_base_name(options.draft_model) if options.draft_model else None,
+    )
+
+
+def _speculation(options: argparse.Namespace) -> "Speculation | None":
+    """How answers are drafted, where a file says so."""
+    from medusa import load_settings
+
+    return load_settings(options.settings) if options.settings else None
 
 
 def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
@@ -112,7 +125,7 @@ def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt
         prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
     else:
         prompts = _prompts(options)
-    answerer = LocalAnswerer(model, settings, options.batch)
+    answerer = LocalAnswerer(model, settings, options.batch, _speculation(options))
     return fitting(model, prompts, settings.max_new_tokens), answerer, model.base.name
 
 
@@ -133,13 +146,15 @@ def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Pro
 def _check(options: argparse.Namespace) -> None:
     """Raise what is wrong with options that are right alone."""
     variable = options.api_key_env
-    if not options.endpoint:
-        given = [f"--{name}" for name in ("model", "api-key-env") if getattr(options, name.replace("-", "_"))]
-        if given:
-            raise UsageError(f"{given[0]} belongs to a server; give --endpoint too")
-    elif not options.base:
+    others = ("heads", "draft-model", "settings") if options.endpoint else ("model", "api-key-env")
+    given = [f"--{name}" for name in others if getattr(options, name.replace("-", "_"))]
+    if given and options.endpoint:
+        raise UsageError(f"{given[0]} is for a base in this process, and --endpoint names a server; leave one out")
+    if given:
+        raise UsageError(f"{given[0]} belongs to a server; give --endpoint too")
+    if options.endpoint and not options.base:
         raise UsageError("--endpoint needs --base, the model that the server runs: its tokenizer makes the token ids")
-    elif options.prompts in SPLITS:
+    if options.endpoint and options.prompts in SPLITS:
         raise UsageError(f"--prompts ({options.prompts}) holds code to continue, and --endpoint chats; give a file")
     if variable and not os.environ.get(variable):
         raise UsageError(f"--api-key-env ({variable}) is not set; export {variable}=KEY")

@@ -33,10 +33,13 @@ class LocalAnswerer:
         model: The base (heads, where it has any, make single conversations faster).
         settings: How to answer.
         batch: Conversations decoded together.
+        speculation: How answers are drafted; None = several together plainly, a single one by whoever is fastest.
     """
 
-    def __init__(self, model: MedusaModel, settings: Settings, batch: int = BATCH) -> None:
-        self._model, self._settings, self._batch = model, settings, batch
+    def __init__(
+        self, model: MedusaModel, settings: Settings, batch: int = BATCH, speculation: Speculation | None = None
+    ) -> None:
+        self._model, self._settings, self._batch, self._speculation = model, settings, batch, speculation
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
         """See ``Answerer``; prompts need token ids.
@@ -45,7 +48,8 @@ class LocalAnswerer:
         """
         refused: list[str] = []
         waiting = deque(_Conversation(number, prompt) for number, prompt in prompts)
-        speculation = Speculation(nodes=1 if min(self._batch, len(prompts)) > 1 else None)
+        together = min(self._batch, len(prompts)) > 1
+        speculation = self._speculation or Speculation(nodes=1 if together else None)
         batch, growing = self._model.batch(), dict[Completion, _Conversation]()
         try:
             while waiting or growing:

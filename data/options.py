@@ -89,6 +89,10 @@ def _add_sampling(parser: Any, default: Settings) -> None:
 def _add_here(parser: Any) -> None:
     add = parser.add_argument
     add("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
+    add("--heads", metavar="DIR", help="heads that guess; default: none")
+    add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer that guesses; default: none")
+    text = "drafter and nodes that medusa-bench tune has found; default: several prompts are decoded plainly"
+    add("--settings", metavar="FILE", help=text)
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

@@ -95,6 +95,6 @@ def _draw_tune(axes: Any, report: dict[str, Any]) -> None:
     axes.set_xticks(sorted({row["k"] for row in rows if row["k"]}))
     axes.set_xlabel("K, most guesses per step")
     axes.set_ylabel("speed over plain decoding")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     rule = f"temperature {report['temperature']}" if report["temperature"] else "greedy"
     axes.set_title(f"{report['base']}, {report['dtype']}, {report['prompts']} prompts, {rule}", fontsize=10)

@@ -10,6 +10,8 @@ from data.local import LocalAnswerer
 from data.prompts import conversations, file_prompts, fitting
 from data.regenerate import Part, regenerate
 from data.sources import Source
+from medusa import Speculation
+from medusa.io.settings_file import save_settings
 from tests.data.watched import Watched
 
 
@@ -238,6 +240,24 @@ def test_the_command_line_writes_a_file_once(base_directory, tmp_path):
     out.write_text("kept")
     assert main(words) == 0
     assert out.read_text() == "kept"
+
+
+def test_whoever_guesses_the_answers_are_the_same(base_directory, tmp_path, model):
+    path, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"hi {n}", "response": ""}) + "\n" for n in range(3)))
+    save_settings(Speculation(drafter="draft-model+prompt-lookup", nodes=4), tmp_path / "tuned.json")
+    model.save_pretrained(tmp_path / "heads")
+    words = ["regenerate", "--prompts", str(path), "--out", str(out), "--max-new-tokens", "12", "--dtype", "float32"]
+    named, small = ["--base", str(base_directory)], ["--draft-model", str(base_directory)]
+    found = []
+    tuned = [*named, *small, "--settings", str(tmp_path / "tuned.json")]
+    for flags in (named, tuned, ["--heads", str(tmp_path / "heads")]):
+        assert main([*words, *flags]) == 0
+        found.append(out.read_text())
+        out.unlink()
+    assert found[0] == found[1] == found[2]
+    assert main([*words, *named, "--settings", str(tmp_path / "tuned.json")]) == 1, "there is no draft model"
+    assert main([*words, *named, *small, "--endpoint", "http://localhost:1/v1"]) == 2
 
 
 def test_wrong_use_and_failures_have_their_exit_status(tmp_path, capsys):
