@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from medusa.cache import SlotCache
 from medusa.drafters.base import Drafter
@@ -30,6 +31,10 @@ KEPT = 4
 """Continuations of a context that are kept, the most frequent ones."""
 DOUBT = 1.0
 """What was never seen counts as so many observations: a continuation seen once is worth 1/2."""
+MEMORY = 64
+"""Guesses that their judgement reaches back, about."""
+TRUST = 8.0
+"""Right guesses of as many that were expected, before any was judged."""
 FORMAT = "medusa-ngrams"
 
 Context = tuple[int, ...]
@@ -49,6 +54,7 @@ class NgramCache:
             raise ValueError(f"capacity ({capacity}) of the n-gram cache must be at least 1 context; raise it")
         self._capacity = capacity
         self._counts: OrderedDict[Context, Counter[int]] = OrderedDict()
+        self._right = self._expected = TRUST
 
     def __len__(self) -> int:
         """Contexts."""
@@ -72,14 +78,24 @@ class NgramCache:
         self._counts.move_to_end(context)
 
     def following(self, context: Context) -> Iterator[tuple[int, float]]:
-        """Tokens that followed the longest known end of a context, with the logarithm of what each is worth."""
+        """Tokens that followed the longest known end of a context, with the logarithm of what each is worth.
+
+        That is its share of what followed, times how often guesses were right lately for how often they should have
+        been: what other texts teach may say little about this one.
+        """
+        trust = min(0.0, math.log(self._right / self._expected))
         for order in ORDERS:
             counts = self._counts.get(context[-order:]) if order <= len(context) else None
             if counts:
                 total = math.log(sum(counts.values()) + DOUBT)
                 for token, times in list(counts.items()):  # others may be learning
-                    yield token, math.log(times) - total
+                    yield token, math.log(times) - total + trust
                 return
+
+    def judge(self, score: float, right: bool) -> None:
+        """A guess that ``following`` thought so much of was right, or was not."""
+        keep, claimed = 1 - 1 / MEMORY, math.exp(score) * self._expected / min(self._right, self._expected)
+        self._right, self._expected = keep * self._right + right + 0.01, keep * self._expected + claimed + 0.01
 
     def tree(self, context: Sequence[int], nodes: int, branches: int = KEPT) -> list[Node]:
         """The likeliest ``nodes`` nodes below the context's last token, which is the root."""
@@ -156,18 +172,31 @@ class NgramDrafter(Drafter):
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an n-gram cache; give a larger tree budget")
         self.cache, self.nodes, self._branches = cache, nodes, branches
+        self._last: tuple[Tensor, list[int], list[list[Node]]] | None = None
 
     def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
         """A tree below ``state.roots``; the root alone where no context is known."""
         width = max(ORDERS)
         recent = state.positions[:, None] + torch.arange(1 - width, 1, device=state.positions.device)
         contexts = state.history.gather(1, recent.clamp(min=0)).tolist()
-        rows = zip(contexts, state.positions.tolist(), state.active.tolist(), strict=True)
-        draft = build([
+        positions = state.positions.tolist()
+        if self._last is not None and self._last[0] is state.history:  # else rows have joined or left
+            self._judge(contexts, positions, *self._last[1:])
+        rows = zip(contexts, positions, state.active.tolist(), strict=True)
+        trees = [
             self.cache.tree(context[max(0, width - 1 - position) :], self.nodes if active else 1, self._branches)
             for context, position, active in rows
-        ])  # fmt: skip
-        device = state.roots.device
+        ]
+        self._last = state.history, positions, trees
+        draft, device = build(trees), state.roots.device
         if device.type == "cpu":
             return draft
         return Draft(draft.tokens.to(device), draft.parents.to(device), draft.depth)
+
+    def _judge(
+        self, contexts: list[list[int]], positions: list[int], before: list[int], trees: list[list[Node]]
+    ) -> None:
+        """See whether the likeliest first guess of each tree was right, where the text that followed is at hand."""
+        for context, position, old, tree in zip(contexts, positions, before, trees, strict=True):
+            if len(tree) > 1 and 0 < position - old <= len(context):
+                self.cache.judge(tree[1].score, tree[1].token == context[old - position])

@@ -1,8 +1,10 @@
 """The n-gram cache: what earlier texts teach, bounded, saved, and never more than a guess."""
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
 from medusa import MedusaModel, Speculation
 from medusa.drafters.ngram import KEPT, NgramCache, NgramDrafter
@@ -107,3 +109,26 @@ def test_several_drafters_share_a_tree(base, make_heads, name):
 def test_names_that_are_none_are_refused(name):
     with pytest.raises(ValueError, match="joined by"):
         Speculation(drafter=name)
+
+
+def test_guesses_of_other_texts_count_less_where_they_are_wrong(base):
+    """What is proposed is judged by the text that follows, as long as its rows stay together."""
+    cache = NgramCache()
+    cache.learn([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    drafter, text = NgramDrafter(cache, 6), [1, 2, 3, 4]
+    state = decode_state([text], base)
+    sure = drafter.propose(state).scores[0, 1].item()
+    for _ in range(40):  # the text says 9 where 5 was guessed, and the next guess is asked for at the same place
+        state.history[0, 4] = 9
+        drafter.propose(dataclasses.replace(state, positions=state.positions + 1, roots=torch.tensor([9])))
+        state.history[0, 4] = 0
+        doubted = drafter.propose(state)
+    assert doubted.scores[0, 1:].sum() == 0 or doubted.scores[0, 1].item() < sure - 1
+    assert doubted.tokens.shape[1] < 6
+    for _ in range(200):
+        cache.judge(-0.7, True)
+    assert dict(cache.following((1, 2, 3, 4)))[5] == pytest.approx(sure)
+    other = dataclasses.replace(state, history=state.history.clone())
+    before = cache._expected
+    drafter.propose(other)
+    assert cache._expected == before, "another batch"
