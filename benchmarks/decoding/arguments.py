@@ -62,6 +62,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
     add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none where --base is given)")
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
     add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
+    add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases bring (default: off)")
     text = "who is tried, names of drafters with commas between them (default: all that there are)"
     add(
         "--drafters",
