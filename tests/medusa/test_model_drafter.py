@@ -12,10 +12,12 @@ from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.drafters import EarlyExitDrafter, ExitLayer, ModelDrafter, SmallModel
 from medusa.drafters.early_exit import FEWEST
+from medusa.engine.graph import StepGraphs
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from medusa.loading.load import load_base_and_heads
 from tests.medusa.rules import make_rule
+from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import FAMILIES as SETTINGS
 from tests.medusa.test_conformance import SHAPE
 
@@ -295,3 +297,14 @@ def test_drawn_drafts_say_what_they_were_drawn_from():
             expected = warper(small.model(torch.tensor([text])).logits[:, -1]).softmax(-1)[0]
             assert torch.allclose(draft.probs[row, node], expected.to(draft.probs.dtype), atol=1e-6)
             assert draft.probs[row, node, draft.tokens[row, node]] > 0
+
+
+@pytest.mark.parametrize("name", ["draft-model", "early-exit", "draft-model+prompt-lookup", None])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
+def test_the_engine_of_fixed_shapes_takes_them_too(name, options):
+    base, small = pair("llama")
+    model = MedusaModel(base, graph=StepGraphs(base, Recorder()), draft_model=small)
+    prompts, options = [[5, 6, 7] * 12, [9, 8, 3]], ANSWER | options
+    plain = MedusaModel(base).generate(prompts, nodes=1, **options)
+    outputs = model.generate(prompts, drafter=name, nodes=5 if name else None, **options)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.base.mtp import MtpLayer
 from medusa.drafters.model import ModelDrafter
 from medusa.drafters.writers import MtpWriter
+from medusa.engine.graph import StepGraphs
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from tests.medusa.rules import make_rule
+from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import FAMILIES, SHAPE
 from tests.medusa.test_model_drafter import words
 
@@ -159,3 +162,15 @@ def test_bases_without_the_layer_say_so(base_directory, tmp_path):
         MedusaModel.from_pretrained(None, tmp_path, mtp=True)
     with pytest.raises(ValueError, match="needs the base's multi-token-prediction layer"):
         MedusaModel.from_pretrained(None, base_directory).generate("a", drafter="mtp")
+
+
+@pytest.mark.parametrize("name", ["mtp", "mtp+prompt-lookup", None])
+def test_where_shapes_are_fixed_steps_run_eagerly(name, caplog):
+    """As on a GPU."""
+    base, _ = tiny("glm4_moe")
+    plain = MedusaModel(base).generate(PROMPTS, nodes=1, **ANSWER)
+    model = MedusaModel(base, graph=StepGraphs(base, Recorder()))
+    with caplog.at_level(logging.INFO, "medusa.engine.graph"):
+        outputs = model.generate(PROMPTS, drafter=name, nodes=5 if name else 1, **ANSWER)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    assert "multi-token prediction reads each step's hidden states" in caplog.text
