@@ -72,12 +72,14 @@ class Parts:
         if name == "heads-sampled":
             assert heads is not None, "checked by the caller"
             return SampledHeadsDrafter(heads, base, nodes, noise.temperature, tree)
-        if not host_decides and nodes == 2 and "heads" in names:
-            names = ("heads",)
+        if not host_decides:  # each needs a node of its own
+            names = tuple(sorted(names, key=lambda source: source not in COSTLY)[: nodes - 1])
         # On a CPU the best nodes of all stay; where shapes are fixed, each has its part of them.
         alone, width = len(names) == 1, 1 if chain else WIDTH
         costly = [source for source in names if source in COSTLY]
-        share = nodes if alone or host_decides else 1 + min(nodes // 2, LOOKUP_GUESSES) // max(1, len(names) - 1)
+        share = (
+            nodes if alone or host_decides else 1 + max(1, min(nodes // 2, LOOKUP_GUESSES) // max(1, len(names) - 1))
+        )
         cheap: list[Drafter] = []
         if "prompt-lookup" in names:
             most = share if alone else min(share, LOOKUP_GUESSES + 1)

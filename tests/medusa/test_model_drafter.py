@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import random
 
 import pytest
 import torch
@@ -308,3 +309,50 @@ def test_the_engine_of_fixed_shapes_takes_them_too(name, options):
     plain = MedusaModel(base).generate(prompts, nodes=1, **options)
     outputs = model.generate(prompts, drafter=name, nodes=5 if name else None, **options)
     assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_few_nodes_go_to_the_drafters_that_know_most(nodes):
+    base, small = pair("llama")
+    model = MedusaModel(base, graph=StepGraphs(base, Recorder()), draft_model=small)
+    plain = model.generate([5, 6, 7], nodes=1, **ANSWER)
+    output = model.generate([5, 6, 7], drafter="ngram+prompt-lookup+draft-model", nodes=nodes, **ANSWER)
+    assert output.tokens == plain.tokens
+    assert output.steps < plain.steps
+
+
+NAMES = (
+    None,
+    "draft-model",
+    "early-exit",
+    "prompt-lookup",
+    "draft-model+prompt-lookup",
+    "draft-model+early-exit+ngram",
+)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_come_and_go_with_any_drafters_keep_their_texts(seed):
+    chance = random.Random(seed)
+    base, small = pair(FAMILIES[seed % 4])
+    model = MedusaModel(base, draft_model=small, graph=StepGraphs(base, Recorder()) if seed % 3 == 0 else None)
+    batch, rows = model.batch(), []
+    for _ in range(30):
+        action = chance.random()
+        if action < 0.35:
+            prompt = [chance.randrange(1, 50) for _ in range(chance.randint(1, 40))]
+            new, temperature = chance.randint(1, 30), chance.choice([0.0, 0.9])
+            params = SamplingParams(max_new_tokens=new, ignore_eos=True, temperature=temperature, seed=seed)
+            wanted = Speculation(drafter=chance.choice(NAMES), nodes=chance.choice([None, 2, 5, 9]))
+            rows.append((prompt, params, batch.add(prompt, params, wanted)))
+        elif action < 0.42 and rows:
+            batch.remove(chance.choice(rows)[2])
+        else:
+            batch.step()
+    while len(batch):
+        batch.step()
+    for prompt, params, completion in rows:
+        expected = model.generate(prompt, sampling=params, speculation=Speculation(nodes=1)).tokens
+        found = completion.output
+        assert found.tokens == expected[: len(found.tokens)]
+        assert found.finish_reason == "abort" or len(found.tokens) == len(expected)
