@@ -13,6 +13,8 @@ TEXT = 0x85EBCA6B
 """Stream of the base's own draws; different streams are independent of each other."""
 DRAFT = 0x27D4EB2F
 """Stream of a drafter's draws."""
+OTHER_DRAFTS = (0x9E3779B1, 0x5F356495)
+"""Streams of a second and a third drafter that draws: siblings must be drawn independently."""
 CHANCE = 0x165667B1
 """Stream of the decisions whether a drawn draft token stands."""
 

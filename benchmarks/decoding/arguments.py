@@ -66,7 +66,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
     text = "who is tried, names of drafters with commas between them (default: all that there are)"
     add(
         "--drafters",
-        type=lambda names: [drafter_name(name) for name in names.split(",")],
+        type=_drafters,
         metavar="NAME,...",
         help=text,
     )

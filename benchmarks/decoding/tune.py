@@ -40,6 +40,8 @@ def measure_arms(
     ways = {
         f"{name} {nodes}": Speculation(drafter=name, nodes=nodes) for name in drafters for nodes in sizes if nodes > 1
     }
+    if not ways:
+        raise ValueError(f"nodes ({sizes}) leave no guess to try; give a size of 2 or more")
     ours = {PLAIN: Speculation(nodes=1), AUTO: Speculation(), **ways}
     engines = {
         name: medusa_engine(model, new_tokens, nodes=way.nodes, drafter=way.drafter, temperature=temperature)

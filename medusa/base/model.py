@@ -22,6 +22,7 @@ from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.traits import Decoding, Traits
 from medusa.cache import SlotCache
 from medusa.cpu.fused import FusedPass, UnusualBlockError
+from medusa.cpu.int8 import Int8Linear
 from medusa.tree import Draft
 
 
@@ -308,7 +309,9 @@ class BaseModel:
     @cached_property
     def weight_bytes(self) -> int:
         """What a pass reads, about."""
-        return sum(weight.nbytes for weight in (*self.model.parameters(), *self.model.buffers()))
+        rounded = [module for module in self.model.modules() if isinstance(module, Int8Linear)]
+        int8 = [weight for module in rounded for weight in (module.rounded, module.scales)]
+        return sum(weight.nbytes for weight in (*self.model.parameters(), *self.model.buffers(), *int8))
 
     @property
     def linear(self) -> bool:

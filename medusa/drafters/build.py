@@ -14,6 +14,7 @@ from medusa.drafters.prompt_lookup import BELIEFS, LOOKUP_GUESSES, PLACES, Confi
 from medusa.drafters.sampled import SampledHeadsDrafter
 from medusa.drafters.writers import MtpWriter, SmallModel
 from medusa.heads import DraftHeads
+from medusa.noise import OTHER_DRAFTS
 from medusa.sampling import sources
 from medusa.tree import Tree
 
@@ -88,9 +89,10 @@ class Parts:
             cheap.append(NgramDrafter(self.ngrams, share, 1 if chain else KEPT))
         kept = nodes if alone or host_decides else max(2, (nodes - (share - 1) * len(cheap)) // max(1, len(costly)))
         dear: list[Drafter] = []
+        warmth = 0.0 if drawn else noise.temperature  # beside draws, what is chosen may not know the base's noise
         if "heads" in names:
             assert heads is not None, "checked by the caller"
-            dear.append(HeadsDrafter(heads, base, kept, tree, host_decides, temperature=noise.temperature))
+            dear.append(HeadsDrafter(heads, base, kept, tree, host_decides, temperature=warmth))
         if "draft-model" in names:
             small = self.draft_model
             assert small is not None, "checked by the caller"
@@ -98,7 +100,11 @@ class Parts:
             dear.append(ModelDrafter(writer, base.vocab_size, kept, cost, host_decides, noise, drawn, width))
         if "mtp" in names:
             cost = 1 / base.num_layers
-            dear.append(ModelDrafter(MtpWriter(base), base.vocab_size, kept, cost, host_decides, noise, drawn, width))
+            dear.append(
+                ModelDrafter(
+                    MtpWriter(base), base.vocab_size, kept, cost, host_decides, noise, drawn, width, OTHER_DRAFTS[0]
+                )
+            )
         if "early-exit" in names:
-            dear.append(EarlyExitDrafter(base, self._exit, kept, host_decides, noise, drawn))
+            dear.append(EarlyExitDrafter(base, self._exit, kept, host_decides, noise, drawn, OTHER_DRAFTS[1]))
         return [*cheap, *dear][0] if alone else HybridDrafter(cheap, dear, nodes, chain)

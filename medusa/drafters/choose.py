@@ -99,6 +99,9 @@ class Drafters:
                 f"drafter ({name!r}) needs a draft model and there is none; load one (draft_model=, --draft-model), or"
                 " choose prompt-lookup"
             )
+        if "early-exit" in names:
+            self.parts.build("early-exit", 2, None, NO_NOISE, False)
+            self.parts.base.shallow(1)
         if self.parts.base.mtp is None and "mtp" in names:
             raise ValueError(
                 f"drafter ({name!r}) needs the base's multi-token-prediction layer and it was not loaded; load it"
@@ -122,6 +125,8 @@ class Drafters:
         if speculation.nodes is not None or speculation.tree is not None:
             return self._given(speculation, rule)
         choices = self.choices(name, batch)
+        if name is None:  # the text for a seed must not depend on who is fastest
+            choices = {one: sizes for one, sizes in choices.items() if not _drawn(one, rule)}
         if not choices:
             return self._plain
 

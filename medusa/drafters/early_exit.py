@@ -15,6 +15,7 @@ from medusa.cache import SlotCache
 from medusa.drafters.base import Drafter
 from medusa.drafters.model import ROW_COST, ModelDrafter
 from medusa.drafters.writers import FirstLayers
+from medusa.noise import DRAFT
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -83,7 +84,7 @@ class EarlyExitDrafter(Drafter):
         host_decides: See ``ModelDrafter``, here and below.
         noise: Draws that drafts should follow.
         drawn: Draw, for the ``speculative`` rule.
-        width: Best tokens of a place that stand in a tree.
+        stream: Of its own noise.
 
     Raises:
         ValueError: The base has one layer, or the budget leaves no room for a guess.
@@ -100,7 +101,7 @@ class EarlyExitDrafter(Drafter):
         host_decides: bool = True,
         noise: Warper = NO_NOISE,
         drawn: bool = False,
-        width: int = 1,
+        stream: int = DRAFT,
     ) -> None:
         if base.num_layers < 2:
             raise ValueError(f"base ({base.name}) has one layer and no early exit; choose another drafter")
@@ -111,7 +112,7 @@ class EarlyExitDrafter(Drafter):
 
         def build(model: BaseModel) -> ModelDrafter:
             cost = model.num_layers / base.num_layers
-            return ModelDrafter(FirstLayers(model), base.vocab_size, nodes, cost, host_decides, noise, drawn, width)
+            return ModelDrafter(FirstLayers(model), base.vocab_size, nodes, cost, host_decides, noise, drawn, 1, stream)
 
         self._build = build
 

@@ -44,6 +44,7 @@ class ModelDrafter(Drafter):
             and position, the model draws with the same noise.
         drawn: Draw with noise of the model's own and say from which distribution, for the ``speculative`` rule.
         width: Best tokens of a place that stand in a tree; 1 = a chain.
+        stream: Of its own noise; drafters that share a tree need different ones.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
@@ -62,12 +63,14 @@ class ModelDrafter(Drafter):
         noise: Warper = NO_NOISE,
         drawn: bool = False,
         width: int = WIDTH,
+        stream: int = DRAFT,
     ) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for a draft model; give a larger tree budget")
         self.nodes, self._writer, self._cost, self._noise = nodes, writer, cost, noise
         self._drawn, self._width = drawn and noise.temperature > 0, width
         self._host_decides = host_decides and not self._drawn and writer.device.type == "cpu"
+        self._stream = stream
         self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
     def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
@@ -135,7 +138,7 @@ class ModelDrafter(Drafter):
             if self._drawn:
                 probs.append(scores_BV.exp())
                 places_B1 = state.positions[:, None] + 1 + ahead
-                scores_BV = scores_BV + gumbel_noise(state.seeds, places_B1, scores_BV.shape[1], DRAFT)[:, 0]
+                scores_BV = scores_BV + gumbel_noise(state.seeds, places_B1, scores_BV.shape[1], self._stream)[:, 0]
             tokens.append(scores_BV.argmax(-1, keepdim=True))
         chain = Draft.chain(torch.cat(tokens, dim=1))
         if not self._drawn:

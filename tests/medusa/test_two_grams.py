@@ -24,6 +24,7 @@ from medusa.drafters import (
 )
 from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
+from medusa.noise import OTHER_DRAFTS
 from tests.medusa.biased import forgetful, generous
 from tests.medusa.rules import make_rule
 
@@ -110,9 +111,12 @@ def drafters(base, heads):
     drawn = SampledHeadsDrafter(heads, base, TREE.nodes, 1.0, TREE)
     other, noise = tiny_base(1), Warper(1.5, top_k=6, top_p=0.9)
     written = ModelDrafter(SmallModel(other), V, 4, 0.1, noise=noise, drawn=True)
+    second = ModelDrafter(SmallModel(tiny_base(2)), V, 4, 0.1, noise=noise, drawn=True, stream=OTHER_DRAFTS[0])
     return {
         "a model's best": ModelDrafter(SmallModel(other), V, 6, 0.01, noise=noise),
         "a model's draws": written,
+        "two models' draws": HybridDrafter([], [written, second], 12),
+        "a model's draws and the best of heads": HybridDrafter([], [written, HeadsDrafter(heads, base, 4)], 12),
         "a model's draws and looked up": HybridDrafter([PromptLookupDrafter(3)], [written], 12),
         "best": HeadsDrafter(heads, base, 7),
         "drawn": drawn,
@@ -132,6 +136,8 @@ def drafters(base, heads):
         ("speculative", "a model's best"),
         ("speculative", "a model's draws"),
         ("speculative", "a model's draws and looked up"),
+        ("speculative", "two models' draws"),
+        ("speculative", "a model's draws and the best of heads"),
     ],
 )
 def test_pairs_follow_the_law_of_the_base(base, heads, law, name, drafter):
