@@ -136,6 +136,9 @@ class SlotCache(Cache):
             empty once they move.
     """
 
+    observes = False
+    """As a follower, it is told what the base commits."""
+
     def __init__(
         self, slots: int, capacity: int, num_layers: int, device: torch.device | str, limit: int | None = None
     ) -> None:
@@ -285,9 +288,6 @@ class SlotCache(Cache):
         lengths = self.lengths[torch.tensor(slots, dtype=torch.int64, device=self.lengths.device)]
         self._count([self.host_lengths[slot] for slot in slots])
         self.lengths = lengths
-
-    observes = False
-    """As a follower, it is told what the base commits."""
 
     def observe(self, hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:
         """The base has committed so many rows of the first slots, just now.

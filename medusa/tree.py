@@ -197,11 +197,17 @@ class Draft:
         return cls(tokens_BN, parents_BN.to(tokens_BN.device), min(depth, tokens_BN.shape[1] - 1), probs_BNV)
 
     @classmethod
-    def chain(cls, tokens_BT: Tensor) -> "Draft":
-        """A plain row of tokens, each the parent of the next: one token is plain decoding, many are a prefill."""
+    def chain(cls, tokens_BT: Tensor, sizes: Sequence[int] | None = None) -> "Draft":
+        """A plain row of tokens, each the parent of the next: one token is plain decoding, many are a prefill.
+
+        Args:
+            tokens_BT: Token ids.
+            sizes: Tokens of each row that count, where some have fewer; 0 = none.
+        """
         batch, length = tokens_BT.shape
         parents_T = torch.arange(-1, length - 1, device=tokens_BT.device).clamp(min=0)
-        return cls(tokens_BT, parents_T.expand(batch, -1), length - 1, straight=True)
+        uneven = None if sizes is None else ragged(sizes)
+        return cls(tokens_BT, parents_T.expand(batch, -1), length - 1, straight=True, sizes=uneven)
 
     def select(self, rows: Tensor) -> "Draft":
         """The draft of these rows [b] alone."""

@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--heads",
         metavar="DIR",
         help=f"directory of the heads, or their Hub id (default: those of the repository for --base smollm2,"
-        f" {DEFAULT_HEADS} for embedded, none for others: then prompt lookup guesses)",
+        f" {DEFAULT_HEADS} for embedded, none for other bases or beside a draft model)",
     )
     model.add_argument(
         "--base",

@@ -27,8 +27,8 @@ class Settings:
         seed: Of the sampling noise.
         acceptance: Rule that accepts draft tokens; None is greedy at temperature 0, else sampling.
         nodes: Tree budget with the root, in tokens per verify pass; 1 is plain decoding, None is the model's choice.
-        drafter: What guesses: the heads, prompt lookup (what followed the last words earlier in the text), or both;
-            None is both. The text does not depend on it, except under speculative and typical acceptance.
+        drafter: What guesses, a name of ``Speculation.drafter``; None is whoever is fastest. The text does not depend
+            on it, except under speculative and typical acceptance.
     """
 
     max_new_tokens: int = 512

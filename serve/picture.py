@@ -58,7 +58,7 @@ def _speeds(axes: Axes, base: str, report: dict[str, Any]) -> None:
 
 
 def _kinds(axes: Axes, report: dict[str, Any]) -> None:
-    """Tokens per step by kind of prompt: heads alone, and what the lookup adds."""
+    """Tokens per step by kind of prompt: heads alone, and whoever is fastest."""
     rows = report["drafters"]
     kinds = [key.removeprefix(KIND) for key in rows["heads"] if key.startswith(KIND)]
     kinds.sort(key=lambda kind: float(rows[AUTO][KIND + kind]))

@@ -15,7 +15,7 @@ Kinds = dict[str, list[int]]
 def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[list[list[int]], Kinds]:
     """``file_questions`` of a file, ``count`` of each category; without one ``count`` held-out prompts.
 
-    Those of a base without a chat, as the embedded one, are beginnings of functions of the standard library.
+    Those of the embedded base are of its own corpus: functions of the standard library, to continue or to write.
     """
     from data import EMBEDDED, resolve_base_name
 

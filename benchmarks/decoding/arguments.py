@@ -64,12 +64,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
     add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases bring (default: off)")
     text = "who is tried, names of drafters with commas between them (default: all that there are)"
-    add(
-        "--drafters",
-        type=_drafters,
-        metavar="NAME,...",
-        help=text,
-    )
+    add("--drafters", type=_drafters, metavar="NAME,...", help=text)
     text = "tree sizes with the root, K + 1 (default: 2,4,6,8,12)"
     add("--nodes", type=_numbers, default=[2, 4, 6, 8, 12], metavar="N,...", help=text)
     text = "a question file of Spec-Bench or MT-bench, with --count questions of each category"

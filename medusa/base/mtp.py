@@ -8,7 +8,6 @@ Source: DeepSeek-V3 (2024), section 2.2.
 Legend: B batch, C tokens of a row, D hidden size.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,8 @@ from transformers.modeling_layers import MtpModel
 
 from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
 from medusa.cache import SlotCache
-from medusa.tree import Draft, ragged
+from medusa.state import latest
+from medusa.tree import Draft
 
 
 class MtpLayer:
@@ -72,7 +72,7 @@ class MtpLayer:
         """
         if not any(counts):
             return
-        draft = dataclasses.replace(Draft.chain(tokens_BC), sizes=ragged(counts))
+        draft = Draft.chain(tokens_BC, counts)
         rows.begin(tokens_BC.shape[1])
         plan = TreePlan(draft, rows.lengths, rows.kv_length, self._attention)
         places_BC = rows.lengths[:, None] + 1 + draft.depths
@@ -89,9 +89,7 @@ class MtpLayer:
         counts_B = torch.tensor(counts, device=tokens_BC.device)
         rows.extend(counts_B)
         rows.grow(counts)
-        index_B = torch.arange(len(counts), device=tokens_BC.device)
-        last_BD = out_BCD[index_B, (counts_B - 1).clamp(min=0)]
-        rows.hidden = torch.where(counts_B[:, None] > 0, last_BD, rows.hidden)
+        rows.hidden = latest(out_BCD, counts_B, rows.hidden)
 
 
 class MtpRows(SlotCache):

@@ -20,7 +20,9 @@ from medusa.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-COSTLY = frozenset({"heads", "heads-sampled", "draft-model", "early-exit", "mtp"})
+MODELS = frozenset({"draft-model", "early-exit", "mtp"})
+"""Drafters that are models, and draw their drafts under the ``speculative`` rule."""
+COSTLY = MODELS | {"heads", "heads-sampled"}
 """Drafters whose drafts cost time, and which heed the noise of draws."""
 
 

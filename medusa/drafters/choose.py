@@ -9,7 +9,7 @@ from medusa.base.model import BaseModel
 from medusa.budget.auto import Auto
 from medusa.budget.policy import PLAIN, SIZES, Arm
 from medusa.drafters.base import Drafter, PlainDrafter
-from medusa.drafters.build import COSTLY, Parts
+from medusa.drafters.build import COSTLY, MODELS, Parts
 from medusa.drafters.ngram import ORDERS
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
@@ -82,7 +82,7 @@ class Drafters:
         """Refuse what this model cannot draft.
 
         Raises:
-            ValueError: A drafter that needs heads or a draft model where there are none, or a tree that does not fit.
+            ValueError: A drafter whose parts (heads, a draft model, an MTP layer) are not there, or another tree.
         """
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
         if name is not None and not isinstance(name, str):
@@ -192,5 +192,5 @@ class Drafters:
 
 def _drawn(name: str, rule: BuiltRule) -> bool:
     """Whether drafts are drawn, and the text depends on them."""
-    models = not {"draft-model", "early-exit", "mtp"}.isdisjoint(sources(name))
+    models = not MODELS.isdisjoint(sources(name))
     return name == "heads-sampled" or (models and rule.name == "speculative")

@@ -3,7 +3,6 @@
 Legend: B batch, C tokens of a pass, D hidden size, V vocabulary.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -15,8 +14,8 @@ from medusa.base.model import BaseModel
 from medusa.base.mtp import MtpRows
 from medusa.base.verify import verify
 from medusa.cache import SlotCache
-from medusa.state import DecodeState
-from medusa.tree import Draft, ragged
+from medusa.state import DecodeState, latest
+from medusa.tree import Draft
 
 CHUNK = 512
 """Tokens of a text per pass, at most."""
@@ -84,12 +83,11 @@ class SmallModel:
     def write(self, own: SlotCache, tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
         """See ``Writer``; several tokens of a row at a time too."""
         known_BC = tokens_BC.clamp(max=self._model.vocab_size - 1)
-        hidden_BCD = verify(self._model, own, dataclasses.replace(Draft.chain(known_BC), sizes=ragged(counts)))
+        hidden_BCD = verify(self._model, own, Draft.chain(known_BC, counts))
         counts_B = torch.tensor(counts, device=tokens_BC.device)
         own.extend(counts_B)
         own.grow(counts)
-        last_BD = hidden_BCD[torch.arange(len(counts), device=tokens_BC.device), (counts_B - 1).clamp(min=0)]
-        return torch.where(counts_B[:, None] > 0, last_BD, hidden_BD)
+        return latest(hidden_BCD, counts_B, hidden_BD)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """See ``Writer``."""

@@ -198,6 +198,11 @@ class GraphSteps:
         self._active = [True] * cache.slots
         self._under_way: deque[_Arrival] = deque()
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """See ``Steps``: shapes are fixed."""
+        return [self._drafter.nodes] * len(self._active)
+
     @torch.inference_mode()
     def next(self) -> list[list[int]]:
         """See ``Steps``."""
@@ -268,7 +273,7 @@ class GraphSteps:
         cache, state = self._cache, self._state
         try:
             with cache.fixed_shapes():
-                emitted, after = step_on_device(self._base, cache, self._drafter, self._rule, state)
+                emitted, after, _ = step_on_device(self._base, cache, self._drafter, self._rule, state)
             for field in dataclasses.fields(state):
                 getattr(state, field.name).copy_(getattr(after, field.name))
         finally:

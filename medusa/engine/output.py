@@ -47,6 +47,8 @@ class Output:
         text: The new text, without special tokens and without the stop string.
         prompt_tokens: Length of the prompt in tokens.
         steps: Verify passes that the completion took.
+        draft_tokens: Tokens that were drafted and verified in them.
+        accepted: How many steps accepted 0, 1, 2, ... of their draft tokens.
         finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
         seconds: Wall-clock time from the first step to the last token.
         cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix``).
@@ -58,6 +60,8 @@ class Output:
     drafted: list[bool] = field(default_factory=list)
     text: str = ""
     steps: int = 0
+    draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     seconds: float = 0.0
     cached_tokens: int = 0
@@ -117,10 +121,21 @@ class Completion:
         """Begin to count ``output.seconds``: the prefill is over."""
         self._begin = time.perf_counter()
 
-    def extend(self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = ()) -> list[Piece]:
-        """Take the tokens of one step, the last of which is the base's own; returns the text that became final."""
+    def extend(
+        self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = (), draft_tokens: int = 0
+    ) -> list[Piece]:
+        """Take the tokens of one step, the last of which is the base's own; returns the text that became final.
+
+        Args:
+            tokens: At least one.
+            logprobs: Of each, where they are asked for.
+            draft_tokens: How many were drafted.
+        """
         output, pieces = self.output, []
         output.steps += 1
+        output.draft_tokens += draft_tokens
+        output.accepted += [0] * (len(tokens) - len(output.accepted))
+        output.accepted[len(tokens) - 1] += 1
         for index, token in enumerate(tokens):
             output.tokens.append(token)
             output.drafted.append(index < len(tokens) - 1)

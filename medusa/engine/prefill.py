@@ -7,7 +7,7 @@ import torch
 from medusa.base.model import BaseModel
 from medusa.base.verify import verify
 from medusa.cache import SlotCache
-from medusa.state import DecodeState
+from medusa.state import DecodeState, latest
 from medusa.tree import Draft
 
 CHUNK = 512
@@ -82,8 +82,7 @@ class Prefill:
         for follower in cache.observers:
             next_bC = self._history_BT[:slots].gather(1, (places_bC + 1).clamp(max=width - 1))
             follower.observe(hidden_bCF, next_bC, counts)
-        last_bF = hidden_bCF[torch.arange(slots, device=device), (counts_b - 1).clamp(min=0)]
-        self._hidden_BF[:slots] = torch.where(counts_b[:, None] > 0, last_bF, self._hidden_BF[:slots])
+        self._hidden_BF[:slots] = latest(hidden_bCF, counts_b, self._hidden_BF[:slots])
         for slot, count in enumerate(counts):
             self._missing[slot] -= count
 

@@ -1,6 +1,7 @@
 """One decode step: draft, verify, accept, commit."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,10 +25,12 @@ class StepResult:
         tokens: The new tokens of each sequence, on the host, the last of them the base's own; none where it was not
             active.
         state: What the next step starts from.
+        sizes: Nodes of each sequence's tree, the root included.
     """
 
     tokens: list[list[int]]
     state: DecodeState
+    sizes: Sequence[int]
 
 
 def tree_logits(base: BaseModel, draft: Draft, hidden_BNF: Tensor) -> Tensor:
@@ -55,10 +58,10 @@ def decode_step(
 ) -> StepResult:
     """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
     state = _make_room(cache, state, drafter.nodes)
-    emitted, state = step_on_device(base, cache, drafter, rule, state, reader)
+    emitted, state, sizes = step_on_device(base, cache, drafter, rule, state, reader)
     tokens, counts = read_tokens(emitted.tolist())  # the step's only copy to the host
     cache.grow(counts)
-    return StepResult(tokens, state)
+    return StepResult(tokens, state, sizes)
 
 
 def step_on_device(
@@ -68,12 +71,12 @@ def step_on_device(
     rule: Rule,
     state: DecodeState,
     reader: Reader | None = None,
-) -> tuple[Tensor, DecodeState]:
+) -> tuple[Tensor, DecodeState, Sequence[int]]:
     """The step without the host, for a cache and a history that have room for it.
 
     Returns:
-        [A + 1, B] int64: the emitted tokens of each sequence, undefined behind their number, which is the last row; and
-        the next state.
+        [A + 1, B] int64: the emitted tokens of each sequence, undefined behind their number, which is the last row; the
+        next state; and the nodes of each tree.
     """
     draft = _fit(base, cache, drafter.propose(state, cache))
 
@@ -94,7 +97,7 @@ def step_on_device(
         path_BAF = hidden_BNF.gather(1, accepted.path[..., None].expand(-1, -1, hidden_BNF.shape[2]))
         follower.observe(path_BAF, accepted.tokens, counts_B.tolist())
     emitted = torch.cat([accepted.tokens.T, counts_B[None]])
-    return emitted, _next_state(state, accepted, hidden_BNF, cache)
+    return emitted, _next_state(state, accepted, hidden_BNF, cache), draft.row_sizes
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:

@@ -17,6 +17,10 @@ from medusa.state import DecodeState
 class Steps(Protocol):
     """Decode steps of the same sequences in a row, each from the state that the one before left."""
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Nodes of each sequence's tree in the last step, the root included."""
+
     def next(self) -> list[list[int]]:
         """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
 
@@ -45,11 +49,12 @@ class EagerSteps:
     ) -> None:
         self._parts = (base, cache, drafter, rule)
         self._state, self._reader = state, reader
+        self.sizes: Sequence[int] = [1] * len(state.roots)
 
     def next(self) -> list[list[int]]:
         """See ``Steps``."""
         result = decode_step(*self._parts, self._state, self._reader)
-        self._state = result.state
+        self._state, self.sizes = result.state, result.sizes
         return result.tokens
 
     def keep(self, active: Sequence[bool]) -> None:
