@@ -1,6 +1,7 @@
 """``MedusaModel``: a base with its heads; load, save, generate, stream."""
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,10 +47,11 @@ class MedusaModel:
     """A frozen base and the heads that draft for it.
 
     Attributes:
-        base: The base; with its feature layers where heads read some.
+        base: The base; with the feature layers that heads read.
         heads: The heads, or None: then every step is a plain decode step, unless something else drafts. They are a
             frozen copy on the base's device and in its dtype, which may share the memory of those that were handed
             over; hand over a copy of heads that go on training.
+        named: Other heads that requests may choose, see ``with_heads``.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         drafters: Chooses what drafts.
         calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
@@ -66,11 +68,11 @@ class MedusaModel:
         draft_model: BaseModel | None = None,
     ) -> None:
         if heads is not None:
-            heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
+            heads = _fitted(heads, base)
             base = base.tapped(heads.config.feature_layers)
-            heads = heads.with_config(vocab_size=base.vocab_size)  # not all formats tell it
-            heads = freeze(heads.to(device=base.device, dtype=base.dtype), base)
+            heads = freeze(heads, base)
         self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
+        self.named: dict[str, DraftHeads] = {}
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         if draft_model is not None:
             check_draft_model(draft_model, base)
@@ -129,6 +131,28 @@ class MedusaModel:
         small = None if draft_model is None else load_draft_model(draft_model, loaded.base)
         model = loaded.base.with_mtp() if mtp else loaded.base
         return cls(model, loaded.heads, graph, loaded.calibration, loaded.provenance, small)
+
+    def with_heads(self, named: Mapping[str, DraftHeads]) -> "MedusaModel":
+        """The same model with these heads beside its own; requests choose them by name (``Speculation.heads``).
+
+        All share the base, and requests with different heads share its passes. What was learned as it runs stays. This
+        model stays as it is.
+
+        Args:
+            named: By name; those that were there before and are not among them are left out.
+
+        Raises:
+            ValueError: Heads for another base.
+        """
+        fitted = {name: _fitted(heads, self.base) for name, heads in named.items()}
+        sets = [*([self.heads] if self.heads else []), *fitted.values()]
+        layers = tuple(dict.fromkeys(layer for heads in sets for layer in heads.config.feature_layers))
+        model = copy.copy(self)
+        model.base = base = self.base.tapped(layers)
+        model.heads = freeze(self.heads, base, layers) if self.heads else None
+        model.named = {name: freeze(heads, base, layers) for name, heads in fitted.items()}
+        model.drafters = self.drafters.with_heads(model.heads, model.named)
+        return model
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
         """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
@@ -245,6 +269,12 @@ class MedusaModel:
         sampling, speculation = from_options(options, len(prompts))
         requests = zip(prompts, sampling, speculation, strict=True)
         return start(self.base, self.drafters, self.graphs, list(requests), prefix, incremental)
+
+
+def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:
+    """Heads in the base's dtype on its device, which know its vocabulary: not all formats tell it."""
+    heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
+    return heads.with_config(vocab_size=base.vocab_size).to(device=base.device, dtype=base.dtype)
 
 
 def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:

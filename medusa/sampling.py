@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     nodes: int | None
     tree: "Tree | None"
     drafter: Any
+    heads: str | None
     prefix: Any
     sampling: Any
     speculation: Any
@@ -170,6 +171,8 @@ class Speculation:
     typical acceptance with other drafters only a number makes the text repeat for a seed."""
     tree: "Tree | None" = None
     """A static tree instead of a dynamic one of ``nodes`` nodes."""
+    heads: str | None = None
+    """Which heads draft, where the model has several (``MedusaModel.with_heads``); None = its own."""
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes)

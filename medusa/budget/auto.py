@@ -68,7 +68,7 @@ Choices = Mapping[str, Sequence[int]]
 
 
 class Auto:
-    """A policy for each set of drafters, size of batch, and what the rule computes.
+    """A policy for each set of heads and drafters, size of batch, and what the rule computes.
 
     Batches count as the next power of two.
 
@@ -81,11 +81,13 @@ class Auto:
 
     def __init__(self, device_type: str) -> None:
         self._rows = ROWS.get(device_type, ROWS["cpu"])
-        self._policies: dict[tuple[tuple[str, ...], str, int], Policy] = {}
+        self._policies: dict[tuple[str | None, tuple[str, ...], str, int], Policy] = {}
         self._watched: OrderedDict[tuple[int, str, int], tuple[Policy, Arm, Drafter]] = OrderedDict()
         self.reason = ""
 
-    def at_each_step(self, choices: Choices, batch: int, rule: BuiltRule, build: Build) -> Drafter:
+    def at_each_step(
+        self, choices: Choices, batch: int, rule: BuiltRule, build: Build, heads: str | None = None
+    ) -> Drafter:
         """A drafter for the next completions that chooses at each step, where shapes cost nothing.
 
         Args:
@@ -93,13 +95,16 @@ class Auto:
             batch: Sequences B.
             rule: Decides in every step.
             build: The drafter of an arm.
+            heads: Name of the heads, where there are several.
         """
         largest = [Arm(name, sizes[-1]) for name, sizes in choices.items()]
-        return AutoDrafter(self._policy(choices, batch, rule), build, largest)
+        return AutoDrafter(self._policy(choices, batch, rule, heads), build, largest)
 
-    def for_completion(self, choices: Choices, batch: int, rule: BuiltRule, build: Build) -> Drafter:
+    def for_completion(
+        self, choices: Choices, batch: int, rule: BuiltRule, build: Build, heads: str | None = None
+    ) -> Drafter:
         """The drafter that is best for the next completions, where shapes are fixed; see above."""
-        policy = self._policy(choices, batch, rule)
+        policy = self._policy(choices, batch, rule, heads)
         drafter = build(arm := policy.choose())
         # With the drafter itself: as long as it lives no other one has its id.
         key = (id(drafter), rule.work, _bucket(batch))
@@ -116,8 +121,8 @@ class Auto:
             policy, arm, _ = watched  # the drafter may have fewer nodes, where a base verifies chains only
             policy.observe(arm, len(output.tokens), output.seconds, output.steps)
 
-    def _policy(self, choices: Choices, batch: int, rule: BuiltRule) -> Policy:
-        key = (tuple(choices), rule.work, slots := _bucket(batch))
+    def _policy(self, choices: Choices, batch: int, rule: BuiltRule, heads: str | None) -> Policy:
+        key = (heads, tuple(choices), rule.work, slots := _bucket(batch))
         if key not in self._policies:
             self._policies[key] = Policy(choices, self._rows // slots, slots)
         reason = f"auto, batch of {batch}: {self._policies[key]}"

@@ -1,5 +1,6 @@
 """Drafters from what a model has to draft with."""
 
+import copy
 import logging
 
 from medusa.acceptance.logits import Warper
@@ -45,6 +46,12 @@ class Parts:
         self.base, self.heads, self.draft_model, self.host_decides = base, heads, draft_model, host_decides
         self.ngrams = NgramCache()
         self._looked_up, self._exit = Confidence(BELIEFS), ExitLayer(base)
+
+    def with_heads(self, heads: DraftHeads | None) -> "Parts":
+        """The same with other heads; what was learned is shared."""
+        parts = copy.copy(self)
+        parts.heads = heads
+        return parts
 
     def build(self, name: str, nodes: int, tree: Tree | None, noise: Warper, drawn: bool) -> Drafter:
         """The drafter of a name.

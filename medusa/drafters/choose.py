@@ -1,7 +1,8 @@
 """The drafter of a request, from its name, and its tree size where that is left open."""
 
+import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from medusa.acceptance import BuiltRule, build_rule
 from medusa.acceptance.logits import NO_NOISE, Warper
@@ -37,6 +38,7 @@ class Drafters:
 
     Attributes:
         parts: What there is to draft with.
+        named: The same with other heads, by their names.
         start: Runs the steps.
     """
 
@@ -48,27 +50,37 @@ class Drafters:
         draft_model: BaseModel | None = None,
     ) -> None:
         self.parts = Parts(base, heads, draft_model, graphs is None and base.device.type == "cpu")
+        self.named: dict[str, Parts] = {}
         self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
         self._plain = PlainDrafter()
         self._auto = Auto(base.device.type)
-        self._kept: OrderedDict[tuple[str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
+        self._kept: OrderedDict[tuple[str | None, str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
 
-    def choices(self, name: str | None, batch: int) -> dict[str, Sequence[int]]:
+    def with_heads(self, own: DraftHeads | None, named: Mapping[str, DraftHeads]) -> "Drafters":
+        """The same with these heads; what was learned as it runs is shared."""
+        drafters = copy.copy(self)
+        drafters.parts = self.parts.with_heads(own)
+        drafters.named = {name: self.parts.with_heads(heads) for name, heads in named.items()}
+        drafters._kept = OrderedDict()
+        return drafters
+
+    def choices(self, name: str | None, batch: int, heads: str | None = None) -> dict[str, Sequence[int]]:
         """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding.
 
         Args:
             name: Who was asked for; None = whoever is there.
             batch: Sequences that share a pass.
+            heads: Name of the heads; None = the model's own.
         """
         if self.parts.base.decoding == "plain":
             return {}
         if name is None:
-            return self._everyone(batch)
+            return self._everyone(batch, heads)
         return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES[1:]}
 
-    def _everyone(self, batch: int) -> dict[str, Sequence[int]]:
+    def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
         found: dict[str, Sequence[int]] = {}
-        if self.parts.heads is not None:
+        if self._parts(heads).heads is not None:
             found["hybrid"] = SIZES[1:]
         if self.parts.draft_model is not None:
             found["draft-model+prompt-lookup"] = SIZES[1:]
@@ -85,14 +97,18 @@ class Drafters:
             ValueError: A drafter whose parts (heads, a draft model, an MTP layer) are not there, or another tree.
         """
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
+        if speculation.heads is not None and speculation.heads not in self.named:
+            known = ", ".join(sorted(self.named)) or "none"
+            raise ValueError(f"heads ({speculation.heads!r}) are not loaded; choose one of: {known}")
+        heads = self._parts(speculation.heads).heads
         if name is not None and not isinstance(name, str):
             return
         takes_tree, names = name in (None, "heads", "heads-sampled"), sources(name) if name else ()
-        if tree is not None and (self.parts.heads is None or nodes is not None or not takes_tree):
+        if tree is not None and (heads is None or nodes is not None or not takes_tree):
             raise ValueError(
                 "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
             )
-        if self.parts.heads is None and not {"heads", "heads-sampled"}.isdisjoint(names):
+        if heads is None and not {"heads", "heads-sampled"}.isdisjoint(names):
             raise ValueError(f"drafter ({name!r}) needs heads and there are none; load heads, or choose prompt-lookup")
         if self.parts.draft_model is None and "draft-model" in names:
             raise ValueError(
@@ -124,14 +140,14 @@ class Drafters:
             return drafter
         if speculation.nodes is not None or speculation.tree is not None:
             return self._given(speculation, rule)
-        choices = self.choices(name, batch)
+        choices = self.choices(name, batch, speculation.heads)
         if name is None:  # the text for a seed must not depend on who is fastest
             choices = {one: sizes for one, sizes in choices.items() if not _drawn(one, rule)}
         if not choices:
             return self._plain
 
         def build(arm: Arm) -> Drafter:
-            return self._plain if arm == PLAIN else self._sized(*arm, None, rule)
+            return self._plain if arm == PLAIN else self._sized(speculation.heads, *arm, None, rule)
 
         first, sizes = next(iter(choices.items()))
         if _drawn(first, rule):
@@ -139,8 +155,8 @@ class Drafters:
         if name is not None and len(sizes) == 1:
             return build(Arm(name, *sizes))
         if self.parts.host_decides:
-            return self._auto.at_each_step(choices, batch, rule, build)
-        return self._auto.for_completion(choices, batch, rule, build)
+            return self._auto.at_each_step(choices, batch, rule, build, speculation.heads)
+        return self._auto.for_completion(choices, batch, rule, build, speculation.heads)
 
     def observe(
         self, drafter: Drafter, speculation: Speculation, rule: BuiltRule, batch: int, prompt: list[int], output: Output
@@ -166,6 +182,9 @@ class Drafters:
         self.choose(Speculation(drafter=name), 1, rule)
         return self._auto.reason
 
+    def _parts(self, heads: str | None) -> Parts:
+        return self.parts if heads is None else self.named[heads]
+
     def _alone_and_free(self, name: str, batch: int) -> bool:
         """Whether drafts cost nothing to make and say themselves how many of their nodes are worth a row."""
         return self.parts.host_decides and batch == 1 and COSTLY.isdisjoint(sources(name))
@@ -173,17 +192,17 @@ class Drafters:
     def _given(self, speculation: Speculation, rule: BuiltRule) -> Drafter:
         """The drafter of a request that says how much is drafted."""
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
-        name = name or ("heads" if tree is not None else next(iter(self._everyone(1)), None))
+        name = name or ("heads" if tree is not None else next(iter(self._everyone(1, speculation.heads)), None))
         if nodes == 1 or name is None:
             return self._plain
-        return self._sized(name, nodes or 2, tree, rule)
+        return self._sized(speculation.heads, name, nodes or 2, tree, rule)
 
-    def _sized(self, name: str, nodes: int, tree: Tree | None, rule: BuiltRule) -> Drafter:
+    def _sized(self, heads: str | None, name: str, nodes: int, tree: Tree | None, rule: BuiltRule) -> Drafter:
         drawn = _drawn(name, rule)
         noise = rule.warper if drawn else NO_NOISE if COSTLY.isdisjoint(sources(name)) else rule.noise
-        key = (name, nodes, tree, noise, drawn)
+        key = (heads, name, nodes, tree, noise, drawn)
         if key not in self._kept:
-            self._kept[key] = self.parts.build(*key)
+            self._kept[key] = self._parts(heads).build(*key[1:])
         self._kept.move_to_end(key)
         while len(self._kept) > KEPT_DRAFTERS:
             self._kept.popitem(last=False)

@@ -16,6 +16,7 @@ from medusa.cache import SlotCache
 from medusa.clock import synchronize
 from medusa.drafters import Drafter
 from medusa.drafters.choose import Drafters
+from medusa.engine.constraint import ConstrainedRule, Constraint
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
 from medusa.engine.mixed import Group, MixedDrafter, MixedRule
@@ -27,6 +28,8 @@ from medusa.state import DecodeState
 
 HEADROOM = 256
 """Rows that a new cache has for a completion; a longer one makes it grow."""
+PREFILL_ROWS = 16_384
+"""Prompt tokens of a pass, at most: as many as keep any device busy."""
 LEAVE_AT = 1 / 4
 """Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
 belongs to a number of sequences."""
@@ -34,20 +37,21 @@ belongs to a number of sequences."""
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One request: what it asks for, and its completion."""
+    """One request: what it asks for, what it may say, and its completion."""
 
     prompt: list[int]
     params: SamplingParams
     speculation: Speculation
     rule: BuiltRule
     completion: Completion
+    constraint: Constraint | None
 
     @property
     def drafting(self) -> tuple[object, ...]:
         """What rows with one drafter have in common."""
         wanted = self.speculation
         name = wanted.drafter if isinstance(wanted.drafter, str) else id(wanted.drafter)
-        return name, wanted.nodes, wanted.tree
+        return wanted.heads, name, wanted.nodes, wanted.tree
 
 
 class Batch:
@@ -60,12 +64,19 @@ class Batch:
         drafters: Chooses what drafts for a row.
         graphs: Runs the steps as CUDA graphs; None = eagerly.
         cache: An empty cache that was lent for the batch (``StepGraphs.lend``); None = its own.
+        prefill_rows: Prompt tokens of a pass, at most, where others wait for it; prompts of a group share them.
     """
 
     def __init__(
-        self, base: BaseModel, drafters: Drafters, graphs: StepGraphs | None = None, cache: SlotCache | None = None
+        self,
+        base: BaseModel,
+        drafters: Drafters,
+        graphs: StepGraphs | None = None,
+        cache: SlotCache | None = None,
+        prefill_rows: int = PREFILL_ROWS,
     ) -> None:
         self._base, self._drafters, self._graphs, self._lent = base, drafters, graphs, cache
+        self._prefill_rows = prefill_rows
         self._waiting: list[Row] = []
         self._prefills: deque[tuple[list[Row], Prefill]] = deque()
         self._rows: list[Row] = []  # those that decode, in the order of the cache's slots
@@ -88,6 +99,7 @@ class Batch:
         speculation: Speculation | None = None,
         incremental: bool = False,
         cache: SlotCache | None = None,
+        constraint: Constraint | None = None,
     ) -> Completion:
         """Let a request join; its completion grows with every ``step``.
 
@@ -97,6 +109,7 @@ class Batch:
             speculation: How they are drafted; None = the defaults.
             incremental: Make text token by token, for streaming.
             cache: One slot with the rows of the prompt's first tokens (``Prefix``), for a request that stays alone.
+            constraint: What the completion may say; None = anything.
 
         Raises:
             ValueError: An empty prompt, one that fills the context or holds what is no token id, or parameters that
@@ -117,7 +130,7 @@ class Batch:
                 " shorten the prompt"
             )
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
-        row = Row(prompt, params, speculation, rule, completion)
+        row = Row(prompt, params, speculation, rule, completion, constraint)
         if cache is None:
             self._waiting.append(row)
         else:
@@ -146,7 +159,7 @@ class Batch:
             self._leave()  # some may have been removed meanwhile
         if self._rows:
             steps = self._steps or self._begin()
-            self._extend(steps.next())
+            self._extend(steps.next(), steps.sizes)
             self._leave()
         grown, self._grown = self._grown, {}
         return grown
@@ -156,10 +169,13 @@ class Batch:
         # Prompts of as many chunks are computed together, the short ones first.
         # In a group the longest stands first, see ``Prefill``.
         for _, group in groupby(sorted(self._waiting, key=lambda row: (_chunks(row), -len(row.prompt))), _chunks):
-            rows = list(group)
-            cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows))
-            prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
-            self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))
+            waiting = list(group)
+            while waiting:
+                together = max(1, self._prefill_rows // min(CHUNK, len(waiting[0].prompt)))
+                rows, waiting = waiting[:together], waiting[together:]
+                cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows))
+                prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
+                self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))
         self._waiting = []
         while self._prefills:
             rows, prefill = self._prefills[0]
@@ -205,27 +221,35 @@ class Batch:
         # and by one more where steps run ahead.
         needed = longest + 4 * drafter.nodes
         self._cache.limit = needed if self._lent is None else max(needed, self._lent.limit)
+        constraints = {index: row.constraint for index, row in enumerate(self._rows) if row.constraint is not None}
+        if constraints:
+            rule = ConstrainedRule(rule, constraints)
+        self._reader = None
         if any(row.params.logprobs is not None for row in self._rows):
             self._reader = LogprobReader([row.params.logprobs for row in self._rows])
+        if constraints or self._reader:  # the host has a say in each step
             self._steps = EagerSteps(self._base, self._cache, drafter, rule, self._state, self._reader)
         else:
-            self._reader = None
             self._steps = self._drafters.start(self._base, self._cache, drafter, rule, self._state)
         return self._steps
 
-    def _extend(self, tokens: list[list[int]]) -> None:
+    def _extend(self, tokens: list[list[int]], sizes: Sequence[int]) -> None:
         """Hand every row its new tokens."""
         logprobs = self._reader.take() if self._reader is not None else {}
-        for index, (row, new) in enumerate(zip(self._rows, tokens, strict=True)):
+        for index, (row, new, size) in enumerate(zip(self._rows, tokens, sizes, strict=True)):
             if new and row.completion.active:
-                self._grown.setdefault(row.completion, []).extend(row.completion.extend(new, logprobs.get(index, [])))
+                pieces = row.completion.extend(new, logprobs.get(index, []), size - 1)
+                self._grown.setdefault(row.completion, []).extend(pieces)
+                if row.constraint is not None and row.completion.active:
+                    row.constraint.advance(new)
 
     def _stop(self) -> None:
         """No more steps of the rows as they are; a step that is still under way counts."""
         if self._steps is not None:
             late, self._state = self._steps.stop()
+            if late is not None:
+                self._extend(late, self._steps.sizes)
             self._steps = None
-            self._extend(late or [[]] * len(self._rows))
 
     def _leave(self) -> None:
         """Let rows that have ended go; the last ones take their places in the cache."""

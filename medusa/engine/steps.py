@@ -49,7 +49,7 @@ class EagerSteps:
     ) -> None:
         self._parts = (base, cache, drafter, rule)
         self._state, self._reader = state, reader
-        self.sizes: Sequence[int] = [1] * len(state.roots)
+        self.sizes: Sequence[int] = ()
 
     def next(self) -> list[list[int]]:
         """See ``Steps``."""

@@ -112,6 +112,8 @@ class DraftHeads(nn.Module, ABC):
         lm_heads: Own vocabulary matrices [K, V, D], or None where the base's frozen output layer is shared.
         fusion: What is added to the last hidden state [D] for the feature layers' outputs [F - D], or None without
             such layers.
+        reads: int64 [F], the columns of the base's hidden states that are these heads', where the base has more layers
+            tapped, for others; None = all.
     """
 
     draft_ids: Tensor | None
@@ -124,6 +126,7 @@ class DraftHeads(nn.Module, ABC):
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
         self._joined_output: Callable[[Tensor], Tensor] | None = None  # of heads that are frozen, see ``join``
         self.fusion: nn.Linear | None = None
+        self.reads: Tensor | None = None
         if config.feature_layers:
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)
@@ -137,6 +140,8 @@ class DraftHeads(nn.Module, ABC):
             ValueError: The hidden state is that of other layers.
         """
         dim, count = self.config.hidden_size, len(self.config.feature_layers)
+        if self.reads is not None:
+            hidden = hidden[..., self.reads]
         if hidden.shape[-1] != dim * (1 + count):
             raise ValueError(
                 f"hidden state ({hidden.shape[-1]} numbers) must hold {dim} for the last layer and for each of the"

@@ -131,7 +131,7 @@ def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, sett
         state = prefill(meta, cache, [[1, 2, 3], [4, 5]])
         state.history.resize_(2, 65)
         with Strict(), cache.fixed_shapes():
-            emitted, after = step_on_device(meta, cache, drafter, rule, state)
+            emitted, after, _ = step_on_device(meta, cache, drafter, rule, state)
     assert emitted.shape[1] == 2
     assert (after.roots.shape, after.hidden.shape) == (state.roots.shape, state.hidden.shape)
 
