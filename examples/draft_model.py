@@ -23,7 +23,7 @@ from data.prompts import embedded_prompts, file_prompts
 from medusa import MedusaModel
 from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.drafters import ModelDrafter, SmallModel
-from serve.compare import Timing, compare, identical, medusa_engine
+from serve.demo.compare import Timing, compare, identical, medusa_engine
 
 
 def parse() -> argparse.Namespace:

@@ -1,1 +1,1 @@
-"""Services on top of the ground floor: the chat in the terminal and the demo."""
+"""Services on top of the ground floor: a chat in the terminal, a server, and the demo."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from serve.chat import main
+from serve.chat.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -30,10 +30,10 @@ from medusa.budget.tree_search import grow_tree
 from medusa.files import write_json
 from medusa.io.settings_file import save_settings
 from medusa.io.tree_file import save_tree
-from serve.compare import unpacked_copy
-from serve.demo_report import show, show_kinds
-from serve.figures import measure
-from serve.questions import questions
+from serve.demo.compare import unpacked_copy
+from serve.demo.figures import measure
+from serve.demo.questions import questions
+from serve.demo.report import show, show_kinds
 
 
 def _compare(options: argparse.Namespace) -> None:

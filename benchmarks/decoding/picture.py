@@ -10,7 +10,7 @@ from matplotlib import pyplot
 
 from benchmarks.decoding.tables import REPLAYED, title
 from benchmarks.decoding.tree_picture import draw_tree
-from serve.picture import BLUE, GREY, ORANGE
+from serve.demo.picture import BLUE, GREY, ORANGE
 
 COLOURS = (BLUE, ORANGE, "#3a8f4d", "#8a4fa3", "#a83232", "#555555")
 

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from serve.picture import BLUE, GREY, ORANGE
+from serve.demo.picture import BLUE, GREY, ORANGE
 
 Ranks = tuple[int, ...]
 GROUND, DARK = 0.12, 0.55

@@ -5,7 +5,7 @@ from typing import Any
 
 from medusa import MedusaModel
 from medusa.sampling import Speculation
-from serve.compare import Engine, Timing, compare, identical, medusa_engine, transformers_engine, unpacked_copy
+from serve.demo.compare import Engine, Timing, compare, identical, medusa_engine, transformers_engine, unpacked_copy
 
 AUTO, PLAIN = "auto", "plain"
 

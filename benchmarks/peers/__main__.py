@@ -39,7 +39,7 @@ def _run(options: argparse.Namespace) -> None:
     from medusa import MedusaModel
     from medusa.base.smollm2 import locate
     from medusa.files import write_json
-    from serve.questions import questions
+    from serve.demo.questions import questions
 
     heads, base, there = str(options.heads or shipped_heads("smollm2")), locate("smollm2"), Path(options.environments)
     model = MedusaModel.from_pretrained(heads)

@@ -18,7 +18,7 @@ from medusa import MedusaModel
 from medusa.clock import alternate, seconds
 from medusa.drafters import Drafter, PlainDrafter
 from medusa.formats import load_heads
-from serve.compare import compare, medusa_engine
+from serve.demo.compare import compare, medusa_engine
 
 PROPOSALS = 16
 """Drafts, at different places of a text, whose median is one measurement."""

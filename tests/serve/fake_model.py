@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from serve.commands import COMMANDS
-from serve.conversation import Conversation, Message, Settings
-from serve.repl import Repl
-from serve.terminal import Terminal
+from serve.chat.commands import COMMANDS
+from serve.chat.conversation import Conversation, Message, Settings
+from serve.chat.repl import Repl
+from serve.chat.terminal import Terminal
 
 
 class FakePiece(str):

@@ -11,7 +11,7 @@ import torch
 
 from medusa import BaseModel, DraftHeads, MedusaModel, Tree
 from medusa.io.tree_file import save_tree
-from serve import chat
+from serve.chat import __main__ as chat
 
 WRONG = [
     "--bogus",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve.conversation import Conversation, Settings, Turn, load, save
+from serve.chat.conversation import Conversation, Settings, Turn, load, save
 
 THREE_TURNS = [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")]
 

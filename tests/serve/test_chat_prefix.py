@@ -6,10 +6,10 @@ import pytest
 
 from medusa import Prefix
 from medusa.cache import SlotLayer
-from serve.commands import COMMANDS
-from serve.conversation import Conversation, Settings
-from serve.repl import Repl
-from serve.terminal import Terminal
+from serve.chat.commands import COMMANDS
+from serve.chat.conversation import Conversation, Settings
+from serve.chat.repl import Repl
+from serve.chat.terminal import Terminal
 
 
 class Person(Terminal):

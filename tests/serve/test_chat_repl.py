@@ -9,10 +9,10 @@ from typing import Any, TextIO
 
 import pytest
 
-from serve.commands import COMMANDS
-from serve.conversation import Conversation, Settings, Turn
-from serve.repl import Repl
-from serve.terminal import Terminal
+from serve.chat.commands import COMMANDS
+from serve.chat.conversation import Conversation, Settings, Turn
+from serve.chat.repl import Repl
+from serve.chat.terminal import Terminal
 from tests.serve.fake_model import FakeModel
 
 

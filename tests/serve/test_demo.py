@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from medusa.formats import save_heads
-from serve import demo
-from serve.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
-from serve.demo_report import publish
-from serve.labels import LABELS
-from serve.picture import draw
-from serve.progress import Progress
-from serve.questions import file_questions
+from serve.demo import __main__ as demo
+from serve.demo.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
+from serve.demo.labels import LABELS
+from serve.demo.picture import draw
+from serve.demo.progress import Progress
+from serve.demo.questions import file_questions
+from serve.demo.report import publish
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
@@ -31,7 +31,7 @@ def engine(name, tokens, order):
 
 def test_engines_take_turns_and_rates_are_medians(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("serve.compare.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("serve.demo.compare.time.perf_counter", lambda: next(clock))
     order = []
     timings = compare({"a": engine("a", 2, order), "b": engine("b", 6, order)}, PROMPTS, rounds=3)
     assert "".join(order) == "ab" + "aaabbb" + "bbbaaa" + "aaabbb", "one warm-up each, then alternated"

@@ -17,7 +17,7 @@ from medusa.budget.tree_search import typical_tree
 from medusa.files import header
 from medusa.heads import ARCHITECTURES
 from medusa.io.settings_file import save_settings
-from serve.chat import main as chat
+from serve.chat.__main__ import main as chat
 
 
 def test_every_drafter_answers_the_questions_of_a_file(model, base_directory, tmp_path, capsys):

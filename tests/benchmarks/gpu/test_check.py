@@ -14,7 +14,7 @@ from benchmarks.gpu import parts as gpu
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.check import check, probe
 from benchmarks.gpu.parts import Part
-from serve import demo
+from serve.demo import __main__ as demo
 from tests.benchmarks.gpu.wheel import make_wheel
 
 ROOT = Path(__file__).parents[3]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from serve.conversation import Conversation, Message, Settings, Turn
-from serve.terminal import Terminal, count
+from serve.chat.conversation import Conversation, Message, Settings, Turn
+from serve.chat.terminal import Terminal, count
 
 if TYPE_CHECKING:
     from medusa import MedusaModel, Output, Prefix, Tree

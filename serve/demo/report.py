@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve.labels import KIND, LABELS
+from serve.demo.labels import KIND, LABELS
 
 
 def publish(run: Path, report: dict[str, Any]) -> None:
@@ -14,7 +14,7 @@ def publish(run: Path, report: dict[str, Any]) -> None:
     path, picture = run / "report.json", run / "report.png"
     write_json(path, report)
     try:
-        from serve.picture import draw
+        from serve.demo.picture import draw
     except ImportError as error:  # on a bare machine the figures count
         print(f"no picture: {error}", file=sys.stderr)
     else:
@@ -30,7 +30,7 @@ def publish(run: Path, report: dict[str, Any]) -> None:
 
 
 def show(base: str, figures: dict[str, Any]) -> None:
-    """Print the table of ``serve.figures.measure``."""
+    """Print the table of ``serve.demo.figures.measure``."""
     from rich.console import Console
     from rich.table import Table
 

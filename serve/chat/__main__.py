@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from data.arguments import show_messages
 from medusa.sampling import RULES, sources
-from serve.commands import COMMANDS
-from serve.conversation import Conversation, Settings, tree_budget
-from serve.repl import Repl
-from serve.terminal import Terminal
+from serve.chat.commands import COMMANDS
+from serve.chat.conversation import Conversation, Settings, tree_budget
+from serve.chat.repl import Repl
+from serve.chat.terminal import Terminal
 
 if TYPE_CHECKING:
     from medusa import MedusaModel

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from medusa import MedusaModel
-from serve.compare import (
+from serve.demo.compare import (
     Timing,
     compare,
     identical,
@@ -15,7 +15,7 @@ from serve.compare import (
     transformers_engine,
     unpacked_copy,
 )
-from serve.labels import AUTO, LABELS
+from serve.demo.labels import AUTO, LABELS
 
 SAMPLE_CHARACTERS = 60
 """Fewest characters of the answer that is shown."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from data.arguments import at_least, show_messages
-from serve.demo_report import publish
+from serve.demo.report import publish
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HELDOUT_PROMPTS = 96
 """Answers that the heads' accuracy is measured on."""
 MAX_NEW_TOKENS = 128
@@ -99,7 +99,7 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     )
     from data.prompts import embedded_prompts
     from medusa import MedusaModel
-    from serve.figures import measure
+    from serve.demo.figures import measure
 
     model = MedusaModel.from_pretrained(run / "heads")
     prompts = embedded_prompts(model, "heldout", count)
@@ -121,8 +121,8 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
     from data import shipped_heads
     from medusa import MedusaModel
-    from serve.figures import measure
-    from serve.questions import chat_questions
+    from serve.demo.figures import measure
+    from serve.demo.questions import chat_questions
 
     try:
         model = MedusaModel.from_pretrained(shipped_heads("smollm2"))

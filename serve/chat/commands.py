@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa.sampling import DRAFTERS, RULES
-from serve.conversation import Conversation, Settings, load, save, tree_budget
-from serve.repl import Command, Repl
-from serve.terminal import count
+from serve.chat.conversation import Conversation, Settings, load, save, tree_budget
+from serve.chat.repl import Command, Repl
+from serve.chat.terminal import count
 
 
 def _help(repl: Repl, _: str) -> None:

@@ -1,0 +1,1 @@
+"""A chat in the terminal, or through pipes."""

@@ -1,0 +1,1 @@
+"""Heads trained on the embedded base, and what they bring there and on a real one."""
