@@ -14,7 +14,7 @@ from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
 from medusa.drafters.choose import Drafters
 from medusa.drafters.ngram import NgramCache
-from medusa.engine.batch import Batch
+from medusa.engine.batch import PREFILL_ROWS, Batch
 from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Completion, Output, Piece
@@ -236,9 +236,13 @@ class MedusaModel:
         (completion,), steps = self._start(batch, True, options)
         return Stream(steps, completion.output)
 
-    def batch(self) -> Batch:
-        """An empty batch that requests join and leave while it steps; for one thread."""
-        return Batch(self.base, self.drafters, self.graphs)
+    def batch(self, prefill_rows: int = PREFILL_ROWS) -> Batch:
+        """An empty batch that requests join and leave while it steps; for one thread.
+
+        Args:
+            prefill_rows: Prompt tokens that one pass computes between two decode steps, at most.
+        """
+        return Batch(self.base, self.drafters, self.graphs, prefill_rows=prefill_rows)
 
     @property
     def ngrams(self) -> NgramCache:

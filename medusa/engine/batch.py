@@ -117,18 +117,8 @@ class Batch:
         """
         base, prompt = self._base, list(prompt)
         params, speculation = params or SamplingParams(), speculation or Speculation()
-        base.check_tokens("prompt", prompt)
-        base.check_tokens("logit_bias", params.logit_bias or ())
-        rule = build_rule(params, speculation, base.device)
-        self._drafters.check(speculation, rule)
-        if not prompt:
-            raise ValueError("prompt (0 tokens) is empty; give at least one token")
+        rule = self.check(prompt, params, speculation)
         room = base.context_length - len(prompt)
-        if room < 1:
-            raise ValueError(
-                f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens);"
-                " shorten the prompt"
-            )
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
         row = Row(prompt, params, speculation, rule, completion, constraint)
         if cache is None:
@@ -138,12 +128,35 @@ class Batch:
             self._prefills.append(([row], Prefill(base, cache, [prompt], [params.seed])))
         return completion
 
+    def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> BuiltRule:
+        """The rule of a request that can join; see ``add``.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        base = self._base
+        base.check_tokens("prompt", prompt)
+        base.check_tokens("logit_bias", params.logit_bias or ())
+        rule = build_rule(params, speculation, base.device)
+        self._drafters.check(speculation, rule)
+        if not prompt:
+            raise ValueError("prompt (0 tokens) is empty; give at least one token")
+        if len(prompt) >= base.context_length:
+            raise ValueError(
+                f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens);"
+                " shorten the prompt"
+            )
+        return rule
+
     def remove(self, completion: Completion) -> None:
         """End a request that waits or grows and free its rows; one that has ended is left alone."""
         if not completion.active:
             return
         completion.abort()
         self._waiting = [row for row in self._waiting if row.completion.active]
+        self._prefills = deque(
+            (rows, job) for rows, job in self._prefills if any(row.completion.active for row in rows)
+        )
         self._leave()
 
     def step(self) -> dict[Completion, list[Piece]]:
@@ -177,16 +190,14 @@ class Batch:
                 prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
                 self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))
         self._waiting = []
-        while self._prefills:
-            rows, prefill = self._prefills[0]
-            if any(row.completion.active for row in rows):
-                state = prefill.advance()
-                if state is not None:
-                    self._prefills.popleft()
-                    return rows, prefill.cache, state
-                return None
-            self._prefills.popleft()
-        return None
+        if not self._prefills:
+            return None
+        rows, prefill = self._prefills.popleft()
+        state = prefill.advance()
+        if state is None:
+            self._prefills.append((rows, prefill))  # long prompts take turns
+            return None
+        return rows, prefill.cache, state
 
     def _join(self, rows: list[Row], cache: SlotCache, state: DecodeState) -> None:
         """Let rows whose prompts are computed decode with the others."""

@@ -1,0 +1,288 @@
+"""The serving engine: one thread that steps a ``Batch`` which requests join and leave all the time.
+
+loop:  take what has arrived: requests, cancellations, calls between two steps
+       admit those that wait, while there is room
+       step: a chunk of the prompts that wait, then one decode step of all that are ready   (medusa/engine/batch.py)
+       hand each request what it has grown by
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from medusa import Completion, MedusaModel
+from medusa.engine.batch import Batch
+from medusa.engine.output import Piece
+from serve.jobs import Job, Waiting
+from serve.metrics import Metrics
+from serve.request import BusyError, Delta, EngineError, LateError, Request, StoppingError, Ticket
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+IDLE = 0.25
+"""Seconds that an engine without work sleeps at most before it looks at the time."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Limits of the engine."""
+
+    max_batch: int = 64
+    """Requests that decode together."""
+    max_waiting: int = 256
+    """Requests that wait for room in the batch; more are refused."""
+    max_cached_tokens: int = 1 << 18
+    """Tokens in the KV cache: requests wait until theirs fit, the longest completion that they ask for included."""
+    prefill_rows: int = 512
+    """Prompt tokens that one pass computes between two decode steps."""
+
+
+class Engine:
+    """Serves requests of any kind together; one of them decides nothing about the text of another.
+
+    Args:
+        model: With its heads.
+        settings: Limits.
+        metrics: Is told what happens.
+    """
+
+    def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
+        self.settings, self.metrics = settings, metrics
+        self._model, self._batch = model, model.batch(prefill_rows=settings.prefill_rows)
+        self._old: list[Batch] = []  # with requests of before the heads have changed
+        self._waiting = Waiting(settings.max_waiting)
+        self._running: dict[Completion, Job] = {}
+        self._jobs: dict[Ticket, Job] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events: list[tuple[Ticket, Delta | Exception | None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self.stepped = time.monotonic()
+
+    @property
+    def model(self) -> MedusaModel:
+        """The model as it is now; new requests meet its heads."""
+        return self._model
+
+    def start(self) -> None:
+        """Begin to serve; what comes back is handed to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, drain: float = 0.0) -> None:
+        """Take no more requests, let those that run go on for so many seconds, and end."""
+        self._stopping = True
+        until = time.monotonic() + drain
+        while self._jobs and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        await self.call(self._end)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, request: Request) -> Ticket:
+        """Send a request on its way; whether it is taken, the ticket will say."""
+        ticket = Ticket(request, self._cancel)
+        now = time.monotonic()
+        job = Job(ticket, now, now + request.timeout if request.timeout is not None else float("inf"))
+        self._inbox.put(lambda: self._take(job))
+        return ticket
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the engine's thread between two steps."""
+        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result, None)
+
+        self._inbox.put(run)
+        answer: Result = await future
+        return answer
+
+    def use(self, model: MedusaModel) -> None:
+        """Serve new requests with another model over the same base; those that run go on with theirs.
+
+        On the engine's thread (``call``).
+        """
+        if len(self._batch):
+            self._old.append(self._batch)
+        self._model, self._batch = model, model.batch(prefill_rows=self.settings.prefill_rows)
+
+    def _run(self) -> None:
+        while self._loop is not None:
+            self._receive(wait=not self._running)
+            self._expire()
+            self._admit()
+            for batch in [*self._old, self._batch]:
+                self._step(batch)
+            self._old = [batch for batch in self._old if len(batch)]
+            self._deliver()
+
+    def _receive(self, wait: bool) -> None:
+        """Do what has arrived; without work, wait for it."""
+        try:
+            if wait:
+                self._inbox.get(timeout=IDLE)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _take(self, job: Job) -> None:
+        """Check a request and let it wait."""
+        request, limit = job.request, self.settings.max_cached_tokens
+        try:
+            if self._stopping:
+                raise StoppingError("the server is going down; ask another one")
+            self._batch.check(request.prompt, request.params, request.speculation)
+            job.rows = min(len(request.prompt) + request.params.max_new_tokens, self._model.base.context_length)
+            if job.rows > limit:
+                raise ValueError(
+                    f"prompt and completion ({job.rows} tokens) exceed the KV cache ({limit}); shorten them"
+                )
+            if self._waiting.full:
+                message = f"queue ({len(self._waiting)} requests) is full; try again later"
+                raise BusyError(message, self.metrics.seconds_per_request())
+        except (ValueError, BusyError, StoppingError) as error:
+            self.metrics.refused(error)
+            self._events.append((job.ticket, error))
+            return
+        self._jobs[job.ticket] = job
+        self._waiting.add(job)
+        self._events.append((job.ticket, None))
+
+    def _cancel(self, ticket: Ticket) -> None:
+        self._inbox.put(lambda: self._withdraw(ticket, "abort"))
+
+    def _withdraw(self, ticket: Ticket, outcome: str) -> None:
+        """Let a request go, wherever it is."""
+        job = self._jobs.pop(ticket, None)
+        if job is None:
+            return
+        self._waiting.remove(job)
+        if job.completion is not None and job.batch is not None:
+            self._running.pop(job.completion, None)
+            job.batch.remove(job.completion)
+        self.metrics.ended(job, outcome)
+
+    def _expire(self) -> None:
+        """Let those go whose time is over."""
+        now = time.monotonic()
+        for ticket, job in list(self._jobs.items()):
+            if job.deadline < now:
+                self._events.append((ticket, LateError(f"timeout ({job.request.timeout} s) is over; allow more")))
+                self._withdraw(ticket, "timeout")
+
+    def _admit(self) -> None:
+        """Let those join for whom there is room."""
+        clients = Counter(job.request.client for job in self._running.values())
+        held = sum(job.rows for job in self._running.values())
+        while len(self._running) < self.settings.max_batch and (job := self._waiting.next(clients)) is not None:
+            if self._running and held + job.rows > self.settings.max_cached_tokens:
+                break
+            self._waiting.remove(job)
+            self._join(job)
+            clients[job.request.client] += 1
+            held += job.rows
+
+    def _join(self, job: Job) -> None:
+        request = job.request
+        try:
+            constraint = request.constraint() if request.constraint is not None else None
+            completion = self._batch.add(request.prompt, request.params, request.speculation, True, None, constraint)
+        except ValueError as error:  # its heads have gone while it waited
+            self._events.append((job.ticket, error))
+            self._jobs.pop(job.ticket, None)
+            self.metrics.ended(job, "error")
+            return
+        job.batch, job.completion, job.ticket.output = self._batch, completion, completion.output
+        self._running[completion] = job
+        self.metrics.admitted(job)
+
+    def _step(self, batch: Batch) -> None:
+        """One step of a batch; an error costs its requests, and not the engine."""
+        if not len(batch):
+            return
+        began = time.monotonic()
+        try:
+            grown = batch.step()
+        except Exception as error:
+            logger.exception("a step has failed, its requests are lost")
+            self._drop(batch, error)
+            return
+        self.stepped = time.monotonic()
+        for completion, pieces in grown.items():
+            if completion in self._running:
+                self._tell(self._running[completion], completion, pieces)
+        self.metrics.stepped(len(grown), self.stepped - began)
+
+    def _tell(self, job: Job, completion: Completion, pieces: Sequence[Piece]) -> None:
+        """Hand a request what it has grown by."""
+        output, before = completion.output, job.told
+        logprobs = tuple(output.logprobs[before:]) if output.logprobs is not None else ()
+        delta = Delta(tuple(pieces), tuple(output.tokens[before:]), logprobs, output.finish_reason)
+        job.told = len(output.tokens)
+        self.metrics.grew(job, len(delta.tokens), self.stepped)
+        self._events.append((job.ticket, delta))
+        if output.finish_reason is not None:
+            del self._running[completion], self._jobs[job.ticket]
+            self.metrics.ended(job, output.finish_reason)
+
+    def _drop(self, batch: Batch, error: Exception) -> None:
+        """Go on without a batch that is broken."""
+        for job in [job for job in self._running.values() if job.batch is batch]:
+            assert job.completion is not None, "it runs"
+            del self._running[job.completion], self._jobs[job.ticket]
+            self._events.append((job.ticket, EngineError(f"a step has failed: {error}")))
+            self.metrics.ended(job, "error")
+        if batch is self._batch:
+            self._batch = self._model.batch(prefill_rows=self.settings.prefill_rows)
+        self._old = [old for old in self._old if old is not batch]
+
+    def _deliver(self) -> None:
+        """Hand over what has happened, all at once."""
+        events, self._events = self._events, []
+        self.metrics.state(len(self._running), len(self._waiting))
+        if events and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(_put_all, events)
+            except RuntimeError:  # the event loop is closed: nobody listens any more
+                self._loop = None
+
+    def _end(self) -> None:
+        for ticket in list(self._jobs):
+            self._events.append((ticket, StoppingError("the server is going down")))
+            self._withdraw(ticket, "abort")
+        self._deliver()
+        self._loop = None
+
+
+def _put_all(events: Sequence[tuple[Ticket, Delta | Exception | None]]) -> None:
+    for ticket, event in events:
+        ticket.put(event)
+
+
+def _settle(future: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
