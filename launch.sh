@@ -26,6 +26,7 @@ usage: ./launch.sh [command] [arguments]
 
   (none), demo   train heads on the embedded model, then compare plain decoding with decoding by heads
   chat           talk to a model with heads in the terminal
+  serve          serve a model with heads over HTTP, as OpenAI's API, with a web page
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
@@ -137,6 +138,7 @@ case $command in
     report) run -m train.report "$@" ;;
     study) run -m benchmarks.study "$@" ;;
     chat) run -m serve.chat "$@" ;;
+    serve) run -m serve.server "$@" ;;
     export) run -m medusa "$@" ;;
     bench) run -m benchmarks.decoding "$@" ;;
     bench-train) run -m benchmarks.training "$@" ;;

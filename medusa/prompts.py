@@ -38,12 +38,29 @@ def render_chat(base: BaseModel, messages: Sequence[dict[str, str]]) -> list[int
     Raises:
         ValueError: The base's tokenizer has no chat template, or its template refuses the conversation.
     """
-    if not base.tokenizer.chat_template:
-        raise ValueError(f"base ({base.name}) has no chat template; use plain prompts or another base")
+    return render_messages(base.tokenizer, messages, base.name)
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    name: str,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> list[int]:
+    """The same with a tokenizer alone, and with tools that the template describes to the model.
+
+    Raises:
+        ValueError: See above, or the template knows no tools.
+    """
+    template = tokenizer.chat_template
+    if not template:
+        raise ValueError(f"base ({name}) has no chat template; use plain prompts or another base")
+    if tools and "tools" not in str(template):
+        raise ValueError(f"chat template of the base ({name}) knows no tools; leave them out, or use another base")
     try:
-        ids: list[int] = base.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
+        ids: list[int] = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
         )
-    except TemplateError as error:
-        raise ValueError(f"chat template of the base ({base.name}) refuses this: {error}") from error
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"chat template of the base ({name}) refuses this: {error}") from error
     return ids

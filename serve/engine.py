@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from medusa import Completion, MedusaModel
@@ -22,6 +21,7 @@ from medusa.engine.output import Piece
 from serve.jobs import Job, Waiting
 from serve.metrics import Metrics
 from serve.request import BusyError, Delta, EngineError, LateError, Request, StoppingError, Ticket
+from serve.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +29,6 @@ Result = TypeVar("Result")
 
 IDLE = 0.25
 """Seconds that an engine without work sleeps at most before it looks at the time."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Limits of the engine."""
-
-    max_batch: int = 64
-    """Requests that decode together."""
-    max_waiting: int = 256
-    """Requests that wait for room in the batch; more are refused."""
-    max_cached_tokens: int = 1 << 18
-    """Tokens in the KV cache: requests wait until theirs fit, the longest completion that they ask for included."""
-    prefill_rows: int = 512
-    """Prompt tokens that one pass computes between two decode steps."""
 
 
 class Engine:
@@ -66,7 +52,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        self.stepped = time.monotonic()
+        self._turned = time.monotonic()
 
     @property
     def model(self) -> MedusaModel:
@@ -87,10 +73,9 @@ class Engine:
         await self.call(self._end)
         await asyncio.to_thread(self._thread.join)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def healthy(self, patience: float) -> bool:
+        """Whether the thread runs, and its loop has turned in so many seconds."""
+        return self._thread.is_alive() and time.monotonic() - self._turned < patience
 
     def submit(self, request: Request) -> Ticket:
         """Send a request on its way; whether it is taken, the ticket will say."""
@@ -127,6 +112,7 @@ class Engine:
 
     def _run(self) -> None:
         while self._loop is not None:
+            self._turned = time.monotonic()
             self._receive(wait=not self._running)
             self._expire()
             self._admit()
@@ -227,19 +213,19 @@ class Engine:
             logger.exception("a step has failed, its requests are lost")
             self._drop(batch, error)
             return
-        self.stepped = time.monotonic()
+        now = time.monotonic()
         for completion, pieces in grown.items():
             if completion in self._running:
-                self._tell(self._running[completion], completion, pieces)
-        self.metrics.stepped(len(grown), self.stepped - began)
+                self._tell(self._running[completion], completion, pieces, now)
+        self.metrics.stepped(len(grown), now - began)
 
-    def _tell(self, job: Job, completion: Completion, pieces: Sequence[Piece]) -> None:
+    def _tell(self, job: Job, completion: Completion, pieces: Sequence[Piece], now: float) -> None:
         """Hand a request what it has grown by."""
         output, before = completion.output, job.told
         logprobs = tuple(output.logprobs[before:]) if output.logprobs is not None else ()
         delta = Delta(tuple(pieces), tuple(output.tokens[before:]), logprobs, output.finish_reason)
         job.told = len(output.tokens)
-        self.metrics.grew(job, len(delta.tokens), self.stepped)
+        self.metrics.grew(job, len(delta.tokens), now)
         self._events.append((job.ticket, delta))
         if output.finish_reason is not None:
             del self._running[completion], self._jobs[job.ticket]

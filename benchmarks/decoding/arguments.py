@@ -5,7 +5,8 @@ import argparse
 from data import EMBEDDED
 from data.arguments import at_least
 from medusa.sampling import GREEDY_DRAFTERS
-from serve.chat.__main__ import ATTENTION, drafter_name
+from serve.chat.__main__ import drafter_name
+from serve.model_options import ATTENTION
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")

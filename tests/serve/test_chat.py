@@ -12,6 +12,7 @@ import torch
 from medusa import BaseModel, DraftHeads, MedusaModel, Tree
 from medusa.io.tree_file import save_tree
 from serve.chat import __main__ as chat
+from serve.model_options import ATTENTION
 
 WRONG = [
     "--bogus",
@@ -103,7 +104,7 @@ def test_flags_reach_the_answer(say: Callable[..., int], heads: str, capsys: pyt
 
 def test_attention_names_are_those_of_the_registry() -> None:
     attention = pytest.importorskip("medusa.attention")
-    assert ("auto", *attention.BACKENDS) == chat.ATTENTION
+    assert ("auto", *attention.BACKENDS) == ATTENTION
 
 
 def test_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

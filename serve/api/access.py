@@ -1,0 +1,108 @@
+"""Who may ask, and how much they may send."""
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+
+from serve.api.errors import ApiError
+from serve.settings import ApiSettings
+
+logger = logging.getLogger("serve.requests")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def bearer(request: Request) -> str:
+    """The token of the Authorization header; empty where there is none."""
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def check_key(request: Request, settings: ApiSettings) -> str:
+    """The key that came, which may be empty where nobody needs one.
+
+    Raises:
+        ApiError: It is none of those that may ask.
+    """
+    token = bearer(request)
+    if settings.api_keys and not any(_same(token, key) for key in settings.api_keys):
+        message = "API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+        raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+    return token
+
+
+def check_admin(request: Request, settings: ApiSettings) -> None:
+    """Let the admin alone pass.
+
+    Raises:
+        ApiError: It is somebody else, or there is no admin.
+    """
+    if not settings.admin_key:
+        raise ApiError(HTTPStatus.FORBIDDEN, "heads cannot be changed at run time: the server has no admin key")
+    if not _same(bearer(request), settings.admin_key):
+        raise ApiError(HTTPStatus.UNAUTHORIZED, "admin key is missing or wrong", code="invalid_api_key")
+
+
+def _same(ours: str, theirs: str) -> bool:
+    return hmac.compare_digest(ours.encode(), theirs.encode())
+
+
+class Limits:
+    """ASGI middleware: bodies have a limit, and every request an id and a line in the log.
+
+    Args:
+        app: What it stands before.
+        max_body: Bytes.
+    """
+
+    def __init__(self, app: App, max_body: int) -> None:
+        self._app, self._max_body = app, max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, read = time.monotonic(), 0, 0
+        headers = dict(scope["headers"])
+        name = headers.get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            self._check(read)
+            return message
+
+        async def named(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode("latin-1"))]
+            await send(message)
+
+        try:
+            declared = headers.get(b"content-length", b"0")
+            self._check(int(declared) if declared.isdigit() else 0)
+            await self._app(scope, counted, named)
+        except ApiError as error:
+            if not status:
+                await error.response()(scope, receive, named)
+        finally:
+            if scope["path"] not in ("/health", "/metrics"):
+                seconds = time.monotonic() - began
+                logger.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, seconds)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_body:
+            message = f"body ({size} bytes or more) exceeds the limit ({self._max_body} bytes); send less"
+            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)

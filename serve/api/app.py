@@ -1,0 +1,171 @@
+"""The application: routes to what answers them."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+
+from serve.api.access import Limits, check_admin, check_key
+from serve.api.chat import chat
+from serve.api.completions import complete
+from serve.api.errors import ApiError, handle_errors, refused
+from serve.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    HeadsRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from serve.api.reply import Reply
+from serve.api.service import Service, while_connected
+from serve.api.stream import stream
+from serve.models import UnknownModelError
+
+PAGE = Path(__file__).parents[1] / "page"
+STUCK = 60.0
+"""Seconds without a step, with requests under way, after which the engine counts as broken."""
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in (
+        (400, "It cannot be served as it is"), (401, "API key is missing or wrong"), (403, "It is not allowed"),
+        (404, "There is no such model"), (408, "Its time is over"), (413, "Body is too large"),
+        (429, "Queue is full; see Retry-After"), (500, "A step has failed"), (503, "The server is going down"),
+    )
+}  # fmt: skip
+
+
+def create_app(service: Service, drain: float = 30.0) -> FastAPI:
+    """The API over an engine, which runs as long as the application does.
+
+    Args:
+        service: What the endpoints share.
+        drain: Seconds that running requests may go on for at shutdown.
+    """
+    settings, engine = service.settings, service.engine
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await engine.stop(drain)
+
+    app = FastAPI(title="Medusa", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app.add_middleware(Limits, max_body=settings.max_body)
+    if settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+    handle_errors(app)
+
+    async def client(request: Request) -> str:
+        return check_key(request, settings)
+
+    async def admin(request: Request) -> None:
+        check_admin(request, settings)
+
+    Client = Annotated[str, Depends(client)]
+
+    async def reply(request: Request, body: Sampling, starting: Awaitable[Reply]) -> Response:
+        answer = await while_connected(request, starting)
+        if body.stream:
+            return stream(answer.chunks())
+        return JSONResponse(await while_connected(request, answer.answer()))
+
+    @app.post("/v1/chat/completions", responses=ERRORS)
+    async def chat_completions(request: Request, body: ChatRequest, key: Client) -> Response:
+        """Answer a conversation."""
+        return await reply(request, body, chat(service, body, _who(key, body)))
+
+    @app.post("/v1/completions", responses=ERRORS)
+    async def completions(request: Request, body: CompletionRequest, key: Client) -> Response:
+        """Continue text."""
+        return await reply(request, body, complete(service, body, _who(key, body)))
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models(_: Client) -> dict[str, Any]:
+        """The base and the heads on it."""
+        return {"object": "list", "data": service.models.listing()}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str, _: Client) -> dict[str, Any]:
+        """One of them."""
+        for entry in service.models.listing():
+            if entry["id"] == name:
+                return entry
+        raise UnknownModelError(f"model ({name}) does not exist; GET /v1/models lists those that do")
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest, _: Client) -> dict[str, Any]:
+        """Token ids of a text or of a conversation."""
+        service.models.heads_of(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise refused("give a prompt or messages, one of them", "prompt")
+        if body.messages is not None:
+            tokens = await service.aside(service.render, body.messages)
+        else:
+            tokens = await service.aside(service.encode, body.prompt, body.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens}
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest, _: Client) -> dict[str, Any]:
+        """The text of token ids."""
+        service.models.heads_of(body.model)
+        try:
+            engine.model.base.check_tokens("tokens", body.tokens)
+        except ValueError as error:
+            raise refused(str(error), "tokens") from error
+        return {"prompt": await service.aside(service.tokenizer.decode, body.tokens)}
+
+    @app.post("/v1/heads", dependencies=[Depends(admin)], responses=ERRORS)
+    async def load_heads(body: HeadsRequest) -> dict[str, Any]:
+        """Load heads while the server runs."""
+        try:
+            await service.models.load(body.name, body.path, body.revision)
+        except ValueError as error:
+            raise refused(str(error), "path") from error
+        return {"object": "list", "data": service.models.listing()}
+
+    @app.delete("/v1/heads/{name:path}", dependencies=[Depends(admin)], responses=ERRORS)
+    async def remove_heads(name: str) -> dict[str, Any]:
+        """Forget heads; requests that run with them go on."""
+        await service.models.remove(name)
+        return {"object": "list", "data": service.models.listing()}
+
+    @app.get("/health", responses=ERRORS)
+    async def health() -> Response:
+        """200 while the engine works."""
+        if not engine.healthy(STUCK):
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
+        return Response()
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    _serve_page(app)
+    return app
+
+
+def _who(key: str, body: Sampling) -> str:
+    """Between whom requests are shared out fairly."""
+    return f"{key}/{body.user or ''}"
+
+
+def _serve_page(app: FastAPI) -> None:
+    """The web page: plain files."""
+
+    def file(name: str) -> Callable[[], Awaitable[FileResponse]]:
+        async def send() -> FileResponse:
+            return FileResponse(PAGE / name)
+
+        return send
+
+    for path, name in (("/", "index.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
+        app.add_api_route(path, file(name), include_in_schema=False, response_class=FileResponse)

@@ -1,0 +1,111 @@
+"""Errors as OpenAI gives them: {"error": {"message", "type", "param", "code"}}."""
+
+import logging
+import math
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from serve.models import UnknownModelError
+from serve.request import BusyError, EngineError, LateError, StoppingError
+
+logger = logging.getLogger(__name__)
+
+REASONS = {"json_invalid": "body is not JSON; correct it", "extra_forbidden": "is not supported; leave it out"}
+"""What pydantic's kinds of errors mean, where its own words do not say it."""
+TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than what was asked for.
+
+    Args:
+        status: HTTP status.
+        message: What is wrong, the rule, and the remedy.
+        param: The field of the request that is wrong.
+        code: A word for programs.
+        retry_after: Seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """What the client gets."""
+        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        kind = TYPES.get(HTTPStatus(self.status), kind)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The same as a response."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def refused(message: str, param: str | None = None) -> ApiError:
+    """A request that cannot be served as it is."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What errors of the engine and of its models mean to a client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BusyError):
+        return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", retry_after=error.retry_after)
+    if isinstance(error, LateError):
+        return ApiError(HTTPStatus.REQUEST_TIMEOUT, str(error), "timeout", "timeout")
+    if isinstance(error, StoppingError):
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="stopping", retry_after=1)
+    if isinstance(error, EngineError):
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="engine")
+    if isinstance(error, UnknownModelError):
+        return ApiError(HTTPStatus.NOT_FOUND, str(error.args[0]), "model", "model_not_found")
+    assert isinstance(error, ValueError), f"unexpected: {error!r}"
+    return refused(str(error))
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Let every error of this application leave in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def ours(_: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(UnknownModelError)
+    async def unknown(_: Request, error: UnknownModelError) -> JSONResponse:
+        return as_api_error(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        json = first["type"] == "json_invalid"
+        place = "" if json else ".".join(str(part) for part in first["loc"] if part != "body")
+        message = REASONS.get(first["type"], first["msg"])
+        return refused(f"{place}: {message}" if place else message, place or None).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> JSONResponse:
+        return ApiError(error.status_code, str(error.detail)).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}").response()

@@ -1,0 +1,230 @@
+"""What the endpoints share, and the way of a request through them."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import Request as HttpRequest
+
+from medusa import SamplingParams, Speculation, Tree
+from serve.api.errors import ApiError, as_api_error, refused
+from serve.api.protocol import Message, Sampling
+from serve.engine import Engine
+from serve.models import Models
+from serve.request import Delta, Request, Ticket
+from serve.settings import ApiSettings
+
+if TYPE_CHECKING:
+    from serve.grammar import Grammars
+
+Result = TypeVar("Result")
+DRAFTING = ("drafter", "nodes", "acceptance", "epsilon", "delta")
+"""Fields of ``speculation`` that mean what they mean in ``Speculation``."""
+CHOOSING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
+    "ignore_eos",
+)  # fmt: skip
+"""Fields that mean what they mean in ``SamplingParams``."""
+DISCONNECTED = 0.2
+"""Seconds between two looks whether a client is still there."""
+CLIENT_GONE = 499
+"""Nginx's status; nobody reads it."""
+
+
+@dataclass
+class Service:
+    """The engine behind the API.
+
+    Attributes:
+        tokenizer: A copy of the base's: tokenizers are not made for several threads.
+    """
+
+    engine: Engine
+    models: Models
+    grammars: "Grammars"
+    settings: ApiSettings
+    tokenizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = deepcopy(self.engine.model.base.tokenizer)
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+
+    async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Compute with texts while the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *arguments)
+
+    @property
+    def context_length(self) -> int:
+        """Of the base, in tokens."""
+        return self.engine.model.base.context_length
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
+        return ids
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation up to where the answer begins.
+
+        Raises:
+            ApiError: There is no template, or it refuses.
+        """
+        from medusa.prompts import render_messages
+
+        said = [_plain(message) for message in messages]
+        try:
+            return render_messages(self.tokenizer, said, self.models.name, tools)
+        except ValueError as error:
+            raise refused(str(error), "messages") from error
+
+    def name_of(self, body: Sampling) -> str:
+        """Under which name the answer comes."""
+        return body.model or self.models.name
+
+    def requests(
+        self,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        logprobs: int | None,
+        constraint: Callable[[], Any] | None,
+        client: str,
+    ) -> list[Request]:
+        """What the engine is asked for: n completions of each prompt.
+
+        Raises:
+            ApiError: Something in the body cannot be served.
+        """
+        count = (body.n or 1) * len(prompts)
+        if count > self.settings.max_n:
+            raise refused(f"n ({count} completions) exceeds the limit ({self.settings.max_n}); ask for fewer", "n")
+        if body.stream_options is not None and not body.stream:
+            raise refused("stream_options needs stream; set stream, or leave it out", "stream_options")
+        try:
+            speculation = self._speculation(body)
+        except ValueError as error:
+            raise refused(str(error), "speculation") from error
+        timeouts = [limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
+        first = body.seed if body.seed is not None else random.getrandbits(31)
+        found = []
+        for prompt in prompts:
+            room = max(1, self.context_length - len(prompt))
+            longest = room if max_tokens is None else max_tokens
+            for number in range(body.n or 1):
+                try:
+                    params = _params(body, longest, logprobs, (first + number) % 2**63)
+                except ValueError as error:
+                    raise refused(str(error).replace("max_new_tokens", "max_tokens")) from error
+                found.append(
+                    Request(
+                        prompt, params, speculation, constraint, client, body.priority or 0,
+                        float(min(timeouts)) if timeouts else None,
+                    )
+                )  # fmt: skip
+        return found
+
+    def _speculation(self, body: Sampling) -> Speculation:
+        asked, heads = body.speculation, self.models.heads_of(body.model)
+        if asked is None:
+            return Speculation(heads=heads)
+        given = {name: value for name in DRAFTING if (value := getattr(asked, name)) is not None}
+        if not asked.enabled:
+            if given.keys() & {"drafter", "nodes"} or asked.tree is not None:
+                raise ValueError("speculation is not enabled and says how to draft; leave one out")
+            given["nodes"] = 1
+        tree = None if asked.tree is None else Tree(tuple(tuple(path) for path in asked.tree))
+        return Speculation(**given, heads=heads, tree=tree)
+
+    async def start(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Send requests on their way; all of them are taken, or none.
+
+        Raises:
+            ApiError: One is refused.
+        """
+        tickets = [self.engine.submit(request) for request in requests]
+        try:
+            for ticket in tickets:
+                await ticket.taken()
+        except BaseException as error:
+            for ticket in tickets:
+                ticket.cancel()
+            if isinstance(error, Exception):
+                raise as_api_error(error) from error
+            raise
+        return tickets
+
+
+async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta]]:
+    """What the completions grow by, with their numbers, in the order in which it comes."""
+    if len(tickets) == 1:
+        async for delta in tickets[0].deltas():
+            yield 0, delta
+        return
+    arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+
+    async def pump(number: int, ticket: Ticket) -> None:
+        try:
+            async for delta in ticket.deltas():
+                arrived.put_nowait((number, delta))
+        except Exception as error:  # noqa: BLE001 - it is raised where deltas are read
+            arrived.put_nowait((number, error))
+        arrived.put_nowait((number, None))
+
+    pumps = [asyncio.create_task(pump(number, ticket)) for number, ticket in enumerate(tickets)]
+    try:
+        left = len(pumps)
+        while left:
+            number, event = await arrived.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield number, event
+    finally:
+        for task in pumps:
+            task.cancel()
+        for ticket in tickets:
+            ticket.cancel()
+
+
+async def while_connected(request: HttpRequest, work: Awaitable[Result]) -> Result:
+    """The result of the work, which ends when the client goes away.
+
+    Raises:
+        ApiError: It has gone.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=DISCONNECTED))[0]:
+            if await request.is_disconnected():
+                raise ApiError(CLIENT_GONE, "the client has gone")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def _params(body: Sampling, longest: int, logprobs: int | None, seed: int) -> SamplingParams:
+    given = {name: value for name in CHOOSING if (value := getattr(body, name)) is not None}
+    given["temperature"] = given.get("temperature", 1.0)
+    given["top_k"] = max(0, given.get("top_k", 0)) if given.get("top_k", 0) >= -1 else given["top_k"]
+    try:
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    except ValueError as error:
+        raise ValueError(f"logit_bias: {error}; its keys are token ids") from error
+    return SamplingParams(**given, max_new_tokens=longest, logprobs=logprobs, seed=seed, logit_bias=bias or None)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it."""
+    said = message.model_dump(exclude_none=True, exclude={"refusal"})
+    if isinstance(message.content, list):
+        said["content"] = "".join(part.text for part in message.content)
+    said.setdefault("content", "")
+    if said["role"] == "developer":
+        said["role"] = "system"
+    return said
