@@ -1,0 +1,52 @@
+"""A server of a small model in a thread, as it runs behind ``medusa-serve``."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from medusa import MedusaModel
+from serve.api.app import create_app
+from serve.api.service import Service
+from serve.engine import Engine
+from serve.grammar import Grammars
+from serve.metrics import Metrics
+from serve.models import Models
+from serve.settings import ApiSettings, EngineSettings
+
+
+@dataclass
+class Live:
+    """A server that runs.
+
+    Attributes:
+        url: Its address, without /v1.
+    """
+
+    url: str
+    engine: Engine
+    server: uvicorn.Server
+
+
+@contextmanager
+def serving(
+    model: MedusaModel, engine: EngineSettings = EngineSettings(), api: ApiSettings = ApiSettings(), drain: float = 5.0
+) -> Iterator[Live]:
+    """Serve a model under the name "small" until the end."""
+    running = Engine(model, engine, Metrics("small"))
+    app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api), drain)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=lambda: server.run(sockets=[free]), daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        yield Live(f"http://127.0.0.1:{free.getsockname()[1]}", running, server)
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server ends"
