@@ -1,0 +1,201 @@
+"""Requests that share the engine: text, order, limits, and what is left behind."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from medusa import MedusaModel, SamplingParams, Speculation
+from serve.engine import Engine
+from serve.jobs import Job, Waiting
+from serve.metrics import Metrics
+from serve.request import BusyError, EngineError, LateError, Request, StoppingError, Ticket
+from serve.settings import EngineSettings
+
+LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def speaker(base, make_heads):
+    return MedusaModel(base, make_heads())
+
+
+def run(speaker, scenario, settings=EngineSettings()):
+    """A scenario with an engine that is empty at its end."""
+
+    async def whole():
+        engine = Engine(speaker, settings, Metrics("small"))
+        engine.start()
+        try:
+            result = await asyncio.wait_for(scenario(engine), 60)
+            await engine.call(lambda: None)
+            assert not engine._jobs and not engine._running and len(engine._waiting) == 0 and len(engine._batch) == 0
+            return result
+        finally:
+            await engine.stop()
+            assert not engine.healthy(60)
+
+    return asyncio.run(whole())
+
+
+async def taken(engine, *arguments, **options):
+    ticket = engine.submit(Request(*arguments, **options))
+    await ticket.taken()
+    return ticket
+
+
+def test_texts_are_those_of_generate_whatever_stands_beside_them(speaker):
+    cases = [
+        ([5, 6, 7], SamplingParams(max_new_tokens=20), Speculation()),
+        ([9, 8], SamplingParams(max_new_tokens=9, temperature=0.9, seed=4), Speculation("hybrid", nodes=6)),
+        (list(range(3, 40)), SamplingParams(max_new_tokens=15, temperature=0.5, seed=1), Speculation("prompt-lookup")),
+        ([5, 6, 7], SamplingParams(max_new_tokens=12, logprobs=2), Speculation(nodes=1)),
+    ] * 3
+    alone = [speaker.generate(ids, sampling=params, speculation=how) for ids, params, how in cases]
+
+    async def scenario(engine):
+        async def ask(case):
+            ticket = await taken(engine, *case)
+            tokens, text = [], ""
+            async for delta in ticket.deltas():
+                tokens += delta.tokens
+                text += "".join(delta.pieces)
+            return tokens, text, ticket.output
+
+        return await asyncio.gather(*map(ask, cases))
+
+    for (tokens, text, output), expected in zip(run(speaker, scenario), alone, strict=True):
+        assert (tokens, text, output.finish_reason) == (expected.tokens, expected.text, expected.finish_reason)
+        assert (output.logprobs is None) == (expected.logprobs is None)
+        assert sum(output.accepted) == output.steps
+
+
+def test_what_cannot_be_served_is_refused_before_it_waits(speaker):
+    async def scenario(engine):
+        for prompt, how, message in (
+            ([], Speculation(), "is empty"),
+            ([5], Speculation(heads="nobody"), "heads .'nobody'. are not loaded"),
+            ([5, 10**6], Speculation(), "token id"),
+            ([5] * 300, Speculation(), "leaves no room"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await taken(engine, prompt, SamplingParams(), how)
+        with pytest.raises(ValueError, match=r"prompt and completion \(100 tokens\) exceed the KV cache \(90\)"):
+            await taken(engine, [5] * 40, LONG)
+
+    run(speaker, scenario, EngineSettings(max_cached_tokens=90))
+
+
+def test_a_full_queue_says_when_to_come_back(speaker):
+    async def scenario(engine):
+        tickets = [await taken(engine, [5, 6], LONG) for _ in range(3)]
+        with pytest.raises(BusyError, match=r"queue \(2 requests\) is full") as caught:
+            await taken(engine, [5, 6], LONG)
+        assert caught.value.retry_after > 0
+        return [len((await ticket.complete()).tokens) for ticket in tickets]
+
+    assert run(speaker, scenario, EngineSettings(max_batch=1, max_waiting=2)) == [60, 60, 60]
+
+
+def test_requests_wait_until_their_rows_fit(speaker):
+    async def scenario(engine):
+        tickets = [await taken(engine, [5, 6], LONG) for _ in range(4)]
+        most = 0
+        async for _ in tickets[-1].deltas():
+            most = max(most, len(engine._running))
+        assert most <= 2
+        for ticket in tickets:
+            await ticket.complete()
+
+    run(speaker, scenario, EngineSettings(max_cached_tokens=130))
+
+
+def test_a_client_that_goes_away_frees_its_rows(speaker):
+    async def scenario(engine):
+        gone, stays = [await taken(engine, [5, n], LONG) for n in (6, 7)]
+        async for _ in gone.deltas():
+            break
+        waiting = await taken(engine, [5, 8], LONG)
+        waiting.cancel()
+        output = await stays.complete()
+        assert len(output.tokens) == 60
+        assert gone.output.finish_reason == "abort"
+        assert b'request_success_total{finished_reason="abort",model_name="small"} 2.0' in engine.metrics.render()
+
+    run(speaker, scenario, EngineSettings(max_batch=2))
+
+
+def test_time_that_is_over_ends_a_request(speaker):
+    async def scenario(engine):
+        busy = await taken(engine, [5, 6], LONG)
+        late = await taken(engine, [5, 6], LONG, timeout=0.0)
+        with pytest.raises(LateError, match=r"timeout \(0.0 s\) is over"):
+            await late.complete()
+        await busy.complete()
+
+    run(speaker, scenario, EngineSettings(max_batch=1))
+
+
+def test_a_failed_step_costs_its_requests_and_not_the_engine(speaker, monkeypatch):
+    async def scenario(engine):
+        first = await taken(engine, [5, 6], LONG)
+        with monkeypatch.context() as broken:
+            broken.setattr(engine._batch, "step", lambda: 1 / 0)
+            with pytest.raises(EngineError, match="a step has failed: division by zero"):
+                await first.complete()
+        return (await (await taken(engine, [5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))).complete()).tokens
+
+    assert len(run(speaker, scenario)) == 3
+
+
+def test_other_heads_while_requests_run(speaker, base, make_heads):
+    """New ones read other layers of the base than those that run."""
+    deep = make_heads(feature_layers=(1,))
+
+    async def scenario(engine):
+        before = await taken(engine, [5, 6], LONG)
+        more = speaker.with_heads({"deep": deep})
+        await engine.call(lambda: engine.use(more))
+        after = await taken(engine, [5, 6], LONG, Speculation("heads", nodes=4, heads="deep"))
+        own = await taken(engine, [5, 6], LONG, Speculation("heads", nodes=4))
+        outputs = [await ticket.complete() for ticket in (before, after, own)]
+        await engine.call(lambda: engine.use(speaker))
+        with pytest.raises(ValueError, match="not loaded"):
+            await taken(engine, [5, 6], LONG, Speculation(heads="deep"))
+        return outputs
+
+    expected = speaker.generate([5, 6], sampling=LONG)
+    outputs = run(speaker, scenario)
+    assert [output.tokens for output in outputs] == [expected.tokens] * 3
+    alone = MedusaModel(base, deep).generate([5, 6], sampling=LONG, drafter="heads", nodes=4)
+    assert outputs[1].accepted == alone.accepted, "they read their own layers"
+
+
+def test_a_server_that_goes_down_lets_requests_end(speaker):
+    async def scenario():
+        engine = Engine(speaker, EngineSettings(), Metrics("small"))
+        engine.start()
+        running = await taken(engine, [5, 6], LONG)
+        stopping = asyncio.create_task(engine.stop(drain=30))
+        await asyncio.sleep(0)
+        with pytest.raises(StoppingError):
+            await taken(engine, [5, 6], LONG)
+        output = await running.complete()
+        await stopping
+        return output
+
+    assert len(asyncio.run(scenario()).tokens) == 60
+
+
+def test_who_comes_next():
+    waiting, jobs = Waiting(10), {}
+    for name, client, priority in (("a1", "a", 0), ("a2", "a", 0), ("b1", "b", 0), ("c1", "c", 1), ("d1", "d", -1)):
+        request = Request([1], client=client, priority=priority)
+        jobs[name] = Job(Ticket(request, lambda _: None), 0.0, 0.0)
+        waiting.add(jobs[name])
+    order, running = [], Counter({"a": 1})
+    while (job := waiting.next(running)) is not None:
+        waiting.remove(job)
+        running[job.request.client] += 1
+        order.append(next(name for name, other in jobs.items() if other is job))
+    assert order == ["d1", "b1", "a1", "a2", "c1"]
