@@ -72,16 +72,10 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, read = time.monotonic(), 0, 0
+        began, status, read, answered = time.monotonic(), 0, 0, False
         headers = dict(scope["headers"])
         name = headers.get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
-
-        async def counted() -> MutableMapping[str, Any]:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            self._check(read)
-            return message
+        declared = headers.get(b"content-length", b"0")
 
         async def named(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -90,19 +84,31 @@ class Limits:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode("latin-1"))]
             await send(message)
 
+        async def refuse() -> None:
+            nonlocal answered
+            answered = True
+            message = f"body exceeds the limit ({self._max_body} bytes); send less"
+            error = ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+            await error.response()(scope, receive, named)
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_body and not answered:
+                await refuse()
+            return {"type": "http.disconnect"} if answered else message
+
+        async def unless_answered(message: MutableMapping[str, Any]) -> None:
+            if not answered:
+                await named(message)
+
         try:
-            declared = headers.get(b"content-length", b"0")
-            self._check(int(declared) if declared.isdigit() else 0)
-            await self._app(scope, counted, named)
-        except ApiError as error:
-            if not status:
-                await error.response()(scope, receive, named)
+            if declared.isdigit() and int(declared) > self._max_body:
+                await refuse()
+            else:
+                await self._app(scope, counted, unless_answered)
         finally:
             if scope["path"] not in ("/health", "/metrics"):
                 seconds = time.monotonic() - began
                 logger.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, seconds)
-
-    def _check(self, size: int) -> None:
-        if size > self._max_body:
-            message = f"body ({size} bytes or more) exceeds the limit ({self._max_body} bytes); send less"
-            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)

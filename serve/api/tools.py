@@ -35,6 +35,8 @@ class Calls(NamedTuple):
 
     def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """What is said and what is called in an answer; a call that is no JSON object stays text."""
+        if not self.wanted:
+            return text, []
         if self.name:
             return "", [_call(self.name, text)]
         if self.schema is not None:

@@ -34,11 +34,11 @@ class Live:
 
 @contextmanager
 def serving(
-    model: MedusaModel, engine: EngineSettings = EngineSettings(), api: ApiSettings = ApiSettings(), drain: float = 5.0
+    model: MedusaModel, engine: EngineSettings | None = None, api: ApiSettings | None = None, drain: float = 5.0
 ) -> Iterator[Live]:
     """Serve a model under the name "small" until the end."""
-    running = Engine(model, engine, Metrics("small"))
-    app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api), drain)
+    running = Engine(model, engine or EngineSettings(), Metrics("small"))
+    app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api or ApiSettings()), drain)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))

@@ -20,11 +20,11 @@ def speaker(base, make_heads):
     return MedusaModel(base, make_heads())
 
 
-def run(speaker, scenario, settings=EngineSettings()):
+def run(speaker, scenario, settings=None):
     """A scenario with an engine that is empty at its end."""
 
     async def whole():
-        engine = Engine(speaker, settings, Metrics("small"))
+        engine = Engine(speaker, settings or EngineSettings(), Metrics("small"))
         engine.start()
         try:
             result = await asyncio.wait_for(scenario(engine), 60)
@@ -143,7 +143,8 @@ def test_a_failed_step_costs_its_requests_and_not_the_engine(speaker, monkeypatc
             broken.setattr(engine._batch, "step", lambda: 1 / 0)
             with pytest.raises(EngineError, match="a step has failed: division by zero"):
                 await first.complete()
-        return (await (await taken(engine, [5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))).complete()).tokens
+        after = await taken(engine, [5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        return (await after.complete()).tokens
 
     assert len(run(speaker, scenario)) == 3
 

@@ -1,0 +1,380 @@
+"""The API as OpenAI's own client and plain HTTP see it."""
+
+import json
+import threading
+import time
+from copy import deepcopy
+
+import httpx
+import openai
+import pytest
+
+from medusa import BaseModel, MedusaModel
+from serve.settings import ApiSettings, EngineSettings
+from tests.serve.live import serving
+
+KEY, ADMIN = "secret", "root"
+JSON = {"Content-Type": "application/json"}
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{{ message['content'] }}<end>{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def speaker(base, make_heads):
+    return MedusaModel(base, make_heads())
+
+
+@pytest.fixture(scope="module")
+def live(speaker):
+    api = ApiSettings(admin_key=ADMIN, max_body=100_000, max_n=8, origins=("http://elsewhere",))
+    with serving(speaker, EngineSettings(max_batch=8), api) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(text="say hello", **options):
+    return {
+        "model": "small",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 20,
+    } | options
+
+
+def test_a_chat_is_what_generate_writes(client, speaker):
+    prompt = speaker.chat_prompt([{"role": "user", "content": "say hello"}])
+    expected = speaker.generate(prompt, max_new_tokens=20)
+    answer = client.chat.completions.create(**ask())
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == {"eos": "stop", "length": "length"}[expected.finish_reason]
+    assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == len(expected.tokens)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_is_the_same_text(client):
+    whole = client.chat.completions.create(**ask(n=2, seed=3, temperature=0.8))
+    texts, usage = ["", ""], None
+    for chunk in client.chat.completions.create(
+        **ask(n=2, seed=3, temperature=0.8, stream=True, stream_options={"include_usage": True})
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts[0] != texts[1], "completion i of n has seed + i"
+    assert usage == whole.usage
+
+
+def test_seeds_repeat_whatever_stands_beside_them(client):
+    def write():
+        return (
+            client.completions.create(model="small", prompt="abc", max_tokens=20, temperature=1.0, seed=5, top_p=0.9)
+            .choices[0]
+            .text
+        )
+
+    alone, others = write(), []
+
+    def chat(number):
+        others.append(client.chat.completions.create(**ask(f"{number}", temperature=1.2)))
+
+    threads = [threading.Thread(target=chat, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    beside = [write() for _ in range(3)]
+    for thread in threads:
+        thread.join()
+    assert beside == [alone] * 3 and len(others) == 4
+    assert client.completions.create(model="small", prompt="abc", max_tokens=20).choices[0].text != alone
+
+
+def test_completions_of_several_prompts(client, speaker):
+    answer = client.completions.create(
+        model="small", prompt=["abc", "hello"], n=2, max_tokens=5, temperature=0, echo=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice, prompt in zip(answer.choices, ["abc", "abc", "hello", "hello"], strict=True):
+        output = speaker.generate(prompt, max_new_tokens=5)
+        assert choice.text == prompt + output.text
+        assert choice.token_ids == output.tokens
+    assert answer.usage.prompt_tokens == 8
+    ids = client.completions.create(model="small", prompt=[70, 71], max_tokens=5, temperature=0)
+    assert ids.choices[0].text == speaker.generate([70, 71], max_new_tokens=5).text
+
+
+def test_stop_strings_are_not_told(client):
+    text = client.chat.completions.create(**ask(extra_body={"ignore_eos": True})).choices[0].message.content
+    stopped = client.chat.completions.create(**ask(stop=[text[3:5]], extra_body={"ignore_eos": True})).choices[0]
+    assert stopped.message.content == text[: text.index(text[3:5])]
+    assert stopped.finish_reason == "stop"
+
+
+def test_log_probabilities_go_with_the_text(client, speaker):
+    answer = client.chat.completions.create(**ask(logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}))
+    content = answer.choices[0].logprobs.content
+    expected = speaker.generate(speaker.chat_prompt(ask()["messages"]), max_new_tokens=20, logprobs=3, ignore_eos=True)
+    assert [entry.token for entry in content] == [speaker.base.tokenizer.decode([token]) for token in expected.tokens]
+    assert [entry.logprob for entry in content] == [entry.logprob for entry in expected.logprobs]
+    assert all(entry.top_logprobs[0].token == entry.token for entry in content), "greedy takes the best"
+    streamed = []
+    for chunk in client.chat.completions.create(
+        **ask(logprobs=True, top_logprobs=3, stream=True, extra_body={"ignore_eos": True})
+    ):
+        if chunk.choices[0].logprobs:
+            streamed += chunk.choices[0].logprobs.content
+    assert streamed == content
+    plain = client.completions.create(model="small", prompt="abc", max_tokens=6, temperature=0, logprobs=2).choices[0]
+    assert len(plain.logprobs.tokens) == len(plain.logprobs.token_logprobs) == 6
+    assert plain.logprobs.text_offset[0] == 0 and len(plain.logprobs.top_logprobs[0]) == 2
+
+
+def test_a_request_says_how_it_is_drafted(client, speaker):
+    def metrics(**speculation):
+        answer = client.chat.completions.create(**ask(extra_body={"speculation": {"metrics": True, **speculation}}))
+        return answer.choices[0].message.content, answer.model_extra["metrics"]["speculative_decoding"]
+
+    plain, figures = metrics(enabled=False)
+    assert figures["num_draft_tokens"] == 0 and figures["mean_acceptance_length"] == 1
+    for how in ({"drafter": "heads", "nodes": 6}, {"tree": [[0], [1], [0, 0]]}, {"drafter": "prompt-lookup"}):
+        text, figures = metrics(**how)
+        assert text == plain
+        drafted = sum(depth * count for depth, count in enumerate(figures["acceptance_histogram"]))
+        assert figures["num_accepted_draft_tokens"] == drafted <= figures["num_draft_tokens"]
+        assert figures["num_spec_steps"] == sum(figures["acceptance_histogram"])
+    assert "metrics" not in client.chat.completions.create(**ask()).model_extra
+
+
+def test_a_stream_tells_what_was_drafted(client):
+    pieces = []
+    for chunk in client.chat.completions.create(
+        **ask(stream=True, extra_body={"speculation": {"trace": True, "drafter": "heads", "nodes": 8}})
+    ):
+        pieces += chunk.choices[0].model_extra.get("pieces", [])
+    assert "".join(text for text, _ in pieces) == client.chat.completions.create(**ask()).choices[0].message.content
+    assert all(isinstance(drafted, bool) for _, drafted in pieces)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "message"),
+    [
+        ({"model": "other"}, 404, "model (other) does not exist"),
+        ({"temperature": -1}, 400, "temperature (-1) must be between"),
+        ({"n": 9}, 400, "n (9 completions) exceeds the limit (8)"),
+        ({"max_tokens": 0}, 400, "max_tokens (0) must be at least 1"),
+        ({"best_of": 3}, 400, "best_of: is not supported"),
+        ({"logit_bias": {"x": 1}}, 400, "its keys are token ids"),
+        ({"logit_bias": {"9999": 1}}, 400, "token id (9999)"),
+        ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "logprobs (21) must be between 0 and 20"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
+        ({"speculation": {"drafter": "guess"}}, 400, "drafter ('guess') is not known"),
+        ({"speculation": {"enabled": False, "nodes": 4}}, 400, "leave one out"),
+        ({"speculation": {"acceptance": "typical"}}, 400, "acceptance 'typical' does not go with temperature 0"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "leaves no room"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "knows no tools"),
+        ({"tool_choice": "required"}, 400, "needs tools"),
+        ({"temperature": "warm"}, 400, "temperature"),
+        ({"stop": ""}, 400, "stop ('') is empty"),
+        ({"max_completion_tokens": 5}, 400, "mean the same"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_an_error_of_openai(live, wrong, status, message):
+    answer = httpx.post(f"{live.url}/v1/chat/completions", json=ask(**wrong))
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"] and error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_bodies_that_are_none(live):
+    url = f"{live.url}/v1/chat/completions"
+    assert httpx.post(url, content=b"{not", headers=JSON).json()["error"]["message"] == "body is not JSON; correct it"
+    huge = httpx.post(url, json=ask("x" * 200_000))
+    assert huge.status_code == 413 and "exceeds the limit (100000 bytes)" in huge.json()["error"]["message"]
+
+    def endless():
+        for _ in range(30):
+            yield b" " * 10_000
+
+    assert httpx.post(url, content=endless()).status_code == 413
+    assert httpx.get(f"{live.url}/nowhere").json()["error"]["message"] == "Not Found"
+
+
+def test_models_tokens_and_figures(live, client, speaker):
+    assert [model.id for model in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").max_model_len == speaker.base.context_length
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    ids = httpx.post(f"{live.url}/tokenize", json={"prompt": "abc"}).json()
+    assert ids["count"] == 3 and ids["tokens"] == list(speaker.base.tokenizer("abc").input_ids)
+    chat = httpx.post(f"{live.url}/tokenize", json={"messages": ask()["messages"]}).json()["tokens"]
+    assert chat == speaker.chat_prompt(ask()["messages"])
+    assert httpx.post(f"{live.url}/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": "abc"}
+    assert httpx.post(f"{live.url}/detokenize", json={"tokens": [10**9]}).status_code == 400
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    client.chat.completions.create(**ask())
+    figures = httpx.get(f"{live.url}/metrics").text
+    for name in ("spec_decode_num_draft_tokens_total", "time_to_first_token_seconds_bucket", "num_requests_running"):
+        assert f"medusa:{name}{{" in figures
+
+
+def test_other_pages_may_ask_where_they_are_named(live):
+    headers = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(f"{live.url}/v1/chat/completions", headers=headers)
+    assert answer.headers["access-control-allow-origin"] == "http://elsewhere"
+    answer = httpx.options(f"{live.url}/v1/chat/completions", headers=headers | {"Origin": "http://evil"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_answers_carry_the_id_of_their_request(live):
+    assert httpx.get(f"{live.url}/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(httpx.get(f"{live.url}/health").headers["x-request-id"]) == 32
+
+
+def test_keys(speaker):
+    with serving(speaker, api=ApiSettings(api_keys=frozenset([KEY, "other"]))) as live:
+        url = f"{live.url}/v1/chat/completions"
+        refused = httpx.post(url, json=ask())
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert httpx.post(url, json=ask(), headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert httpx.post(url, json=ask(), headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        assert httpx.post(f"{live.url}/v1/heads", json={"name": "a", "path": "b"}).status_code == 403
+
+
+def test_heads_come_and_go_at_run_time(live, client, speaker, make_heads, tmp_path):
+    directory = speaker.with_heads({}).save_pretrained(tmp_path / "more")
+    admin = {"Authorization": f"Bearer {ADMIN}"}
+    body = {"name": "more", "path": str(directory)}
+    assert httpx.post(f"{live.url}/v1/heads", json=body).status_code == 401
+    assert httpx.post(f"{live.url}/v1/heads", json=body, headers=admin).status_code == 200
+    assert [model.id for model in client.models.list()] == ["small", "more"]
+    assert httpx.post(f"{live.url}/v1/heads", json=body, headers=admin).status_code == 400, "the name is taken"
+    texts = [client.chat.completions.create(**ask(model=name)) for name in ("small", "more")]
+    assert texts[0].choices == texts[1].choices and texts[1].model == "more"
+
+    (directory / "heads.safetensors").write_bytes(b"damaged")
+    damaged = httpx.post(f"{live.url}/v1/heads", json={**body, "name": "bad"}, headers=admin)
+    assert damaged.status_code == 400 and "heads" in damaged.json()["error"]["message"]
+    nowhere = httpx.post(f"{live.url}/v1/heads", json={"name": "bad", "path": "/nowhere"}, headers=admin)
+    assert nowhere.status_code == 400
+    assert client.chat.completions.create(**ask(model="more")).choices == texts[0].choices, "the service goes on"
+
+    assert httpx.delete(f"{live.url}/v1/heads/more", headers=admin).status_code == 200
+    assert httpx.delete(f"{live.url}/v1/heads/more", headers=admin).status_code == 404
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**ask(model="more"))
+
+
+def test_a_full_queue_is_429(speaker):
+    with serving(speaker, EngineSettings(max_batch=1, max_waiting=1)) as live:
+        long = ask(max_tokens=200, stream=True, ignore_eos=True)
+        url = f"{live.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=long) as first, httpx.stream("POST", url, json=long) as second:
+            assert first.status_code == second.status_code == 200
+            third = httpx.post(url, json=ask())
+            assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
+            assert third.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_clients_that_vanish_leave_nothing_behind(live, speaker):
+    url = f"{live.url}/v1/chat/completions"
+    for _ in range(4):
+        with httpx.stream("POST", url, json=ask(max_tokens=200, stream=True, ignore_eos=True)) as answer:
+            next(answer.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=ask(max_tokens=200, n=4, ignore_eos=True, temperature=1), timeout=0.05)
+    until = time.monotonic() + 20
+    while live.engine._jobs and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not live.engine._jobs and not live.engine._running and len(live.engine._batch) == 0
+
+
+def test_a_slow_reader_holds_up_nobody(live, client):
+    slow = ask(max_tokens=100, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=slow) as answer:
+        assert client.chat.completions.create(**ask()).choices[0].message.content
+        until = time.monotonic() + 20
+        while live.engine._running and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not live.engine._running, "it is complete although nobody has read it"
+        assert list(answer.iter_lines())[-2] == "data: [DONE]"
+
+
+def test_time_limits(live):
+    answer = httpx.post(f"{live.url}/v1/chat/completions", json=ask(timeout=1e-9))
+    assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+
+
+def test_a_server_that_goes_down_ends_its_answers(speaker):
+    with serving(speaker) as live:
+        url = f"{live.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=ask(max_tokens=100, stream=True, ignore_eos=True)) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            live.server.should_exit = True
+            rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def knowing(base):
+    """A client of a base whose template knows tools."""
+    tokenizer = deepcopy(base.tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    with (
+        serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made(knowing, choice):
+    options = ask(tools=[WEATHER], tool_choice=choice, max_tokens=100)
+    answer = knowing.chat.completions.create(**options).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather" and 1 <= json.loads(call.function.arguments)["days"] <= 9
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    streamed = [chunk.choices[0] for chunk in knowing.chat.completions.create(**options, stream=True)]
+    (told,) = streamed[-1].delta.tool_calls
+    assert (told.function.name, told.function.arguments) == (call.function.name, call.function.arguments)
+    assert not any(choice.delta.content for choice in streamed)
+
+
+def test_a_conversation_with_calls_and_results(knowing):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    answer = knowing.chat.completions.create(**ask(messages=messages, tools=[WEATHER]))
+    assert answer.choices[0].message.tool_calls is None
