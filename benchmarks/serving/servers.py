@@ -1,0 +1,152 @@
+"""Servers of the same model as processes that are loaded in turn; the others are stopped meanwhile."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.serving.client import Asking
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 600.0
+"""Patience with a server that starts; vLLM on two cores takes 100 s."""
+STOP_SECONDS = 20.0
+WAKE_SECONDS = 0.5
+"""Between the moment a stopped server goes on and the first request."""
+TWO_THREADS = {"OMP_NUM_THREADS": "2"}
+
+
+class Place(NamedTuple):
+    """How a server is started, and which name its model has."""
+
+    command: Sequence[str]
+    """``{port}`` stands for the port."""
+    model: str
+    continuous_usage: bool
+    """It can tell the tokens of each chunk."""
+    environment: Mapping[str, str] = {}
+
+
+class Contestant(NamedTuple):
+    """A server, and how it is asked."""
+
+    server: str
+    """Name of its place."""
+    more: Mapping[str, Any] = {}
+    """Fields of every request."""
+
+
+CONTESTANTS = {
+    "ours": Contestant("ours"),
+    "ours-plain": Contestant("ours", {"speculation": {"enabled": False}}),
+    "vllm": Contestant("vllm"),
+    "transformers": Contestant("transformers"),
+}
+"""What is compared: this engine with and without speculation is one server."""
+
+
+def places(environments: Path, model: str, heads: str | None) -> dict[str, Place]:
+    """The servers, each with the settings that served it best on two cores, bfloat16 and at most 64 requests at a time.
+
+    Args:
+        environments: The directory that benchmarks/peers/setup.sh has filled.
+        model: Directory of smollm2.
+        heads: Trained heads; None = those that come with the clone.
+    """
+    ours = [str(ROOT / "launch.sh"), "serve", "--base", "smollm2", *(["--heads", heads] if heads else [])]
+    vllm = [str(environments / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
+    transformers = [str(environments / "hfserve/bin/transformers"), "serve", model, "--continuous-batching"]
+    return {
+        "ours": Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS),
+        "vllm": Place(
+            [*vllm, "--model", model, "--served-model-name", "smollm2", "--dtype", "bfloat16",
+             "--max-model-len", "4096", "--max-num-seqs", "64", "--port", "{port}"],
+            "smollm2", True, {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "4"},
+        ),
+        "transformers": Place(
+            [*transformers, "--device", "cpu", "--dtype", "bfloat16", "--port", "{port}"], model, False, TWO_THREADS
+        ),
+    }  # fmt: skip
+
+
+class Server:
+    """A server that is ready, and stopped until it is resumed.
+
+    Raises:
+        RuntimeError: It ends, or is not ready in time; its last words are in the message.
+    """
+
+    def __init__(self, name: str, place: Place, log: Path) -> None:
+        self.name, self._place, self._log = name, place, log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        with log.open("w", encoding="utf-8") as words:
+            self._process = subprocess.Popen(
+                [word.replace("{port}", str(self._port)) for word in place.command],
+                stdin=subprocess.DEVNULL, stdout=words, stderr=words, start_new_session=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(place.environment),
+            )  # fmt: skip
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+        self.pause()
+
+    @property
+    def session(self) -> int:
+        """The process that leads its session."""
+        return self._process.pid
+
+    def asking(self, more: Mapping[str, Any], temperature: float) -> Asking:
+        """How it is asked."""
+        return Asking(
+            f"http://127.0.0.1:{self._port}/v1", self._place.model, temperature=temperature,
+            continuous_usage=self._place.continuous_usage, more=more,
+        )  # fmt: skip
+
+    def resume(self) -> None:
+        """Let it work."""
+        self._signal(signal.SIGCONT)
+        time.sleep(WAKE_SECONDS)
+
+    def pause(self) -> None:
+        """Take its cores away."""
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the process and what it has started."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        while self._process.poll() is None and time.monotonic() < until:
+            try:
+                answer = httpx.get(f"http://127.0.0.1:{self._port}/health", timeout=5, trust_env=False)
+                if answer.status_code == HTTPStatus.OK:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        how = "is not ready" if self._process.poll() is None else "ended"
+        words = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
+        raise RuntimeError(f"server {self.name} {how}; {self._log} says:\n" + "\n".join(words))
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and all it has started
+            os.killpg(self._process.pid, number)

@@ -1,0 +1,81 @@
+"""Figures of answers whose times are known."""
+
+import pytest
+
+from benchmarks.serving.client import Answer
+from benchmarks.serving.cpu import Usage, usage
+from benchmarks.serving.figures import percentile, summarize
+from benchmarks.serving.load import Level
+from benchmarks.serving.prompts import part, read_prompts
+
+
+def answer(asked, times, tokens, told=(), error=None):
+    return Answer(asked, list(times), list(told), tokens, 3, times[-1], True, error)
+
+
+def test_percentiles_lie_between_values():
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [percentile(values, share) for share in (0, 0.5, 1)] == [1, 2.5, 4]
+    assert percentile(values, 0.99) == pytest.approx(3.97)
+    assert percentile([7.0], 0.99) == 7
+
+
+def test_only_what_happens_in_the_window_counts():
+    level = Level(2, opened=10.0, closed=20.0)
+    level.answers = [
+        answer(8, [9, 11, 12], 6, [2, 4, 6]),  # its first token came before
+        answer(13, [15, 16, 19], 4, [1, 3, 4]),  # whole
+        answer(18, [19.5, 21], 5, [1, 5]),  # ends after it
+        answer(21, [22], 1, [1]),  # the server completes it, nobody counts it
+    ]
+    figures = summarize(level)
+    assert (figures["tokens"], figures["tokens_per_second"]) == (4 + 4 + 1, 0.9)
+    assert figures["first_token"] == {"count": 2, "p50": 1.75, "p90": pytest.approx(1.95), "p99": pytest.approx(1.995)}
+    assert (figures["requests"], figures["tokens_per_request"]) == (2, 5)
+    assert figures["end_to_end"]["p50"] == 5
+    assert figures["chunk_gap"] == {"count": 4, "p50": 1.5, "p90": pytest.approx(2.7), "p99": pytest.approx(2.97)}
+    gaps = [1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 3.0]  # of a token each
+    assert figures["inter_token"]["count"] == len(gaps)
+    assert figures["inter_token"]["p50"] == percentile(gaps, 0.5) == 0.5
+    assert figures["cores_busy"] is None
+
+
+def test_gaps_are_of_chunks_where_the_server_does_not_count_them():
+    level = Level(1, [answer(0, [1, 2, 4], 9)], 0.0, 10.0)
+    figures = summarize(level)
+    assert (figures["inter_token_of"], figures["inter_token"]["count"], figures["inter_token"]["p50"]) == (
+        "chunk", 2, 1.5,
+    )  # fmt: skip
+    assert (figures["tokens"], figures["tokens_per_chunk"], figures["tokens_from"]) == (9, 3, "usage")
+    level.answers.append(answer(4, [5, 6], None))
+    assert (summarize(level)["tokens"], summarize(level)["tokens_from"]) == (11, "chunks")
+
+
+def test_nothing_but_errors_is_no_number():
+    figures = summarize(Level(1, [answer(0, [1], None, error="broken")], 0.0, 10.0))
+    assert (figures["tokens_per_second"], figures["errors"], figures["error_messages"]) == (0, 1, {"broken": 1})
+    assert figures["first_token"] == {"count": 0, "p50": None, "p90": None, "p99": None}
+    assert figures["tokens_per_chunk"] is None
+
+
+def test_cores_that_were_busy():
+    used = Usage(12.0, 1.0, 14.0, 30.0).since(Usage(2.0, 0.5, 4.0, 15.0))
+    assert used.cores() == {"client": 0.05, "server": 1.0, "others": pytest.approx(0.45), "machine": 1.5}
+    alone = Usage(2.0, 1.0, None, None).since(Usage(1.0, 0.5, None, None))
+    assert alone.cores() == {"client": 0.5, "server": None, "others": None, "machine": None}
+    assert usage().client > 0
+
+
+def test_prompts_are_heldout_ones_or_those_of_a_file(tmp_path):
+    assert len(set(read_prompts(None, 30))) == 30
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"category": "qa", "turns": ["b", "c"]}\n{"prompt": "d"}\n')
+    assert read_prompts(str(file), 9) == ["a", "b", "d"]
+    assert read_prompts(str(file), 2) == ["a", "b"]
+    assert part(["a", "b", "d"], 1, 3) == ["b", "d", "a"]
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2 is no prompt; give lines of"):
+        read_prompts(str(file), 9)
+    file.write_text("")
+    with pytest.raises(ValueError, match="are none"):
+        read_prompts(str(file), 9)
