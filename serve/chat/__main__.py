@@ -26,6 +26,7 @@ With a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves
 Without one: every line of the input is a message; answers go to stdout, everything else to stderr.
 
   medusa-chat --temperature 0.8 --colour
+  medusa-chat --endpoint http://localhost:8000/v1
   echo 'Write a Python function that reverses a list.' | medusa-chat
 """
 
@@ -53,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser.add_argument_group("model"))
+    server = parser.add_argument_group("a server, in place of a model here")
+    server.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="of medusa-serve or vLLM, as http://localhost:8000/v1; MEDUSA_API_KEY is its key (default: none)",
+    )
+    server.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
     answers.add_argument(
@@ -157,6 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("tree", "settings"):
         if (file := getattr(args, name)) and (args.nodes is not None or args.drafter is not None):
             parser.error(f"{name} ({file}) takes the place of --nodes and --drafter; leave them out")
+    loaded = ("heads", "base", "draft_model", "mtp", "tree", "ngrams")
+    here = [f"--{name.replace('_', '-')}" for name in loaded if getattr(args, name)]
+    if args.endpoint and here:
+        parser.error(f"endpoint ({args.endpoint}) is a model elsewhere; leave {', '.join(here)} out")
+    if args.model and not args.endpoint:
+        parser.error(f"model ({args.model}) is one of a server; name the server with --endpoint")
     if args.tree and args.settings:
         parser.error(f"tree ({args.tree}) and settings ({args.settings}) both say what is drafted; leave one out")
     for stream in (sys.stdin, sys.stdout):
@@ -171,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.settings:
             found = load_settings(args.settings)
             settings = replace(settings, drafter=found.drafter, nodes=found.nodes)
+        if args.endpoint:
+            _talk_to_server(args, terminal, settings)
+            return 0
         model = load_model(args)
 
         title = describe(model, args.heads)
@@ -192,6 +209,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: Settings) -> None:
+    from serve.chat.remote import RemoteModel
+
+    model = RemoteModel(args.endpoint, args.model or "", os.environ.get("MEDUSA_API_KEY", ""))
+    title = f"model  {model.base.name} at {args.endpoint} ({model.base.context_length:,} tokens of context)"
+    Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title).run()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from serve.chat.terminal import Terminal, count
 
 if TYPE_CHECKING:
     from medusa import MedusaModel, Output, Prefix, Tree
+    from serve.chat.remote import RemoteModel
 
 BLOCK = '"""'
 """Opens and closes a message of several lines."""
@@ -66,7 +67,7 @@ class Repl:
 
     def __init__(
         self,
-        model: "MedusaModel",
+        model: "MedusaModel | RemoteModel",
         terminal: Terminal,
         commands: Mapping[str, Command],
         conversation: Conversation,
