@@ -10,8 +10,6 @@ function element(tag, name = "", text = "") {
   return made;
 }
 
-// --- the server
-
 async function call(path, options = {}) {
   const key = sessionStorage.getItem("key");
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
@@ -70,8 +68,6 @@ function describe({ id, heads, max_model_len }) {
   const drafts = heads ? `${heads.num_heads} ${heads.architecture} heads` : "no heads";
   $("about").textContent = `${id} · ${drafts} · ${max_model_len.toLocaleString("en")} tokens of context`;
 }
-
-// --- the chat
 
 const turns = []; // { question, answer, box }
 let running = null; // aborts the answer that is under way
@@ -183,12 +179,14 @@ function tell(seen, { ending, drafts }) {
   const parts = [`${seen.tokens} token${seen.tokens === 1 ? "" : "s"}`];
   if (rate > 0 && rate < Infinity) parts.push(`${rate.toFixed(1)} tokens/s`);
   if (drafts) parts.push(`${drafts.mean_acceptance_length.toFixed(2)} tokens per step`);
-  if (drafts?.num_draft_tokens) parts.push(`${drafts.num_accepted_draft_tokens} of ${drafts.num_draft_tokens} drafted accepted`);
-  else if (drafts) parts.push("nothing drafted");
+  if (drafts) {
+    const { num_accepted_draft_tokens: accepted, num_draft_tokens: drafted } = drafts;
+    parts.push(drafted ? `${accepted} of ${drafted} drafted accepted` : "nothing drafted");
+  }
   if (seen.first) parts.push(`first after ${seconds((seen.first - seen.asked) / 1000)}`);
   if (ending) parts.push(ending);
-  seen.figures.replaceChildren(...parts.map((part) => element("span", "", part)));
-  if (seen.lossy) seen.figures.append(element("span", "warning", "LOSSY"));
+  seen.figures.textContent = parts.join(" · ");
+  if (seen.lossy) seen.figures.append(" · ", element("span", "warning", "LOSSY"));
 }
 
 // Keep the end of the conversation in sight, unless the reader has scrolled away from it.
@@ -198,3 +196,147 @@ function follow(change, always = false) {
   change();
   if (near || always) log.scrollTop = log.scrollHeight;
 }
+
+const samples = []; // what /metrics told in the last WINDOW seconds: { time, figures }
+let polling = false;
+
+// Prometheus' text as { name: [{ labels, value }] }, less the prefix.
+function parse(text) {
+  const figures = {};
+  for (const [, name, inside, value] of text.matchAll(/^medusa:(\w+)(?:\{(.*)\})? (\S+)/gm)) {
+    const labels = Object.fromEntries([...(inside ?? "").matchAll(/(\w+)="([^"]*)"/g)].map((pair) => pair.slice(1)));
+    (figures[name] ??= []).push({ labels, value: value === "+Inf" ? Infinity : Number(value) });
+  }
+  return figures;
+}
+
+const total = (figures, name) => (figures[name] ?? []).reduce((sum, { value }) => sum + value, 0);
+
+// Counts by a label, { label: count }, those before taken away.
+function counts(now, before, name, label) {
+  const found = {};
+  const add = ({ labels, value }, sign) => (found[labels[label]] = (found[labels[label]] ?? 0) + sign * value);
+  now[name]?.forEach((figure) => add(figure, 1));
+  before[name]?.forEach((figure) => add(figure, -1));
+  return found;
+}
+
+// The middle of a histogram as Prometheus' histogram_quantile guesses it.
+function median(buckets) {
+  const edges = Object.entries(buckets).map(([edge, count]) => [edge === "+Inf" ? Infinity : Number(edge), count]);
+  edges.sort(([a], [b]) => a - b);
+  const half = (edges.at(-1)?.[1] ?? 0) / 2;
+  if (!half) return NaN;
+  const place = edges.findIndex(([, count]) => count >= half);
+  const [low, below] = place ? edges[place - 1] : [0, 0];
+  const [high, count] = edges[place];
+  return high === Infinity ? low : low + ((high - low) * (half - below)) / (count - below);
+}
+
+const show = (id, text) => ($(id).textContent = text);
+const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %` : "–");
+const seconds = (value) =>
+  !Number.isFinite(value) ? "–" : value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(1)} s`;
+
+async function poll() {
+  if (document.hidden || polling) return;
+  polling = true;
+  try {
+    const figures = parse(await (await call("metrics")).text());
+    const [latest, tokens] = [samples.at(-1)?.figures ?? {}, "generation_tokens_total"];
+    if (total(figures, tokens) < total(latest, tokens)) samples.length = 0; // the server has started anew
+    samples.push({ time: performance.now() / 1000, figures });
+    while (samples.at(-1).time - samples[0].time > WINDOW) samples.shift();
+    draw(figures);
+  } catch {
+    ["rate", "requests-running", "requests-waiting", "cache"].forEach((id) => show(id, "–"));
+  }
+  polling = false;
+}
+
+function draw(now) {
+  drawRates();
+  show("requests-running", total(now, "num_requests_running"));
+  show("requests-waiting", total(now, "num_requests_waiting"));
+  show("cache", percent(now.kv_cache_usage_perc ? total(now, "kv_cache_usage_perc") : NaN));
+
+  // The last minute, where requests have ended in it.
+  const ended = "e2e_request_latency_seconds_count";
+  const oldest = samples[0].figures;
+  const recent = total(now, ended) > total(oldest, ended);
+  const before = recent ? oldest : {};
+  const grown = (name) => total(now, name) - total(before, name);
+  const steps = grown("spec_decode_num_drafts_total");
+  const accepted = grown("spec_decode_num_accepted_tokens_total");
+  show("period", recent ? "In the last minute" : "Since the server's start");
+  show("per-step", steps ? (1 + accepted / steps).toFixed(2) : "–");
+  show("accepted", percent(accepted / grown("spec_decode_num_draft_tokens_total")));
+  show("first", seconds(median(counts(now, before, "time_to_first_token_seconds_bucket", "le"))));
+  show("prefix", percent(grown("prefix_cache_hits_total") / grown("prefix_cache_queries_total")));
+  drawDepths(counts(now, before, "spec_decode_num_accepted_tokens_per_pos_total", "position"), steps);
+}
+
+function drawRates() {
+  const told = (sample) => total(sample.figures, "generation_tokens_total");
+  const rates = samples.slice(1).map((sample, index) => {
+    const from = samples[Math.max(0, index - 1)]; // two seconds: a step may take a good part of one
+    return { time: sample.time, rate: (told(sample) - told(from)) / (sample.time - from.time) };
+  });
+  if (!rates.length) return;
+  show("rate", rates.at(-1).rate.toFixed(rates.at(-1).rate < 100 ? 1 : 0));
+  const most = Math.max(1, ...rates.map(({ rate }) => rate));
+  const x = (time) => (WINDOW - (rates.at(-1).time - time)).toFixed(2);
+  const points = rates.map(({ time, rate }) => `${x(time)},${(19.5 - (18 * rate) / most).toFixed(2)}`);
+  $("line").setAttribute("points", points.join(" "));
+  $("area").setAttribute("points", `${x(rates[0].time)},20 ${points.join(" ")} ${WINDOW},20`);
+}
+
+function drawDepths(reached, steps) {
+  const rows = Object.entries(reached).filter(([, count]) => count > 0 && steps);
+  rows.sort(([a], [b]) => a - b);
+  const items = rows.map(([position, count]) => {
+    const [item, bar, inside] = [element("li"), element("span", "bar"), element("i")];
+    inside.style.width = `${(100 * count) / steps}%`;
+    bar.append(inside);
+    item.append(element("span", "", String(Number(position) + 1)), bar, element("b", "", percent(count / steps)));
+    return item;
+  });
+  $("depths").replaceChildren(...(items.length ? items : [element("li", "none", "nothing drafted")]));
+}
+
+$("composer").onsubmit = (event) => {
+  event.preventDefault();
+  send($("message").value);
+};
+$("message").onkeydown = (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send($("message").value);
+};
+$("examples").onclick = (event) => event.target.matches("button") && send(event.target.textContent);
+$("stop").onclick = () => running?.abort();
+$("again").onclick = () => !running && turns.length && answer(turns.at(-1));
+$("reset").onclick = () => {
+  running?.abort();
+  running = null;
+  turns.splice(0).forEach(({ box }) => box.remove());
+  $("welcome").hidden = false;
+  $("again").disabled = true;
+  $("message").focus();
+};
+$("coloured").onchange = () => document.body.classList.toggle("plain", !$("coloured").checked);
+$("speculation").onchange = () => ($("drafting").disabled = !$("speculation").checked);
+$("acceptance").onchange = () => ($("lossy").hidden = $("acceptance").value !== "typical");
+$("settings").onsubmit = (event) => event.preventDefault();
+$("key").value = sessionStorage.getItem("key") ?? "";
+$("key").onchange = () => {
+  sessionStorage.setItem("key", $("key").value.trim());
+  listModels();
+};
+for (const id of ["coloured", "speculation", "acceptance"]) $(id).onchange(); // browsers keep fields over a reload
+const narrow = matchMedia("(max-width: 50rem)").matches;
+document.querySelectorAll("details").forEach((part) => (part.open = !narrow));
+listModels();
+poll();
+setInterval(poll, 1000);
+document.onvisibilitychange = poll;
