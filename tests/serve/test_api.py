@@ -358,7 +358,7 @@ def knowing(base):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_made(knowing, choice):
-    options = ask(tools=[WEATHER], tool_choice=choice, max_tokens=100)
+    options = ask(tools=[WEATHER], tool_choice=choice, max_tokens=200)
     answer = knowing.chat.completions.create(**options).choices[0]
     (call,) = answer.message.tool_calls
     assert call.function.name == "weather" and 1 <= json.loads(call.function.arguments)["days"] <= 9

@@ -1,0 +1,206 @@
+"""Completions that follow a JSON schema or a grammar, by XGrammar; correct at every node of a tree."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medusa import BaseModel
+from medusa.engine.constraint import Constraint
+
+if TYPE_CHECKING:
+    import xgrammar
+
+KEPT_BYTES = 256 << 20
+"""Compiled grammars that are kept."""
+MOST_SPACES = 16
+"""Spaces and line breaks between two parts of JSON: a weak model would go on with them for ever."""
+IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
+"""Logits that XGrammar masks itself."""
+
+KEYWORDS = frozenset(
+    "type properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties"
+    " maxProperties items prefixItems unevaluatedItems minItems maxItems minLength maxLength pattern format minimum"
+    " maximum exclusiveMinimum exclusiveMaximum multipleOf enum const anyOf oneOf allOf $ref $defs definitions title"
+    " description default examples example $schema $id $comment deprecated readOnly writeOnly".split()
+)
+"""Of JSON schemas, that are followed or mean nothing for the text; XGrammar ignores all others."""
+FORMATS = frozenset(
+    "date time date-time duration email hostname ipv4 ipv6 uri uri-reference uri-template uuid json-pointer"
+    " relative-json-pointer".split()
+)
+SCHEMAS = ("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "unevaluatedItems")
+"""Keywords whose value is a schema."""
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values are schemas by name."""
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+"""Keywords whose value is a list of schemas."""
+
+
+class Grammars:
+    """Compiles what completions of one base have to follow; from any thread.
+
+    Args:
+        base: Its tokens.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._kept: tuple[xgrammar.GrammarCompiler, Tensor] | None = None
+
+    def json_object(self) -> Callable[[], Constraint]:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def json_schema(self, schema: dict[str, Any]) -> Callable[[], Constraint]:
+        """JSON that follows a schema.
+
+        Raises:
+            ValueError: It is no schema, or has keywords that are not supported.
+        """
+        _check(schema, "schema")
+        text = json.dumps(schema)
+        compiled = self._compiled(lambda it: it.compile_json_schema(text, max_whitespace_cnt=MOST_SPACES))
+        printable = self._compiler()[1]
+        return lambda: Following(compiled, printable)
+
+    def grammar(self, ebnf: str) -> Callable[[], Constraint]:
+        """Text that a grammar derives from its rule "root".
+
+        Raises:
+            ValueError: It cannot be read.
+        """
+        compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
+        return lambda: Following(compiled)
+
+    def _compiled(
+        self, compile_with: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]"
+    ) -> "xgrammar.CompiledGrammar":
+        compiler, _ = self._compiler()
+        try:
+            return compile_with(compiler)
+        except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
+            reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error)
+            raise ValueError(f"grammar cannot be followed: {' '.join(reason.split())}; correct it") from error
+
+    def _compiler(self) -> "tuple[xgrammar.GrammarCompiler, Tensor]":
+        """The compiler, and the tokens that JSON may hold."""
+        if self._kept is None:
+            try:
+                import xgrammar
+            except ImportError as error:
+                raise ValueError(
+                    f"formats need XGrammar ({error}); install it with: pip install 'medusa-decoding[serve]'"
+                ) from error
+            base = self._base
+            tokens = xgrammar.TokenizerInfo.from_huggingface(
+                base.tokenizer, vocab_size=base.vocab_size, stop_token_ids=sorted(base.eos_ids)
+            )
+            compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_limit_bytes=KEPT_BYTES)
+            self._kept = compiler, _printable(tokens.decoded_vocab, base.vocab_size)
+        return self._kept
+
+
+class Following:
+    """``Constraint``: one completion on its way through a grammar.
+
+    Args:
+        grammar: To follow.
+        tokens: int32 [W] as bits: those that it may use; None = all.
+    """
+
+    def __init__(self, grammar: "xgrammar.CompiledGrammar", tokens: Tensor | None = None) -> None:
+        import xgrammar
+
+        self._xgrammar, self._matcher = xgrammar, xgrammar.GrammarMatcher(grammar)
+        self._tokens = tokens
+        self._width = xgrammar.get_bitmask_shape(1, grammar.tokenizer_info.vocab_size)[1]
+
+    def forbid(self, tokens: Sequence[int], parents: Sequence[int], logits_NV: Tensor) -> None:
+        """See ``Constraint``."""
+        allowed_NW = torch.zeros(len(tokens), self._width, dtype=torch.int32)
+        children, siblings = _links(parents)
+        self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW)
+        allowed_NW[~allowed_NW.any(1)] = -1  # nodes that may not be there, or where all is said
+        if self._tokens is not None:
+            allowed_NW &= self._tokens
+        _mask(self._xgrammar, logits_NV, allowed_NW)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See ``Constraint``."""
+        for token in tokens:
+            if not self._matcher.is_terminated():
+                accepted = self._matcher.accept_token(token)
+                assert accepted, f"token {token} was allowed"
+
+
+def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of every node, -1 = none."""
+    children, siblings, latest = [-1] * len(parents), [-1] * len(parents), [-1] * len(parents)
+    for node, parent in enumerate(parents[1:], 1):
+        if latest[parent] < 0:
+            children[parent] = node
+        else:
+            siblings[latest[parent]] = node
+        latest[parent] = node
+    return torch.tensor(children), torch.tensor(siblings)
+
+
+def _mask(xgrammar: Any, logits_NV: Tensor, allowed_NW: Tensor) -> None:
+    """-inf where a bit is 0."""
+    allowed_NW = allowed_NW.to(logits_NV.device)
+    if logits_NV.dtype in IN_PLACE and logits_NV.is_contiguous():
+        xgrammar.apply_token_bitmask_inplace(logits_NV, allowed_NW)
+        return
+    mask_NV = torch.zeros_like(logits_NV, dtype=torch.float32, memory_format=torch.contiguous_format)
+    xgrammar.apply_token_bitmask_inplace(mask_NV, allowed_NW)
+    logits_NV += mask_NV
+
+
+def _printable(texts: Sequence[bytes], vocab_size: int) -> Tensor:
+    """int32 [W] as bits: tokens without control characters, which XGrammar lets into strings of limited length."""
+    kept = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    kept[: len(texts)] = [all(byte >= 32 or byte in b"\r\n" for byte in text) for text in texts]
+    return torch.from_numpy(np.packbits(kept, bitorder="little").view(np.int32))
+
+
+def _check(schema: Any, place: str) -> None:
+    """Refuse what would be ignored.
+
+    Raises:
+        ValueError: There is something.
+    """
+    if not isinstance(schema, dict):
+        return
+    problem = next(_problems(schema), None)
+    if problem:
+        raise ValueError(f"{place}: {problem}; leave it out")
+    for name, value in schema.items():
+        if name in SCHEMAS:
+            _check(value, f"{place}.{name}")
+        elif name in MAPS and isinstance(value, dict):
+            for key, inner in value.items():
+                _check(inner, f"{place}.{name}.{key}")
+        elif name in LISTS and isinstance(value, list):
+            for index, inner in enumerate(value):
+                _check(inner, f"{place}.{name}.{index}")
+
+
+def _problems(schema: dict[str, Any]) -> Iterator[str]:
+    """What of one schema would be ignored."""
+    lengths = {"minLength", "maxLength"} & schema.keys()
+    for name in sorted(schema.keys() - KEYWORDS):
+        yield f"keyword ({name}) is not supported"
+    if "format" in schema and schema["format"] not in FORMATS:
+        yield f"format ({schema['format']}) is not supported"
+    if lengths and ("pattern" in schema or "format" in schema):
+        yield f"{min(lengths)} is not supported beside a pattern or format"
+    if "multipleOf" in schema and schema.get("type") != "integer":
+        yield "multipleOf is supported for integers only"
+    if len(schema.get("allOf") or ()) > 1:
+        yield "allOf of several schemas is not supported"
+    if "patternProperties" in schema and "propertyNames" in schema:
+        yield "propertyNames is not supported beside patternProperties"

@@ -1,0 +1,209 @@
+"""What follows a schema or a grammar, whatever drafts: valid, and equal to plain decoding under the same grammar."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from medusa import MedusaModel, SamplingParams, Speculation
+from serve.grammar import Following, Grammars, _links
+
+PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
+SHORT = {"type": "string", "maxLength": 6}
+LEAVES = (
+    SHORT,
+    {"type": "integer", "minimum": -20, "maximum": 300},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"enum": ["red", "green", 3, None]},
+    {"const": "größe ☃"},
+    {"type": "string", "pattern": "^[a-f]{1,4}$"},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "ipv4"},
+    {"anyOf": [{"type": "boolean"}, {"enum": ["x"]}]},
+    {"type": "integer", "enum": [1, 22, 333]},
+    {"type": ["boolean", "null"]},
+)
+
+
+def schema_of(number, depth=2):
+    """A schema of its own for every number, whose texts are bounded."""
+    chance = random.Random(number)
+
+    def make(depth):
+        kind = chance.randrange(4) if depth else 0
+        if kind == 0:
+            return chance.choice(LEAVES)
+        if kind == 1:
+            least = chance.randrange(3)
+            return {"type": "array", "items": make(depth - 1), "minItems": least, "maxItems": least + 1}
+        names = [f"k{index}" for index in range(chance.randrange(1, 4))]
+        required = [name for name in names if chance.random() < 0.7]
+        properties = {name: make(depth - 1) for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+    return {
+        "type": "object",
+        "properties": {"answer": make(depth)},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def speaker(base, make_heads):
+    return MedusaModel(base, make_heads())
+
+
+@pytest.fixture(scope="module")
+def grammars(base):
+    return Grammars(base)
+
+
+def write(speaker, cases):
+    """Completions of (constraint, params, speculation) that decode together."""
+    batch = speaker.batch()
+    completions = [
+        batch.add([5, 6, 7 + number], params, how, constraint=constraint and constraint())
+        for number, (constraint, params, how) in enumerate(cases)
+    ]
+    while len(batch):
+        batch.step()
+    return [completion.output for completion in completions]
+
+
+def params_of(number, space, longest=230):
+    """Greedy, or sampled; without spaces, which random weights would write on and on."""
+    forbidden = dict.fromkeys(space, -100.0)
+    return SamplingParams(longest, temperature=0.9 * (number % 2), seed=number, logit_bias=forbidden)
+
+
+@pytest.fixture(scope="module")
+def space(base):
+    return [token for text in (" ", "\n", "\t", "\r") for token in base.tokenizer(text).input_ids]
+
+
+def check(speaker, grammars, space, numbers):
+    from jsonschema import validate
+
+    ended = 0
+    for number in numbers:
+        schema, params = schema_of(number), params_of(number, space)
+        constraint = grammars.json_schema(schema)
+        plain, trees = (write(speaker, [(constraint, params, how)])[0] for how in (PLAIN, TREES))
+        assert plain.tokens == trees.tokens, schema
+        if trees.finish_reason == "eos":
+            validate(json.loads(trees.text), schema)
+            ended += 1
+    return ended
+
+
+def test_schemas(speaker, grammars, space):
+    assert check(speaker, grammars, space, range(8)) >= 7
+
+
+@pytest.mark.slow
+def test_a_hundred_schemas(speaker, grammars, space):
+    assert check(speaker, grammars, space, range(8, 108)) >= 97
+
+
+@pytest.mark.slow
+def test_schemas_with_real_weights(smollm2_directory):
+    from jsonschema import validate
+
+    model = MedusaModel.from_pretrained("data/pretrained/smollm2", base=smollm2_directory)
+    grammars, drafted = Grammars(model.base), 0
+    for number in range(12):
+        schema = schema_of(number)
+        question = model.chat_prompt([{"role": "user", "content": f"Answer as JSON that follows {json.dumps(schema)}"}])
+        constraint = grammars.json_schema(schema)
+        outputs = []
+        for how in (PLAIN, TREES, Speculation()):
+            batch = model.batch()
+            completion = batch.add(question, SamplingParams(200), how, constraint=constraint())
+            while len(batch):
+                batch.step()
+            outputs.append(completion.output)
+        assert outputs[0].tokens == outputs[1].tokens == outputs[2].tokens
+        assert outputs[0].finish_reason == "eos", outputs[0].text
+        validate(json.loads(outputs[0].text), schema)
+        drafted += len(outputs[1].tokens) - outputs[1].steps
+    assert drafted > 0
+
+
+def test_rows_with_and_without_grammars_share_a_batch(speaker, grammars, space):
+    cases = [
+        (grammars.json_schema(schema_of(1)), params_of(0, space), TREES),
+        (None, SamplingParams(30, temperature=0.9, seed=2), TREES),
+        (grammars.grammar('root ::= ("ab" | "c"){3,9}'), params_of(1, space, 40), TREES),
+        (None, SamplingParams(30), PLAIN),
+        (grammars.json_object(), params_of(3, space, 40), PLAIN),
+    ]
+    together = write(speaker, cases)
+    for number, case in enumerate(cases):
+        batch = speaker.batch()
+        alone = batch.add([5, 6, 7 + number], case[1], case[2], constraint=case[0] and case[0]())
+        while len(batch):
+            batch.step()
+        assert together[number].tokens == alone.output.tokens
+    assert set(together[2].text) <= set("abc")
+
+
+def test_masks_of_trees_are_those_of_their_paths(grammars, base):
+    make = grammars.json_schema(schema_of(3))
+    letters = {letter: base.tokenizer(letter).input_ids[0] for letter in '{"answerk01:[]}truefalse, x9'}
+    for number in range(30):
+        chance = random.Random(number)
+        text = '{"answer'[: chance.randrange(9)]
+        committed = [letters[letter] for letter in text]
+        size = chance.randrange(1, 9)
+        parents = [0, *(chance.randrange(node) for node in range(1, size))]
+        tokens = [committed[-1] if committed else 7, *(chance.choice([*letters.values()]) for _ in parents[1:])]
+        following, logits = make(), torch.zeros(size, base.vocab_size)
+        following.advance(committed)
+        following.forbid(tokens, parents, logits)
+        for node in range(size):
+            path, at = [], node
+            while at:
+                path, at = [tokens[at], *path], parents[at]
+            alone: Following = make()
+            alone.advance(committed)
+            if all(alone._matcher.accept_token(token) for token in path):
+                expected = torch.zeros(1, base.vocab_size, dtype=torch.float64)
+                alone.forbid([0], [0], expected)
+                assert torch.equal(logits[node].double(), expected[0])
+                assert expected.min() == -torch.inf
+
+
+def test_links():
+    children, siblings = _links([0, 0, 0, 1, 1, 3])
+    assert children.tolist() == [1, 3, -1, 5, -1, -1]
+    assert siblings.tolist() == [-1, 2, -1, 4, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "banana"}, 'Unsupported type "banana"'),
+        ({"not": {}}, r"schema: keyword \(not\) is not supported"),
+        (
+            {"properties": {"a": {"items": {"uniqueItems": True}}}},
+            r"schema.properties.a.items: keyword \(uniqueItems\)",
+        ),
+        ({"anyOf": [{"format": "zip"}]}, r"schema.anyOf.0: format \(zip\) is not supported"),
+        ({"type": "string", "pattern": "a", "minLength": 1}, "minLength is not supported beside a pattern"),
+        ({"type": "number", "multipleOf": 2}, "multipleOf is supported for integers only"),
+        ({"allOf": [{}, {}]}, "allOf of several"),
+        ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems is greater than maxItems"),
+    ],
+)
+def test_schemas_that_would_not_be_followed_are_refused(grammars, schema, message):
+    with pytest.raises(ValueError, match=message):
+        grammars.json_schema(schema)
+
+
+@pytest.mark.parametrize("text", ["", "root ::= x", 'other ::= "a"', "root := 5"])
+def test_grammars_that_cannot_be_read_are_refused(grammars, text):
+    with pytest.raises(ValueError, match=r"grammar cannot be followed: .*; correct it"):
+        grammars.grammar(text)
