@@ -25,6 +25,9 @@ class Job:
     """When the first of them came; 0 = not yet."""
     latest: float = 0.0
     """When the latest came."""
+    steps: int = 0
+    """Steps that were counted, and their draft tokens."""
+    draft_tokens: int = 0
 
     @property
     def request(self) -> Request:

@@ -61,6 +61,7 @@ class Models:
                 "root": self.name,
                 "parent": None if name == self.name else self.name,
                 "max_model_len": model.base.context_length,
+                "drafters": model.drafters.names(None if name == self.name else name),
                 "heads": None if heads is None else _described(heads, self.paths.get(name)),
             }
             for name, heads in sets.items()

@@ -78,6 +78,21 @@ class Drafters:
             return self._everyone(batch, heads)
         return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES[1:]}
 
+    def names(self, heads: str | None = None) -> list[str]:
+        """Drafters that requests may name, several of them joined by "+"."""
+        parts, base = self._parts(heads), self.parts.base
+        there = {
+            "hybrid": parts.heads is not None,
+            "heads": parts.heads is not None,
+            "prompt-lookup": True,
+            "ngram": True,
+            "draft-model": parts.draft_model is not None,
+            "early-exit": base.num_layers > 1,
+            "mtp": base.mtp is not None,
+            "heads-sampled": parts.heads is not None,
+        }
+        return [name for name, usable in there.items() if usable and base.decoding != "plain"]
+
     def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
         found: dict[str, Sequence[int]] = {}
         if self._parts(heads).heads is not None:

@@ -163,9 +163,12 @@ def _serve_page(app: FastAPI) -> None:
 
     def file(name: str) -> Callable[[], Awaitable[FileResponse]]:
         async def send() -> FileResponse:
-            return FileResponse(PAGE / name)
+            return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
 
         return send
 
-    for path, name in (("/", "index.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
-        app.add_api_route(path, file(name), include_in_schema=False, response_class=FileResponse)
+    for name in ("index.html", "page.css", "page.js", "figures.js", "common.js"):
+        path = "/" if name == "index.html" else f"/{name}"
+        app.add_api_route(
+            path, file(name), methods=["GET", "HEAD"], include_in_schema=False, response_class=FileResponse
+        )

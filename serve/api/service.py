@@ -118,7 +118,9 @@ class Service:
                 try:
                     params = _params(body, longest, logprobs, (first + number) % 2**63)
                 except ValueError as error:
-                    raise refused(str(error).replace("max_new_tokens", "max_tokens")) from error
+                    message = str(error).replace("max_new_tokens", "max_tokens")
+                    field = message.split(maxsplit=1)[0].rstrip(":")
+                    raise refused(message, field if field in type(body).model_fields else None) from error
                 found.append(
                     Request(
                         prompt, params, speculation, constraint, client, body.priority or 0,

@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,9 +37,9 @@ def texts():
 
 def test_files_are_served_as_what_they_are(texts):
     client = TestClient(create_app(SimpleNamespace(settings=ApiSettings(), engine=None)))
-    kinds = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
-    assert texts.keys() == kinds.keys()
-    for name, kind in kinds.items():
+    kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+    assert texts.keys() == {"index.html", "page.css", "page.js", "figures.js", "common.js"}
+    for name, kind in ((name, kinds[Path(name).suffix]) for name in texts):
         answer = client.get("/" if name == "index.html" else f"/{name}")
         assert answer.status_code == 200
         assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
@@ -55,10 +56,11 @@ def test_page_refers_to_nothing_outside_of_the_server(texts):
 def test_script_finds_what_it_looks_for_and_never_writes_html(texts):
     there = re.findall(r'\bid="([^"]+)"', texts["index.html"])
     assert len(there) == len(set(there))
-    wanted = re.findall(r'(?:\$|chosen|number|show)\("([^"]+)"', texts["page.js"])
+    scripts = "".join(text for name, text in texts.items() if name.endswith(".js"))
+    wanted = re.findall(r'(?:\$|chosen|number|show)\("([^"]+)"', scripts)
     assert set(wanted) <= set(there)
     assert set(re.findall(r"#([a-z][\w-]*)[^;{]*{", texts["page.css"])) <= set(there)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage", texts["page.js"])
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage", scripts)
 
 
 def test_every_field_has_a_label(texts):

@@ -1,0 +1,33 @@
+// What the chat and the figures share. Text never becomes HTML.
+
+export const $ = (id) => document.getElementById(id);
+
+export function element(tag, name = "", text = "") {
+  const made = document.createElement(tag);
+  made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+export async function call(path, options = {}) {
+  const key = sessionStorage.getItem("key");
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const answer = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The server cannot be reached.");
+  });
+  if (answer.ok) return answer;
+  if (answer.status === 401) $("key-field").hidden = false;
+  const text = await answer.text();
+  throw new Error(`${answer.status}: ${message(text)}`);
+}
+
+export function message(text) {
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text || "no reason is given";
+  }
+}
+
+export const seconds = (value) =>
+  !Number.isFinite(value) ? "–" : value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(1)} s`;
