@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -152,4 +153,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background too: servers that it has stopped must end
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -98,3 +98,14 @@ def test_a_body_is_an_object(capsys):
     with pytest.raises(SystemExit):
         command.main(["load", "http://localhost/v1", "--body", "[1]"])
     assert "value ([1]) must be a JSON object" in capsys.readouterr().err
+
+
+def test_the_command_compares(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("medusa.base.smollm2.locate", lambda name: f"/models/{name}")
+    monkeypatch.setattr(command, "places", lambda *_: {"ours": place(), "vllm": place()})
+    words = [str(tmp_path), "--servers", "ours-plain", "vllm", "--levels", "2", "--requests", "4", "--max-tokens", "3"]
+    assert command.main(["compare", *words]) == 0
+    out = capsys.readouterr().out
+    assert "ours-plain" in out
+    assert "vllm" in out
+    assert (tmp_path / "serving-ours.log").exists()
