@@ -47,6 +47,7 @@ def test_replicas_follow_the_load():
     [
         (("--device", "cuda:1"), r"device \(cuda:1\) is Ray's choice"),
         (("--replicas", "3", "--max-replicas", "2"), r"max-replicas \(2\) is below replicas \(3\)"),
+        (("--target-requests", "3"), r"target-requests \(3\) needs a range of replicas"),
         (("--port", "0"), r"port \(0\) cannot be any"),
     ],
 )

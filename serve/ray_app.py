@@ -1,0 +1,314 @@
+"""Several servers behind one address with Ray Serve: ``python -m serve.ray_app``, or ``serve run serve.ray_app:app``.
+
+    client > Ray's proxy, one on each node (Retries) > replica: the application of medusa-serve, engine included
+
+There is one hop, and each replica batches for itself. The proxy sends a request to the less busy of two replicas
+chosen by chance. Routing by prefix is left out: the engine keeps no rows of a prompt for the next request, so that no
+replica answers faster than another.
+
+Ray itself sends a request again while no replica has taken it. Once one has, its death answers the client with status
+500, and ``Retries`` is there for that: nothing is lost of which no text was sent yet. Streams that have begun break
+off, without their last event.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from starlette.middleware import Middleware
+
+from data.arguments import at_least, show_messages
+from serve.server import build_app, build_parser
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+KEYS = ("MEDUSA_API_KEYS", "MEDUSA_ADMIN_KEY")
+PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""Where Ray's proxies look for middleware when they start."""
+TRIES = 2
+"""So that a request that kills its replica takes no more than two of them down."""
+BESIDE = 16
+"""Requests to a replica beside those in its batch and its queue: /health, /metrics, and those it refuses itself."""
+OPENING = b'"role":"assistant"'
+"""The event that begins a chat's stream brings this, and no text."""
+EPILOG = """\
+  python -m serve.ray_app --base smollm2 --replicas 2
+  serve run serve.ray_app:app base=smollm2 replicas=2
+
+Ray runs on this machine alone unless RAY_ADDRESS names a cluster. There set
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.ray_app:middleware on every node before 'ray start', so that requests
+of a replica that dies go to another one; directories of heads and bases must be on every node.
+
+Keys are read from the environment here, as by medusa-serve. Heads cannot be loaded at run time.
+"""
+
+
+def build_ray_parser() -> argparse.ArgumentParser:
+    """The command line: that of medusa-serve, and how many."""
+    parser = build_parser()
+    parser.prog, parser.description, parser.epilog = "python -m serve.ray_app", "Serve from several replicas.", EPILOG
+    scale = parser.add_argument_group("scale")
+    scale.add_argument(
+        "--replicas", type=at_least(1), default=1, metavar="N", help="copies of the server (default: %(default)s)"
+    )
+    scale.add_argument(
+        "--max-replicas",
+        type=at_least(1),
+        metavar="N",
+        help="start more under load, up to so many, and end them later (default: as many as --replicas)",
+    )
+    scale.add_argument(
+        "--target-requests",
+        type=at_least(1),
+        metavar="N",
+        help="requests per replica that more of them are started for (default: those that decode together)",
+    )
+    scale.add_argument(
+        "--gpus",
+        type=float,
+        metavar="N",
+        help="GPUs of a replica, 0.5 = two share one (default: 1, or 0 where this machine has none)",
+    )
+    scale.add_argument(
+        "--cpus",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="cores of a replica; on a CPU it computes with so many threads (default: %(default)s)",
+    )
+    return parser
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """The application from the flags of the command line, as ``serve run`` and Serve's YAML files give them.
+
+    Args:
+        args: Flags without dashes: ``{"base": "smollm2", "max_batch": 8, "int8": True, "more_heads": ["a=heads/a"]}``.
+
+    Raises:
+        ValueError: Replicas cannot be run so.
+    """
+    return build(build_ray_parser().parse_args(_flags(args)))
+
+
+def build(args: argparse.Namespace) -> serve.Application:
+    """Replicas that load what the flags name, when they start.
+
+    Raises:
+        ValueError: They cannot be run so.
+    """
+    if args.device.startswith("cuda:"):
+        raise ValueError(f"device ({args.device}) is Ray's choice, which gives each replica GPUs of its own; use cuda")
+    if not args.port:
+        raise ValueError("port (0) cannot be any: Ray's proxies on all nodes share it; name one")
+    if args.max_replicas is not None and args.max_replicas < args.replicas:
+        raise ValueError(f"max-replicas ({args.max_replicas}) is below replicas ({args.replicas}); raise it")
+    if args.target_requests is not None and args.max_replicas is None:
+        raise ValueError(f"target-requests ({args.target_requests}) needs a range of replicas; add max-replicas")
+    os.environ.setdefault(PROXY, "serve.ray_app:middleware")  # reaches a Ray that this process starts
+    secrets = {name: os.environ[name] for name in KEYS if name in os.environ}
+
+    def load() -> "FastAPI":
+        os.environ.update(secrets)
+        return fixed(build_app(args))
+
+    @serve.ingress(load)
+    class Medusa:
+        async def check_health(self) -> None:
+            await health(self.app)  # type: ignore[attr-defined]
+
+    return serve.deployment(**options(args))(Medusa).bind()
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """What Ray is told about the replicas."""
+    gpus = args.gpus if args.gpus is not None else float(_sees_gpus(args.device))
+    scale: dict[str, Any] = {"num_replicas": args.replicas}
+    if args.max_replicas is not None:
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": args.replicas,
+                "max_replicas": args.max_replicas,
+                "target_ongoing_requests": args.target_requests or args.max_batch,
+            }
+        }
+    return scale | {
+        "name": "Medusa",
+        "max_ongoing_requests": args.max_batch + args.max_waiting + BESIDE,
+        "graceful_shutdown_timeout_s": args.drain,
+        "logging_config": {"enable_access_log": False},
+        "ray_actor_options": {"num_cpus": args.cpus, "num_gpus": gpus},
+    }
+
+
+def fixed(app: "FastAPI") -> "FastAPI":
+    """The application with the heads that it has started with."""
+    from fastapi.routing import APIRoute
+
+    from serve.api.errors import ApiError
+
+    async def refuse() -> None:
+        message = (
+            "heads cannot be changed at run time: the change would reach one replica of several; name them for all"
+            " with --more-heads, and start again"
+        )
+        raise ApiError(HTTPStatus.FORBIDDEN, message)
+
+    changes = (("/v1/heads", "POST"), ("/v1/heads/{name:path}", "DELETE"))
+    app.router.routes[:0] = [APIRoute(path, refuse, methods=[method]) for path, method in changes]
+    return app
+
+
+async def health(app: "FastAPI") -> None:
+    """Ask the engine, by the application's own route.
+
+    Raises:
+        ApiError: It does not work; Ray puts another replica in its place.
+    """
+    from fastapi.routing import APIRoute
+
+    (route,) = (route for route in app.routes if isinstance(route, APIRoute) and route.path == "/health")
+    await route.endpoint()
+
+
+class Retries:
+    """ASGI middleware of Ray's proxy: asks again when a replica has died before it said anything.
+
+    An answer is held back until it brings text. When its replica dies Ray's proxy ends without one, or in the middle;
+    nothing that was asked for has changed anything, so that it may be asked for twice.
+
+    Args:
+        app: Ray's proxy.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        heard: list[Message] = []
+        for _ in range(TRIES if scope["type"] == "http" else 1):
+            if await self._answered(dict(scope), heard, receive, send) or _gone(heard):
+                return
+
+    async def _answered(
+        self, scope: MutableMapping[str, Any], heard: list[Message], receive: Receive, send: Send
+    ) -> bool:
+        """Whether the client has got an answer, or the beginning of one."""
+        again, held, speaking = iter(list(heard)), list[Message](), False
+
+        async def hear() -> Message:
+            for message in again:
+                return message
+            message = await receive()
+            heard.append(message)
+            return message
+
+        async def say(message: Message) -> None:
+            nonlocal speaking
+            if message["type"] == "http.response.start":  # Ray's request id and ours are the same
+                message["headers"] = list(dict.fromkeys((name, value) for name, value in message["headers"]))
+            held.append(message)
+            speaking = speaking or _says_something(message)
+            if speaking:
+                for message in held:
+                    await send(message)
+                held.clear()
+
+        await self._app(scope, hear, say)
+        return speaking
+
+
+def middleware() -> list[Middleware]:
+    """What Ray's proxies call at their start; see ``PROXY``."""
+    return [Middleware(Retries)]
+
+
+def _says_something(message: Message) -> bool:
+    if message["type"] != "http.response.body":
+        return bool(message["type"] != "http.response.start")
+    events = [event for event in message.get("body", b"").split(b"\n\n") if event]
+    return not message.get("more_body") or any(OPENING not in event for event in events)
+
+
+def _gone(heard: Sequence[Message]) -> bool:
+    return any(message["type"] == "http.disconnect" for message in heard)
+
+
+def _sees_gpus(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and bool(torch.cuda.is_available())
+
+
+def _flags(args: dict[str, Any]) -> list[str]:
+    """As a command line; ``serve run`` gives words, YAML files give anything."""
+    flags = []
+    for name, value in args.items():
+        if value in (False, "false"):
+            continue
+        flags.append(f"--{name.replace('_', '-')}")
+        if value not in (True, "true"):
+            flags += [str(item) for item in (value if isinstance(value, list) else [value])]
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Returns:
+        Exit status: 0 at the end, 1 for a failure, 2 for wrong use.
+    """
+    args = build_ray_parser().parse_args(argv)
+    show_messages()
+    try:
+        application = build(args)
+        ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False)
+        serve.start(http_options={"host": args.host, "port": args.port})
+        _run(application)
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.error("%s", error)
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        with suppress(TimeoutError):  # after a minute
+            serve.delete("default")  # waits for the streams, which a shutdown of the proxies would cut
+        serve.shutdown()
+    return 0
+
+
+def _run(application: serve.Application) -> None:
+    """Start the replicas.
+
+    Raises:
+        RuntimeError: They do not start; in the words of one of them.
+    """
+    try:
+        serve.run(application)
+    except RuntimeError as error:
+        (status,) = serve.status().applications["default"].deployments.values()
+        raise RuntimeError(status.message.strip().splitlines()[-1]) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
