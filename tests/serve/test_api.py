@@ -9,6 +9,10 @@ import httpx
 import openai
 import pytest
 
+from data.chat_completions import ChatClient
+from data.endpoint import EndpointAnswerer
+from data.exchange import EndpointSettings, Prompt, Settings
+from data.local import LocalAnswerer
 from medusa import BaseModel, MedusaModel
 from serve.settings import ApiSettings, EngineSettings
 from tests.serve.live import serving
@@ -378,3 +382,20 @@ def test_a_conversation_with_calls_and_results(knowing):
     ]
     answer = knowing.chat.completions.create(**ask(messages=messages, tools=[WEATHER]))
     assert answer.choices[0].message.tool_calls is None
+
+
+def test_data_regenerate_asks_it(live, speaker):
+    """The base's own tokens, those of its answers in this process."""
+    more, prompts = ({"role": "user", "content": "more"},), []
+    for number in range(3):
+        first = ({"role": "user", "content": f"say {number}"},)
+        prompts.append((number, Prompt((first, more), tuple(speaker.chat_prompt(first)))))
+    settings = Settings(max_new_tokens=12)
+    asked = EndpointSettings(concurrency=3, retries=1, timeout=30)
+
+    def connect():
+        return ChatClient(f"{live.url}/v1", "small", settings, asked, None)
+
+    there = EndpointAnswerer(connect, speaker.base.tokenizer, 3, seed=0)
+    here = LocalAnswerer(speaker, settings)
+    assert dict(there.answer(prompts)) == dict(here.answer(prompts))
