@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
+from medusa.cache import BlockPool
 from medusa.drafters.choose import Drafters
 from medusa.drafters.ngram import NgramCache
 from medusa.engine.batch import Batch
@@ -236,9 +237,13 @@ class MedusaModel:
         (completion,), steps = self._start(batch, True, options)
         return Stream(steps, completion.output)
 
-    def batch(self) -> Batch:
-        """An empty batch that requests join and leave while it steps; for one thread."""
-        return Batch(self.base, self.drafters, self.graphs)
+    def batch(self, pool: BlockPool | None = None) -> Batch:
+        """An empty batch that requests join and leave while it steps; for one thread.
+
+        Args:
+            pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
+        """
+        return Batch(self.base, self.drafters, self.graphs, pool=pool)
 
     @property
     def ngrams(self) -> NgramCache:
