@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa.base.model import BaseModel
 from medusa.budget.calibration import Calibration
+from medusa.cache import BlockPool
 from medusa.drafters.choose import Drafters
 from medusa.drafters.ngram import NgramCache
 from medusa.engine.batch import PREFILL_ROWS, Batch
@@ -236,13 +237,14 @@ class MedusaModel:
         (completion,), steps = self._start(batch, True, options)
         return Stream(steps, completion.output)
 
-    def batch(self, prefill_rows: int = PREFILL_ROWS) -> Batch:
+    def batch(self, prefill_rows: int = PREFILL_ROWS, pool: BlockPool | None = None) -> Batch:
         """An empty batch that requests join and leave while it steps; for one thread.
 
         Args:
             prefill_rows: Prompt tokens that one pass computes between two decode steps, at most.
+            pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
         """
-        return Batch(self.base, self.drafters, self.graphs, prefill_rows=prefill_rows)
+        return Batch(self.base, self.drafters, self.graphs, prefill_rows=prefill_rows, pool=pool)
 
     @property
     def ngrams(self) -> NgramCache:

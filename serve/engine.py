@@ -8,6 +8,7 @@ loop:  take what has arrived: requests, cancellations, calls between two steps
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
@@ -15,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from medusa import Completion, MedusaModel
-from medusa.engine.batch import Batch
+import torch
+
+from medusa import BaseModel, Completion, MedusaModel
+from medusa.engine.batch import TREES, Batch, most_rows
 from medusa.engine.output import Piece
 from serve.jobs import Job, Waiting
 from serve.metrics import Metrics
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MEMORY = 0.4
+"""Share of the memory that the KV cache may have where nothing else is said."""
 IDLE = 0.25
 """Seconds that an engine without work sleeps at most before it looks at the time."""
 
@@ -42,7 +47,10 @@ class Engine:
 
     def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        self._model, self._batch = model, model.batch(prefill_rows=settings.prefill_rows)
+        self._model = model
+        self._cache_tokens = settings.cache_tokens or cache_tokens(model.base)
+        self._pool = model.base.new_pool(self._cache_tokens)
+        self._batch = self._new_batch()
         self._old: list[Batch] = []  # with requests of before the heads have changed
         self._waiting = Waiting(settings.max_waiting)
         self._running: dict[Completion, Job] = {}
@@ -108,7 +116,11 @@ class Engine:
         """
         if len(self._batch):
             self._old.append(self._batch)
-        self._model, self._batch = model, model.batch(prefill_rows=self.settings.prefill_rows)
+        self._model = model
+        self._batch = self._new_batch()
+
+    def _new_batch(self) -> Batch:
+        return self._model.batch(self.settings.prefill_rows, self._pool)
 
     def _run(self) -> None:
         while self._loop is not None:
@@ -133,15 +145,16 @@ class Engine:
 
     def _take(self, job: Job) -> None:
         """Check a request and let it wait."""
-        request, limit = job.request, self.settings.max_cached_tokens
+        request, limit = job.request, self._cache_tokens
         try:
             if self._stopping:
                 raise StoppingError("the server is going down; ask another one")
             self._batch.check(request.prompt, request.params, request.speculation)
-            job.rows = min(len(request.prompt) + request.params.max_new_tokens, self._model.base.context_length)
+            prompt, room = len(request.prompt), self._model.base.context_length - len(request.prompt)
+            job.rows = most_rows(prompt, min(request.params.max_new_tokens, room), request.speculation.nodes)
             if job.rows > limit:
                 raise ValueError(
-                    f"prompt and completion ({job.rows} tokens) exceed the KV cache ({limit}); shorten them"
+                    f"prompt, completion and drafts ({job.rows} rows) exceed the KV cache ({limit} rows); shorten them"
                 )
             if self._waiting.full:
                 message = f"queue ({len(self._waiting)} requests) is full; try again later"
@@ -181,7 +194,7 @@ class Engine:
         clients = Counter(job.request.client for job in self._running.values())
         held = sum(job.rows for job in self._running.values())
         while len(self._running) < self.settings.max_batch and (job := self._waiting.next(clients)) is not None:
-            if self._running and held + job.rows > self.settings.max_cached_tokens:
+            if self._running and held + job.rows > self._cache_tokens:
                 break
             self._waiting.remove(job)
             self._join(job)
@@ -239,13 +252,15 @@ class Engine:
             self._events.append((job.ticket, EngineError(f"a step has failed: {error}")))
             self.metrics.ended(job, "error")
         if batch is self._batch:
-            self._batch = self._model.batch(prefill_rows=self.settings.prefill_rows)
+            self._batch = self._new_batch()
         self._old = [old for old in self._old if old is not batch]
 
     def _deliver(self) -> None:
         """Hand over what has happened, all at once."""
         events, self._events = self._events, []
         self.metrics.state(len(self._running), len(self._waiting))
+        if self._pool is not None:
+            self.metrics.cache(self._pool.held_tokens / self._cache_tokens)
         if events and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(_put_all, events)
@@ -258,6 +273,19 @@ class Engine:
             self._withdraw(ticket, "abort")
         self._deliver()
         self._loop = None
+
+
+def cache_tokens(base: BaseModel) -> int:
+    """Rows of a KV cache that has its share of the memory; at least one context."""
+    config = base.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row = 2 * base.num_layers * heads * dim * base.dtype.itemsize
+    if base.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(base.device)[0]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(base.context_length + TREES, int(MEMORY * memory / row))
 
 
 def _put_all(events: Sequence[tuple[Ticket, Delta | Exception | None]]) -> None:

@@ -64,11 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="requests that wait for that; more get status 429 (default: %(default)s)",
     )
     limits.add_argument(
-        "--max-cached-tokens",
+        "--cache-tokens",
         type=int,
-        default=engine.max_cached_tokens,
         metavar="N",
-        help="tokens that the KV cache may hold; requests wait until theirs fit (default: %(default)s)",
+        help="rows of the KV cache; requests wait until theirs fit (default: 40 %% of the memory)",
     )
     limits.add_argument(
         "--prefill-rows",
@@ -126,7 +125,7 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     from serve.metrics import Metrics
     from serve.models import Models, read_heads
 
-    engine_settings = EngineSettings(args.max_batch, args.max_waiting, args.max_cached_tokens, args.prefill_rows)
+    engine_settings = EngineSettings(args.max_batch, args.max_waiting, args.cache_tokens, args.prefill_rows)
     keys = frozenset(key for key in os.environ.get("MEDUSA_API_KEYS", "").split(",") if key)
     api_settings = ApiSettings(
         args.name, keys, os.environ.get("MEDUSA_ADMIN_KEY", ""), tuple(args.origins), args.max_body, args.max_n,

@@ -11,8 +11,9 @@ class EngineSettings:
     """Requests that decode together."""
     max_waiting: int = 256
     """Requests that wait for room in the batch; more are refused."""
-    max_cached_tokens: int = 1 << 18
-    """Tokens in the KV cache: requests wait until theirs fit, the longest completion that they ask for included."""
+    cache_tokens: int | None = None
+    """Rows of the KV cache: requests wait until theirs fit, the longest completion that they ask for included. Memory
+    is used when they are written. None = as many as fit into 40 % of the memory."""
     prefill_rows: int = 512
     """Prompt tokens that one pass computes between two decode steps."""
 

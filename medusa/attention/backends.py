@@ -80,6 +80,8 @@ def attend(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: S
                 raise
             logger.warning("attention %s: %s", backend.name, error)
             reason = str(error)
+    if plan.table is not None:
+        key, value = plan.gathered(key), plan.gathered(value)
     return _reference(backend.name, reason).attend(plan, query, key, value, scoring)
 
 

@@ -36,6 +36,22 @@ class Scoring(NamedTuple):
     chunk: int | None = None
 
 
+class BlockTable(NamedTuple):
+    """Where the cache rows of sequences stand that are kept in blocks, anywhere in a layer's buffers.
+
+    Attributes:
+        blocks: [slots, W] int64, the blocks of each sequence in order; any number where it has none.
+        rows: Rows of a block.
+    """
+
+    blocks: Tensor
+    rows: int
+
+    def places(self, positions_BN: Tensor) -> Tensor:
+        """[B, N] rows of the flattened buffers that hold these positions of the first B slots."""
+        return self.blocks.gather(1, positions_BN // self.rows) * self.rows + positions_BN % self.rows
+
+
 class TreeAttention(Protocol):
     """Computes the attention of one layer over tree rows.
 
@@ -67,7 +83,8 @@ class TreeAttention(Protocol):
             query: [B, H, N, D].
             key: [B, Hkv, S, D] view of [slots, capacity, Hkv, D] with S = ``plan.kv_length``; the tree rows of a
                 sequence are already written at rows L .. L+N-1.
-            value: [B, Hkv, S, Dv], likewise.
+            value: [B, Hkv, S, Dv], likewise. Where the plan has a table, which the exact backend alone is given, both
+                are [1, Hkv, rows of all blocks, D] instead.
             scoring: The layer's numbers.
 
         Returns:
@@ -96,6 +113,7 @@ class TreePlan:
             here all shapes are fixed.
         backend: Who computes.
         spans: Windows and chunks by layer index; layers that are missing see all that stands before.
+        table: Where cached rows and tree rows stand that are in blocks; None = side by side.
     """
 
     def __init__(
@@ -105,12 +123,14 @@ class TreePlan:
         kv_length: int,
         backend: TreeAttention,
         spans: Mapping[int | None, Span] | None = None,
+        table: BlockTable | None = None,
     ) -> None:
         self.draft = draft
         self.lengths = lengths_B
         self.kv_length = kv_length
         self.backend = backend
         self.spans = spans or {}
+        self.table = table
         self._biases: dict[tuple[object, ...], Tensor] = {}
 
     def span(self, layer: int | None) -> Span:
@@ -166,6 +186,15 @@ class TreePlan:
     def positions(self) -> Tensor:
         """[B, N] int64: the position of every node."""
         return self.lengths[:, None] + self.draft.depths
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """[B, Hkv, S, D] of keys or values [1, Hkv, rows of all blocks, D]; 0 where nothing has been written."""
+        assert self.table is not None, "rows are in blocks"
+        positions_S = torch.arange(self.kv_length, device=rows.device)
+        written_BS = positions_S < self.lengths[:, None] + self.draft.tokens.shape[1]
+        places_BS = self.table.places(torch.where(written_BS, positions_S, 0))
+        side_by_side = rows[0][:, places_BS].transpose(0, 1)
+        return torch.where(written_BS[:, None, :, None], side_by_side, 0)
 
     def _visible(self, window: int | None, chunk: int | None) -> Tensor:
         """[B, N, S] bool."""

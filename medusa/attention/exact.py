@@ -12,7 +12,7 @@ from medusa.attention.contract import BackendUnavailableError, Scoring, TreePlan
 from medusa.cpu import native
 from medusa.cpu.build import NativeUnavailableError
 
-NUMBERS = ctypes.c_int64 * 18
+NUMBERS = ctypes.c_int64 * 20
 _POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 
 
@@ -31,7 +31,7 @@ class ExactAttention:
         except NativeUnavailableError as error:
             raise BackendUnavailableError(f"attention (exact): {error}; or choose reference") from error
         self._kernel.restype = None
-        self._kernel.argtypes = [_INT, _INT, NUMBERS, *[_POINTER] * 7, _FLOAT, _FLOAT]
+        self._kernel.argtypes = [_INT, _INT, NUMBERS, *[_POINTER] * 8, _FLOAT, _FLOAT]
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
         """Dtypes that the kernel does not know."""
@@ -43,16 +43,17 @@ class ExactAttention:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         (batch, heads, nodes, dim), dim_v, parents = query.shape, value.shape[-1], plan.draft.parents
         parents = parents if parents.stride(-1) == 1 else parents.contiguous()
-        lengths = plan.lengths.contiguous()
+        lengths, table = plan.lengths.contiguous(), plan.table
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
         out = query.new_empty(batch, nodes, heads, dim_v)
         numbers = NUMBERS(
             batch, heads, key.shape[1], nodes, dim, dim_v, scoring.window or 0, scoring.chunk or 0,
             parents.stride(0), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            0 if table is None else table.rows, 0 if table is None else table.blocks.stride(0),
         )  # fmt: skip
         self._kernel(
             query.dtype == torch.bfloat16, torch.get_num_threads(), numbers, lengths.data_ptr(), parents.data_ptr(),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
+            None if table is None else table.blocks.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            out.data_ptr(), None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
         )  # fmt: skip
         return out.transpose(1, 2)

@@ -20,7 +20,7 @@ from medusa.base.mtp import MtpLayer
 from medusa.base.output import OutputLayer
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.traits import Decoding, Traits
-from medusa.cache import SlotCache
+from medusa.cache import BlockPool, SlotCache
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.int8 import Int8Linear
 from medusa.tree import Draft
@@ -248,16 +248,41 @@ class BaseModel:
         """
         return layer_spans(self.model, self.decoder, self.context_length)
 
-    def new_cache(self, slots: int, capacity: int = 256, limit: int | None = None) -> SlotCache:
-        """An empty cache for ``slots`` sequences: ``capacity`` rows each at the start, ``limit`` at most."""
-        cache = SlotCache(slots, capacity, self.num_layers, self.device, limit)
+    @property
+    def in_blocks(self) -> bool:
+        """Whether cached rows stand in blocks of a pool: where the exact attention computes all layers."""
+        known = self.traits.blocks and self.attention.name == "exact" and not self.explicit_mask
+        return known and len(self.spans) >= self.num_layers
+
+    def new_pool(self, tokens: int | None = None) -> BlockPool | None:
+        """What caches of this base may share, this one with other tapped layers too; None where there are no blocks.
+
+        Args:
+            tokens: Rows at most, of all sequences together; None = as many as they hold at a time.
+        """
+        return BlockPool(self.num_layers, tokens, self.model) if self.in_blocks else None
+
+    def new_cache(
+        self, slots: int, capacity: int = 256, limit: int | None = None, pool: BlockPool | None = None
+    ) -> SlotCache:
+        """An empty cache for ``slots`` sequences.
+
+        Args:
+            slots: Sequences.
+            capacity: Rows of each at the start.
+            limit: Rows of each at most.
+            pool: Where rows stand; None = a place of its own.
+        """
+        if pool is not None and pool.owner is not self.model:
+            raise ValueError("KV cache (BlockPool) holds rows of another base; make one with this base's new_pool")
+        cache = SlotCache(slots, capacity, self.num_layers, self.device, limit, pool or self.new_pool())
         if self.mtp is not None:
             cache.followers[self.mtp] = self.mtp.new_rows(slots, capacity)
         return cache
 
     def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
         """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
-        return TreePlan(draft, cache.lengths, cache.kv_length, self.attention, self.spans)
+        return TreePlan(draft, cache.lengths, cache.kv_length, self.attention, self.spans, cache.table)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, F] of a plain causal pass without cache.

@@ -67,9 +67,11 @@ class _Pass(ctypes.Structure):
         *[
             (name, _POINTER)
             for name in (
-                "lengths", "parents", "positions", "firsts", "cosines", "sines", "norm", "embedded", "out", "blocks",
+                "lengths", "parents", "positions", "firsts",
             )
         ],
+        ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
+        *[(name, _POINTER) for name in ("cosines", "sines", "norm", "embedded", "out", "blocks")],
     ]  # fmt: skip
 
 
@@ -119,7 +121,7 @@ class FusedPass:
             embedded = embedded * self._multiplier
         embedded, positions = embedded.contiguous(), positions.contiguous()
         parents = plan.draft.parents if plan.draft.parents.stride(1) == 1 else plan.draft.parents.contiguous()
-        lengths, (cosines, sines) = plan.lengths.contiguous(), self._angles_of(cache)
+        lengths, table, (cosines, sines) = plan.lengths.contiguous(), plan.table, self._angles_of(cache)
         out: Tensor = embedded.new_empty(len(embedded), shape["hidden"] * (1 + len(self._taps)))
         blocks = type(self._blocks).from_buffer_copy(self._blocks)  # several threads may decode
         for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=False)):
@@ -136,7 +138,9 @@ class FusedPass:
                     nodes=nodes, layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
                     parents_b=parents.stride(0), lengths=lengths.data_ptr(), parents=parents.data_ptr(),
                     positions=positions.data_ptr(), firsts=None if firsts is None else firsts.data_ptr(),
-                    cosines=cosines.data_ptr(), sines=sines.data_ptr(),
+                    table=None if table is None else table.blocks.data_ptr(),
+                    table_stride=0 if table is None else table.blocks.stride(0),
+                    table_rows=0 if table is None else table.rows, cosines=cosines.data_ptr(), sines=sines.data_ptr(),
                     rotated=cosines.shape[-1], norm=self._decoder.norm.weight.data_ptr(),
                     embedded=embedded.data_ptr(), out=out.data_ptr(), blocks=ctypes.addressof(blocks), **shape,
                 )

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from medusa.acceptance import BuiltRule, Rule, build_rule
 from medusa.base.model import BaseModel
-from medusa.cache import SlotCache
+from medusa.cache import BLOCK, BlockPool, SlotCache
 from medusa.clock import synchronize
 from medusa.drafters import Drafter
 from medusa.drafters.choose import Drafters
@@ -30,6 +30,8 @@ HEADROOM = 256
 """Rows that a new cache has for a completion; a longer one makes it grow."""
 PREFILL_ROWS = 16_384
 """Prompt tokens of a pass, at most: as many as keep any device busy."""
+TREES = 128
+"""Rows behind a text that are kept free for trees."""
 LEAVE_AT = 1 / 4
 """Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
 belongs to a number of sequences."""
@@ -65,6 +67,8 @@ class Batch:
         graphs: Runs the steps as CUDA graphs; None = eagerly.
         cache: An empty cache that was lent for the batch (``StepGraphs.lend``); None = its own.
         prefill_rows: Prompt tokens of a pass, at most, where others wait for it; prompts of a group share them.
+        pool: Where rows of the KV cache stand and are found again, by this batch and others (``BaseModel.new_pool``);
+            None = a pool of its own. Requests wait until it has room for all that they may come to.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class Batch:
         graphs: StepGraphs | None = None,
         cache: SlotCache | None = None,
         prefill_rows: int = PREFILL_ROWS,
+        pool: BlockPool | None = None,
     ) -> None:
         self._base, self._drafters, self._graphs, self._lent = base, drafters, graphs, cache
+        self._pool = pool or (base.new_pool() if cache is None else cache.pool)
         self._prefill_rows = prefill_rows
         self._waiting: list[Row] = []
         self._prefills: deque[tuple[list[Row], Prefill]] = deque()
@@ -112,8 +118,8 @@ class Batch:
             constraint: What the completion may say; None = anything.
 
         Raises:
-            ValueError: An empty prompt, one that fills the context or holds what is no token id, or parameters that
-                this model cannot serve.
+            ValueError: An empty prompt, one that fills the context or holds what is no token id, parameters that this
+                model cannot serve, or more tokens than the KV cache may hold.
         """
         base, prompt = self._base, list(prompt)
         params, speculation = params or SamplingParams(), speculation or Speculation()
@@ -122,6 +128,8 @@ class Batch:
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
         row = Row(prompt, params, speculation, rule, completion, constraint)
         if cache is None:
+            if self._pool is not None:
+                self._pool.check(_most(row))
             self._waiting.append(row)
         else:
             completion.output.cached_tokens = cache.host_lengths[0]
@@ -181,23 +189,53 @@ class Batch:
         """One chunk of the oldest prompts; those that are ready to decode, once they are."""
         # Prompts of as many chunks are computed together, the short ones first.
         # In a group the longest stands first, see ``Prefill``.
-        for _, group in groupby(sorted(self._waiting, key=lambda row: (_chunks(row), -len(row.prompt))), _chunks):
+        missing, self._waiting = self._let_in()
+        order = sorted(missing, key=lambda row: (_chunks(missing[row]), -missing[row]))
+        for _, group in groupby(order, lambda row: _chunks(missing[row])):
             waiting = list(group)
             while waiting:
-                together = max(1, self._prefill_rows // min(CHUNK, len(waiting[0].prompt)))
+                together = max(1, self._prefill_rows // min(CHUNK, missing[waiting[0]]))
                 rows, waiting = waiting[:together], waiting[together:]
-                cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows))
-                prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
-                self._prefills.append((rows, Prefill(self._base, cache, prompts, seeds)))
-        self._waiting = []
+                self._prefills.append((rows, self._begin_prefill(rows)))
         if not self._prefills:
             return None
         rows, prefill = self._prefills.popleft()
         state = prefill.advance()
+        for slot, row in enumerate(rows):
+            prefill.cache.remember(slot, row.prompt)
         if state is None:
             self._prefills.append((rows, prefill))  # long prompts take turns
             return None
         return rows, prefill.cache, state
+
+    def _let_in(self) -> tuple[dict[Row, int], list[Row]]:
+        """Which requests begin now, with how many tokens that must be computed; and which go on waiting.
+
+        They do so until the pool has room for them, in the order in which they came, and while another one computes
+        what they need too.
+        """
+        pool, missing = self._pool, dict[Row, int]()
+        if pool is None:
+            return {row: len(row.prompt) for row in self._waiting}, []
+        computing = [row.prompt for rows, _ in self._prefills for row in rows if row.completion.active]
+        later = []
+        for place, row in enumerate(self._waiting):
+            known = pool.known(row.prompt[:-2]) if self._base.mtp is None else 0
+            if self._base.mtp is None and _computed(row.prompt, known, computing):
+                later.append(row)
+            elif pool.claim(row, _most(row)):
+                missing[row] = len(row.prompt) - known
+                computing.append(row.prompt)
+            else:
+                return missing, later + self._waiting[place:]
+        return missing, later
+
+    def _begin_prefill(self, rows: list[Row]) -> Prefill:
+        cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows), pool=self._pool)
+        prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
+        for row, found in zip(rows, cache.recall([prompt[:-2] for prompt in prompts]), strict=True):
+            row.completion.output.cached_tokens = found
+        return Prefill(self._base, cache, prompts, seeds)
 
     def _join(self, rows: list[Row], cache: SlotCache, state: DecodeState) -> None:
         """Let rows whose prompts are computed decode with the others."""
@@ -272,8 +310,14 @@ class Batch:
             if sum(growing) > LEAVE_AT * len(growing):
                 return
         self._stop()
-        for row in self._rows:
-            if not row.completion.active and row in self._chosen:
+        for slot, row in enumerate(self._rows):
+            if row.completion.active:
+                continue
+            if self._cache is not None:
+                self._cache.remember(slot, [*row.prompt, *row.completion.output.tokens])
+            if self._pool is not None:
+                self._pool.drop(row)
+            if row in self._chosen:
                 wanted, output = row.speculation, row.completion.output
                 self._drafters.observe(self._chosen[row], wanted, row.rule, len(self._rows), row.prompt, output)
         kept = [index for index, row in enumerate(self._rows) if row.completion.active]
@@ -290,8 +334,29 @@ class Batch:
         self._rows = [self._rows[index] for index in order]
 
 
-def _chunks(row: Row) -> int:
-    return -(-len(row.prompt) // CHUNK)
+def _chunks(missing: int) -> int:
+    return -(-missing // CHUNK)
+
+
+def most_rows(prompt: int, new: int, nodes: int | None) -> int:
+    """Rows of the cache that a request may come to, the trees behind its text included.
+
+    Args:
+        prompt: Its tokens.
+        new: Tokens of its completion, at most.
+        nodes: Of its trees, where it says so.
+    """
+    return prompt + new + max(TREES, 2 * (nodes or 0))
+
+
+def _most(row: Row) -> int:
+    return most_rows(len(row.prompt), row.completion.max_new_tokens, row.speculation.nodes)
+
+
+def _computed(prompt: Sequence[int], known: int, computing: Sequence[Sequence[int]]) -> bool:
+    """Whether one of these prompts fills the first block that is not known of this one."""
+    end = known + BLOCK
+    return end <= len(prompt) - 2 and any(len(other) > end and other[:end] == prompt[:end] for other in computing)
 
 
 def _headroom(row: Row) -> int:

@@ -52,8 +52,10 @@ def choose_decoding(base: BaseModel) -> BaseModel:
     reasons: dict[Decoding, str] = {}
     windows = _has_windows(base)
     for decoding, nodes in DRAFTS.items():
-        for explicit_mask in (False,) if windows else (False, True):
-            tried = base.with_traits(decoding=decoding, explicit_mask=explicit_mask)
+        for blocks, explicit_mask in ((True, False), (False, False), (False, True)):
+            tried = base.with_traits(decoding=decoding, blocks=blocks, explicit_mask=explicit_mask)
+            if blocks != tried.in_blocks or (explicit_mask and windows):
+                continue
             reason = _objection(tried, nodes)
             if reason is None:
                 _report(tried, reasons)

@@ -80,10 +80,10 @@ def test_what_cannot_be_served_is_refused_before_it_waits(speaker):
         ):
             with pytest.raises(ValueError, match=message):
                 await taken(engine, prompt, SamplingParams(), how)
-        with pytest.raises(ValueError, match=r"prompt and completion \(100 tokens\) exceed the KV cache \(90\)"):
+        with pytest.raises(ValueError, match=r"drafts \(228 rows\) exceed the KV cache \(200 rows\)"):
             await taken(engine, [5] * 40, LONG)
 
-    run(speaker, scenario, EngineSettings(max_cached_tokens=90))
+    run(speaker, scenario, EngineSettings(cache_tokens=200))
 
 
 def test_a_full_queue_says_when_to_come_back(speaker):
@@ -107,7 +107,7 @@ def test_requests_wait_until_their_rows_fit(speaker):
         for ticket in tickets:
             await ticket.complete()
 
-    run(speaker, scenario, EngineSettings(max_cached_tokens=130))
+    run(speaker, scenario, EngineSettings(cache_tokens=400))
 
 
 def test_a_client_that_goes_away_frees_its_rows(speaker):

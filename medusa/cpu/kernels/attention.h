@@ -99,6 +99,22 @@ static void weigh(const float* weights, const T* values, int64_t step, int count
         case 6: CALL(6); break; case 5: CALL(5); break; case 4: CALL(4); break; \
         case 3: CALL(3); break; case 2: CALL(2); break; default: CALL(1); }
 
+// Where the cache rows of sequences stand: one after another, or in blocks.
+struct Table {
+    const int64_t* blocks;    // [batch, stride] the blocks of each sequence in order; null = its rows follow each other
+    int64_t stride, rows;     // rows of a block
+    int64_t row(int64_t b, int64_t position, int64_t capacity) const {
+        return blocks ? blocks[b * stride + position / rows] * rows + position % rows : b * capacity + position;
+    }
+    // Calls use(first position, count) for each run of rows from .. to - 1 that follow each other.
+    template <class Use> void runs(int64_t from, int64_t to, Use use) const {
+        for (int64_t end; from < to; from = end) {
+            end = blocks ? std::min(to, (from / rows + 1) * rows) : to;
+            use(from, int(end - from));
+        }
+    }
+};
+
 struct Layer {
     int64_t batch, heads, kv_heads, nodes, dim, dim_v;
     const int64_t *lengths, *parents;
@@ -107,6 +123,7 @@ struct Layer {
     float scaling, softcap;
     int64_t window, chunk;
     const int64_t* firsts;  // [batch + 1] where the rows of each sequence begin, where some have fewer than nodes; else null
+    Table table;
     int64_t count(int64_t b) const { return firsts ? firsts[b + 1] - firsts[b] : nodes; }
     int64_t groups() const { return heads / kv_heads; }
     int width() const { return (int(dim_v) + LANES - 1) / LANES * LANES; }
@@ -145,6 +162,13 @@ template <class T> struct Attention {
     const Layer& at;
     const T *query, *key, *value;
     T* out;
+
+    const T* key_at(int64_t b, int64_t kv, int64_t position) const {
+        return key + kv * at.k_h + (at.table.blocks ? at.table.row(b, position, 0) * at.k_s : b * at.k_b + position * at.k_s);
+    }
+    const T* value_at(int64_t b, int64_t kv, int64_t position) const {
+        return value + kv * at.v_h + (at.table.blocks ? at.table.row(b, position, 0) * at.v_s : b * at.v_b + position * at.v_s);
+    }
 
     // depth of each node, and how many of its ancestors (itself included), from the root on, stand at their own position
     void walk(int64_t b, Scratch& s) const {
@@ -194,19 +218,22 @@ template <class T> struct Attention {
         const int64_t low = std::max(start, rows.from);
         const int skipped = int(low - start) / LANES * LANES;  // positions that no row sees: a window has passed
         const int count = int(std::max<int64_t>(0, std::min(stop, shared) - start - skipped));
-        const T* keys = key + b * at.k_b + kv * at.k_h;
-        const T* values = value + b * at.v_b + kv * at.v_h;
         s.keys.resize((at.dim + 2 * LANES) * SEGMENT), s.weights.resize(BLOCK * SEGMENT);
         if (count > 0) {
-            turn(keys + (start + skipped) * at.k_s, at.k_s, count, dim, s.keys.data(), SEGMENT);
+            const int64_t first = start + skipped;
+            at.table.runs(first, first + count, [&](int64_t p, int run) {
+                turn(key_at(b, kv, p), at.k_s, run, dim, s.keys.data() + (p - first), SEGMENT);
+            });
 #define CALL(R) products<R>(&s.query[r * dim], s.keys.data(), dim, SEGMENT, count, &s.weights[r * SEGMENT + skipped])
             FOR_TILES(rows.count, CALL)
 #undef CALL
         }
-        const int nodes = int(at.count(b)), stride = (nodes + LANES - 1) / LANES * LANES;
+        const int nodes = int(at.count(b)), stride = (nodes + 2 * LANES - 1) / LANES * LANES;  // a run may end beyond nodes
         if (tails) {
             s.tree_keys.resize(int64_t(dim + 2 * LANES) * stride), s.tree_scores.resize(int64_t(BLOCK) * stride);
-            turn(keys + rows.length * at.k_s, at.k_s, nodes, dim, s.tree_keys.data(), stride);
+            at.table.runs(rows.length, rows.length + nodes, [&](int64_t p, int run) {
+                turn(key_at(b, kv, p), at.k_s, run, dim, s.tree_keys.data() + (p - rows.length), stride);
+            });
 #define CALL(R) products<R>(&s.query[r * dim], s.tree_keys.data(), dim, stride, nodes, &s.tree_scores[int64_t(r) * stride])
             FOR_TILES(rows.count, CALL)
 #undef CALL
@@ -223,7 +250,7 @@ template <class T> struct Attention {
             }
             normalise(weights, top[r], total[r]);
         }
-        accumulate(rows, values, start, stop, skipped, count, s, sums, width);
+        accumulate(rows, b, kv, start, stop, skipped, count, s, sums, width);
     }
 
     void normalise(float* weights, float& top, float& total) const {
@@ -254,15 +281,19 @@ template <class T> struct Attention {
     }
 
     // Shared positions for all rows together, a row's own ancestors behind them.
-    void accumulate(const Rows& rows, const T* values, int64_t start, int64_t stop, int skipped, int count, Scratch& s,
+    void accumulate(const Rows& rows, int64_t b, int64_t kv, int64_t start, int64_t stop, int skipped, int count, Scratch& s,
                     float* sums, int width) const {
         s.tails.resize(BLOCK * SEGMENT);
         for (int r = 0; r < rows.count; r++)
             for (int64_t p = std::max(rows.shared[r], start); p <= rows.last[r] && p < stop; p++)
                 s.tails[r * SEGMENT + p - start] = std::exchange(s.weights[r * SEGMENT + p - start], 0.f);
-#define CALL(R) weigh<R>(&s.weights[r * SEGMENT + skipped], values + (start + skipped) * at.v_s, at.v_s, count, int(at.dim_v), sums + r * width, width)
-        if (count > 0) FOR_TILES(rows.count, CALL)
+        const int64_t from = start + skipped;
+        at.table.runs(from, from + count, [&](int64_t p, int run) {
+            const T* values = value_at(b, kv, p);
+#define CALL(R) weigh<R>(&s.weights[r * SEGMENT + p - start], values, at.v_s, run, int(at.dim_v), sums + r * width, width)
+            FOR_TILES(rows.count, CALL)
 #undef CALL
+        });
         int64_t path[SEGMENT];
         for (int r = 0; r < rows.count; r++) {
             const int64_t own = std::max(rows.shared[r], start), end = std::min(rows.last[r] + 1, stop);
@@ -270,13 +301,14 @@ template <class T> struct Attention {
             int64_t n = rows.node[r];
             for (int64_t p = rows.last[r]; p >= own; n = rows.parents[n], p--)
                 if (p < stop) path[p - start] = n;
-            for (int64_t p = own; p < end; p++)
+            for (int64_t p = own; p < end; p++) {
+                const T* values = value_at(b, kv, rows.length + path[p - start]);
                 for (int d = 0; d < at.dim_v; d += LANES) {
                     vf sum = load<vf>(sums + r * width + d);
-                    sum += splat(s.tails[r * SEGMENT + p - start]) *
-                           wide(values + (rows.length + path[p - start]) * at.v_s + d, int(at.dim_v) - d);
+                    sum += splat(s.tails[r * SEGMENT + p - start]) * wide(values + d, int(at.dim_v) - d);
                     store(sums + r * width + d, sum);
                 }
+            }
         }
     }
 

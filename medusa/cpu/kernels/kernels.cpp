@@ -5,13 +5,15 @@
 #include "tree.h"
 
 // shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
-// query [batch, head, node], key and value [batch, head, row]. The output is [batch, node, head, Dv], contiguous.
+// query [batch, head, node], key and value [batch, head, row]; rows of a block, and its table's stride. The output is
+// [batch, node, head, Dv], contiguous. Without blocks there is no table; with them, keys and values have no batch.
 extern "C" void medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
-                                 const void* query, const void* key, const void* value, void* out, const float* sinks,
+                                 const int64_t* blocks, const void* query, const void* key, const void* value, void* out, const float* sinks,
                                  float scaling, float softcap) {
     const int64_t* s = shape + 8;
     const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
-                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr};
+                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
+                      Table{blocks, s[11], s[10]}};
     Work work(layer, threads);
 #pragma omp parallel num_threads(threads)
     if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work);

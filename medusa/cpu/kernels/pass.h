@@ -11,7 +11,7 @@
 struct Block {
     Linear query, key, value, output, gate, up, down;
     const void *norm, *mlp_norm, *query_norm, *key_norm;  // weights; the last two [D] or null
-    void *keys, *values;                                  // the layer's cache, [slots, capacity, kv heads, D]
+    void *keys, *values;                                  // the layer's cache, [slots, capacity, kv heads, D], or blocks
     int64_t window, chunk;                                // 0 = none
     int64_t tap;                                          // where its output goes in a row of hidden states; 0 = nowhere
 };
@@ -21,6 +21,7 @@ struct Pass {
     float epsilon, scaling, residual;
     const int64_t *lengths, *parents, *positions;  // [batch], [batch, nodes], [rows]
     const int64_t* firsts;                         // as in Layer
+    Table table;
     const void *cosines, *sines;                   // [positions, rotated]
     const void* norm;
     const void* embedded;  // [rows, hidden]
@@ -110,7 +111,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         const int64_t slot = at.capacity * keys;
         const Layer layer{at.batch, at.heads, at.kv_heads, at.nodes, at.dim, at.dim, at.lengths, at.parents, at.parents_b,
                           at.nodes * queries, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
-                          nullptr, at.scaling, 0, block.window, block.chunk, at.firsts};
+                          nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
         Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work);
         const Share share(rows, 1, thread, threads);
         float row[queries];
@@ -169,7 +170,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         query.resize(rows * queries), attended.resize(rows * queries);
         for (int64_t b = 0; b < at.batch; b++)
             for (int64_t n = 0; n < (at.firsts ? at.firsts[b + 1] - at.firsts[b] : at.nodes); n++)
-                places.push_back(b * at.capacity + at.lengths[b] + n);
+                places.push_back(at.table.row(b, at.lengths[b] + n, at.capacity));
     }
 
     void operator()() {
