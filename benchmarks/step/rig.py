@@ -83,8 +83,9 @@ class Rig:
         self.verify(Draft.chain(roots_B[:, None]))  # the cache is allocated at its first write
         for layer in self.cache.layers:
             if layer.is_initialized:
-                layer.keys.normal_(generator=generator)  # memory that was never written is not really there
-                layer.values.normal_(generator=generator)
+                for buffer in (layer.keys, layer.values):
+                    used = -(-batch * self.cache.capacity // buffer.shape[1])
+                    buffer[:used].normal_(generator=generator)  # memory that was never written is not really there
         self._kept: list[object] = []
         self._record = record or default_record(base.device)
         self._start = StepGraphs(base, self._record).steps if self._record is not None else EagerSteps

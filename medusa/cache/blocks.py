@@ -3,24 +3,20 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from medusa.attention.contract import BlockTable
-from medusa.cache.layer import SlotLayer
+from medusa.cache.layer import Owner, SlotLayer
 from medusa.cache.pool import BLOCK, BlockPool
 from medusa.cache.rows import Rows
-
-if TYPE_CHECKING:
-    from medusa.cache.slots import SlotCache
 
 
 class BlockLayer(SlotLayer):
     """One layer's keys and values, [blocks, BLOCK, Hkv, D], shared with all caches of the pool."""
 
-    def __init__(self, cache: "SlotCache", pool: BlockPool, index: int) -> None:
+    def __init__(self, cache: Owner, pool: BlockPool, index: int) -> None:
         self._pool, self._arena = pool, pool.arenas[index]
         super().__init__(cache)
 
@@ -77,7 +73,7 @@ class BlockRows:
     What it holds goes back to the pool when it is dropped, however that comes about.
     """
 
-    def __init__(self, cache: "SlotCache", pool: BlockPool) -> None:
+    def __init__(self, cache: Owner, pool: BlockPool) -> None:
         self.pool, self._capacity = pool, cache.capacity
         self.layers: list[SlotLayer] = [BlockLayer(cache, pool, index) for index in range(len(pool.arenas))]
         self._sequences = [_Sequence() for _ in range(cache.slots)]

@@ -1,14 +1,11 @@
 """What transformers' layers write to and read from: one layer's keys and values."""
 
 import weakref
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-
-if TYPE_CHECKING:
-    from medusa.cache.slots import SlotCache
 
 
 class PerDevice:
@@ -25,6 +22,23 @@ class PerDevice:
         return self._copies[device]
 
 
+class Owner(Protocol):
+    """What a layer asks its cache, see ``SlotCache``."""
+
+    slots: int
+    capacity: int
+    kv_length: int
+    nodes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of buffers, see ``Rows``."""
+
+    @property
+    def write_rows(self) -> PerDevice:
+        """Where this step writes."""
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, [slots, capacity, Hkv, D] (the layout that flash-attn reads).
 
@@ -34,14 +48,14 @@ class SlotLayer(CacheLayerMixin):
     keys: Tensor | None
     values: Tensor | None
 
-    def __init__(self, cache: "SlotCache") -> None:
+    def __init__(self, cache: Owner) -> None:
         super().__init__()
         # Not the cache itself: a cycle would keep all rows until Python looks for cycles.
-        self.cache = cast("SlotCache", weakref.proxy(cache))
+        self.cache = cast(Owner, weakref.proxy(cache))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for key and value states [B, Hkv, N, D]."""
-        rows = self.cache.rows.shape
+        rows = self.cache.shape
         self.keys = key_states.new_zeros(*rows, key_states.shape[1], key_states.shape[3])
         self.values = value_states.new_zeros(*rows, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True

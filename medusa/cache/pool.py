@@ -11,7 +11,7 @@ from medusa.cache.index import BlockIndex, Entry
 
 BLOCK = 32
 """Rows of a block. Fewer would be shared and wasted in smaller parts, and cost attention a little time."""
-RESERVED = 4096
+RESERVED = 16_384
 """Rows that a pool without a limit has addresses for at first; they double."""
 
 

@@ -1,16 +1,13 @@
 """Where the rows of a cache's sequences stand: the contract, and side by side in buffers of its own."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from medusa.attention.contract import BlockTable
-from medusa.cache.layer import SlotLayer
-
-if TYPE_CHECKING:
-    from medusa.cache.slots import SlotCache
+from medusa.cache.layer import Owner, SlotLayer
 
 
 class Rows(Protocol):
@@ -65,9 +62,9 @@ class SlotRows:
 
     table = None
 
-    def __init__(self, cache: "SlotCache", num_layers: int) -> None:
+    def __init__(self, cache: Owner, num_layers: int, device: torch.device) -> None:
         self.layers = [SlotLayer(cache) for _ in range(num_layers)]
-        self._device = cache.lengths.device
+        self._device = device
         self._number(cache.slots, cache.capacity)
 
     @property

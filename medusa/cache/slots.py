@@ -62,7 +62,7 @@ class SlotCache(Cache):
         self.slots, self.capacity, self.limit = slots, capacity, sys.maxsize if limit is None else limit
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         self.host_lengths = [0] * slots
-        self.rows: Rows = SlotRows(self, num_layers) if pool is None else BlockRows(self, pool)
+        self.rows: Rows = SlotRows(self, num_layers, self.lengths.device) if pool is None else BlockRows(self, pool)
         super().__init__(layers=self.rows.layers)
         self.kv_length = self.nodes = 0
         self.followers: dict[object, SlotCache] = {}
@@ -77,6 +77,11 @@ class SlotCache(Cache):
             offsets = torch.arange(self.nodes, device=self.lengths.device)
             self._write_rows = PerDevice(self.rows.places(self.lengths[:, None] + offsets).flatten())
         return self._write_rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Slots and rows of each, or blocks and rows of each, that buffers have."""
+        return self.rows.shape
 
     @property
     def table(self) -> BlockTable | None:
@@ -266,6 +271,10 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Forget all rows. What attention skips may not be NaN, and what was left here might be: it becomes 0."""
         self.cut([])
+        if (
+            self.pool is not None
+        ):  # rows of others stand there too, and the exact attention reads none of those left here
+            return
         for buffer in self._buffers():
             buffer.zero_()
 

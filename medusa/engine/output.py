@@ -51,7 +51,7 @@ class Output:
         accepted: How many steps accepted 0, 1, 2, ... of their draft tokens.
         finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
         seconds: Wall-clock time from the first step to the last token.
-        cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix``).
+        cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix`` and ``BlockPool``).
         logprobs: Of every token, where ``SamplingParams.logprobs`` asks for them.
     """
 
