@@ -11,8 +11,9 @@ from medusa.cache.index import BlockIndex, Entry
 
 BLOCK = 32
 """Rows of a block. Fewer would be shared and wasted in smaller parts, and cost attention a little time."""
-RESERVED = 16_384
-"""Rows that a pool without a limit has addresses for at first; they double."""
+RESERVED = 131_072
+"""Rows that a pool without a limit has addresses for at first. Addresses cost nothing; to get more, all rows are
+copied, which holds up all sequences for seconds."""
 
 
 class PoolFullError(ValueError):
