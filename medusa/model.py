@@ -237,12 +237,12 @@ class MedusaModel:
         (completion,), steps = self._start(batch, True, options)
         return Stream(steps, completion.output)
 
-    def batch(self, prefill_rows: int = PREFILL_ROWS, pool: BlockPool | None = None) -> Batch:
+    def batch(self, pool: BlockPool | None = None, prefill_rows: int = PREFILL_ROWS) -> Batch:
         """An empty batch that requests join and leave while it steps; for one thread.
 
         Args:
-            prefill_rows: Prompt tokens that one pass computes between two decode steps, at most.
             pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
+            prefill_rows: Prompt tokens that one pass computes between two decode steps, at most.
         """
         return Batch(self.base, self.drafters, self.graphs, prefill_rows=prefill_rows, pool=pool)
 

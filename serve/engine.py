@@ -120,7 +120,7 @@ class Engine:
         self._batch = self._new_batch()
 
     def _new_batch(self) -> Batch:
-        return self._model.batch(self.settings.prefill_rows, self._pool)
+        return self._model.batch(self._pool, self.settings.prefill_rows)
 
     def _run(self) -> None:
         while self._loop is not None:
