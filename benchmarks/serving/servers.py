@@ -46,11 +46,11 @@ class Contestant(NamedTuple):
 
 CONTESTANTS = {
     "ours": Contestant("ours"),
-    "ours-plain": Contestant("ours", {"speculation": {"enabled": False}}),
+    "ours-plain": Contestant("ours-plain", {"speculation": {"enabled": False}}),
     "vllm": Contestant("vllm"),
     "transformers": Contestant("transformers"),
 }
-"""What is compared: this engine with and without speculation is one server."""
+"""What is compared. A server each, this engine without speculation too: servers keep prompts that they have seen."""
 
 
 def places(environments: Path, model: str, heads: str | None) -> dict[str, Place]:
@@ -65,8 +65,10 @@ def places(environments: Path, model: str, heads: str | None) -> dict[str, Place
     vllm = [str(environments / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     transformers = [str(environments / "hfserve/bin/transformers"), "serve", model, "--continuous-batching"]
     transformers += ["--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"]  # else 13 of 24 GB: cache and mask
+    own = Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS)
     return {
-        "ours": Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS),
+        "ours": own,
+        "ours-plain": own,
         "vllm": Place(
             [*vllm, "--model", model, "--served-model-name", "smollm2", "--dtype", "bfloat16",
              "--max-model-len", "4096", "--max-num-seqs", "64", "--port", "{port}"],

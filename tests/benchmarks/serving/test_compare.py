@@ -102,10 +102,10 @@ def test_a_body_is_an_object(capsys):
 
 def test_the_command_compares(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("medusa.base.smollm2.locate", lambda name: f"/models/{name}")
-    monkeypatch.setattr(command, "places", lambda *_: {"ours": place(), "vllm": place()})
+    monkeypatch.setattr(command, "places", lambda *_: {"ours-plain": place(), "vllm": place()})
     words = [str(tmp_path), "--servers", "ours-plain", "vllm", "--levels", "2", "--requests", "4", "--max-tokens", "3"]
     assert command.main(["compare", *words]) == 0
     out = capsys.readouterr().out
     assert "ours-plain" in out
     assert "vllm" in out
-    assert (tmp_path / "serving-ours.log").exists()
+    assert (tmp_path / "serving-ours-plain.log").exists()
