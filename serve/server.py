@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = build_parser().parse_args(argv)
     show_messages()
+    logging.getLogger("serve").setLevel(logging.INFO)
     try:
         import uvicorn
 

@@ -111,4 +111,5 @@ class Limits:
         finally:
             if scope["path"] not in ("/health", "/metrics"):
                 seconds = time.monotonic() - began
-                logger.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, seconds)
+                place = f"{scope['method']} {scope['path']}"
+                logger.info("id=%r request=%r status=%d seconds=%.3f", name, place, status, seconds)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -77,15 +78,16 @@ class Reply:
         for index in range(len(self._tickets)):
             if opening := self._shape.opening(index):
                 yield {**head, "choices": [opening]}
-        async for index, delta in merged(self._tickets):
-            told[index] += len(delta.tokens)
-            choice = self._shape.piece(index, delta)
-            if self._body.return_token_ids:
-                choice["token_ids"] = list(delta.tokens)
-            if self._body.speculation is not None and self._body.speculation.trace:
-                choice["pieces"] = [[piece, piece.drafted] for piece in delta.pieces]
-            chunk = {**head, "choices": [choice]}
-            yield chunk | ({"usage": self._usage(told)} if options.continuous_usage_stats else {})
+        async with aclosing(merged(self._tickets)) as deltas:
+            async for index, delta in deltas:
+                told[index] += len(delta.tokens)
+                choice = self._shape.piece(index, delta)
+                if self._body.return_token_ids:
+                    choice["token_ids"] = list(delta.tokens)
+                if self._body.speculation is not None and self._body.speculation.trace:
+                    choice["pieces"] = [[piece, piece.drafted] for piece in delta.pieces]
+                chunk = {**head, "choices": [choice]}
+                yield chunk | ({"usage": self._usage(told)} if options.continuous_usage_stats else {})
         last = self._spec_metrics() | ({"usage": self._usage(told)} if options.include_usage else {})
         if last:
             yield {**head, "choices": [], **last}

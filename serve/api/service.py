@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -163,15 +164,17 @@ class Service:
 async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta]]:
     """What the completions grow by, with their numbers, in the order in which it comes."""
     if len(tickets) == 1:
-        async for delta in tickets[0].deltas():
-            yield 0, delta
+        async with aclosing(tickets[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield 0, delta
         return
     arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
 
     async def pump(number: int, ticket: Ticket) -> None:
         try:
-            async for delta in ticket.deltas():
-                arrived.put_nowait((number, delta))
+            async with aclosing(ticket.deltas()) as deltas:
+                async for delta in deltas:
+                    arrived.put_nowait((number, delta))
         except Exception as error:  # noqa: BLE001 - it is raised where deltas are read
             arrived.put_nowait((number, error))
         arrived.put_nowait((number, None))
