@@ -37,6 +37,7 @@ def serving(
     model: MedusaModel, engine: EngineSettings | None = None, api: ApiSettings | None = None, drain: float = 5.0
 ) -> Iterator[Live]:
     """Serve a model under the name "small" until the end."""
+    model.generate([1], max_new_tokens=2)  # builds the kernels, which takes longer than clients wait
     running = Engine(model, engine or EngineSettings(), Metrics("small"))
     app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api or ApiSettings()), drain)
     with socket.socket() as free:
