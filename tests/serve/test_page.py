@@ -170,7 +170,7 @@ def test_an_answer_streams_in_colours_and_moves_the_figures(page):
     assert 0 < page.locator(".answer .drafted").count() <= int(accepted)  # a letter of several bytes is one piece
 
     assert float(until(page, "rate", r"^[1-9]")) > 1
-    assert float(until(page, "per-step", r"\d")) > 1
+    assert float(until(page, "per-step", r"[1-9]\.(?!00)")) > 1, "once a draft was accepted"
     assert until(page, "accepted", r"\d").endswith("%")
     assert until(page, "first", r"\d").endswith("s")
     assert page.locator("#depths .bar").count() >= 1
