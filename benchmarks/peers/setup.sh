@@ -6,7 +6,7 @@ set -euo pipefail
 
 python=$PWD/.venv/bin/python
 mkdir -p "$1" && cd "$1"
-base=$("$python" -c 'from medusa.base.smollm2 import locate; print(locate("smollm2"))')
+base=$("$python" -c 'from medusa.base.smollm2 import locate; print(locate("smollm2"))' | tail -n 1) # others may print before
 
 environment() { [ -x "$1/bin/pip" ] || "$python" -m venv "$1"; "$1/bin/pip" --disable-pip-version-check install -q "${@:2}"; }
 

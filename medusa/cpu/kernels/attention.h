@@ -15,19 +15,6 @@ constexpr int BLOCK = 48;     // rows (nodes x query heads of a key head) that s
 constexpr int TILE = 6;       // rows in registers
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-template <int S> static inline void swap_blocks(vu* rows) {
-    vu low, high;
-    for (int j = 0; j < LANES; j++) low[j] = j & S ? LANES + j - S : j, high[j] = j & S ? LANES + j : j + S;
-    for (int i = 0; i < LANES; i++)
-        if (!(i & S)) {
-            vu a = rows[i], b = rows[i + S];
-            rows[i] = __builtin_shuffle(a, b, low), rows[i + S] = __builtin_shuffle(a, b, high);
-        }
-}
-static inline void transpose(vu* rows) {
-    swap_blocks<1>(rows), swap_blocks<2>(rows), swap_blocks<4>(rows);
-    if constexpr (LANES == 16) swap_blocks<8>(rows);
-}
 static inline void spread(vu words, float, float* to, int) { store(to, words); }
 static inline void spread(vu words, bf16, float* to, int stride) {  // two numbers to a word, the first low
     store(to, words << 16), store(to + stride, words & 0xffff0000u);

@@ -19,11 +19,11 @@ struct Level {
     float* logprobs;                  // [rows, width]
 };
 
-template <class T> class LevelRun {
+template <class T, class W> class LevelRun {  // W: how its weights are met
     const Level& at;
-    const int64_t wide_inner = arranged<T>(at.inner), wide_both = arranged<T>(2 * at.hidden), wide = arranged<T>(at.hidden);
+    const int64_t wide_inner = W::room(at.inner), wide_both = W::room(2 * at.hidden), wide = W::room(at.hidden);
     std::vector<float> both, middle, added, logits;
-    Buffer<number<T>> x, gated;
+    Buffer<typename W::number> x, gated;
 
     // The state and the token's embedding at unit scale, side by side.
     void read(int64_t r) {
@@ -37,18 +37,18 @@ template <class T> class LevelRun {
     }
 
     void block(const Linear& into, const Linear& out_of, int thread, int threads) {
-        const Share rows(at.rows, 1, thread, threads), inner(at.inner, STEP<T>, thread, threads);
-        for (int64_t r = rows.first; r < rows.last; r++) Row<T>::arrange(&both[r * 2 * at.hidden], 2 * at.hidden, &x[r * wide_both]);
+        const Share rows(at.rows, 1, thread, threads), inner(at.inner, W::UNIT, thread, threads);
+        for (int64_t r = rows.first; r < rows.last; r++) W::arrange(&both[r * 2 * at.hidden], 2 * at.hidden, x.data(), wide_both, r, 0);
 #pragma omp barrier
-        linear<T>(into, x.data(), at.rows, middle.data(), at.inner, inner.first, inner.last);
+        W::linear(into, x.data(), at.rows, middle.data(), at.inner, inner.first, inner.last);
         for (int64_t r = 0; r < at.rows && inner.first < inner.last; r++) {
             float* row = &middle[r * at.inner];
             for (int64_t i = inner.first; i < inner.last; i++) row[i] = rounded<T>(row[i] * sigmoid(splat(row[i]))[0]);
-            Row<T>::arrange(row + inner.first, inner.last - inner.first, &gated[r * wide_inner + inner.first]);
+            W::arrange(row + inner.first, inner.last - inner.first, gated.data(), wide_inner, r, inner.first);
         }
 #pragma omp barrier
-        const Share hidden(at.hidden, OUTPUTS, thread, threads);
-        linear<T>(out_of, gated.data(), at.rows, added.data(), at.hidden, hidden.first, hidden.last);
+        const Share hidden(at.hidden, W::OUTPUTS, thread, threads);
+        W::linear(out_of, gated.data(), at.rows, added.data(), at.hidden, hidden.first, hidden.last);
         for (int64_t r = 0; r < at.rows; r++)
             for (int64_t i = hidden.first; i < hidden.last; i++) {
                 float& state = both[r * 2 * at.hidden + i];
@@ -87,23 +87,24 @@ template <class T> class LevelRun {
     explicit LevelRun(const Level& level) : at(level) {
         both.resize(at.rows * 2 * at.hidden), middle.resize(at.rows * at.inner), added.resize(at.rows * at.hidden);
         logits.resize(at.rows * at.output.outputs);
-        x.resize(at.rows * wide_both), gated.resize(at.rows * wide_inner);
+        x.resize(W::rows(at.rows) * wide_both), gated.resize(W::rows(at.rows) * wide_inner);
     }
 
     void operator()() {
 #pragma omp parallel num_threads(int(at.threads))
         {
             const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-            const Share rows(at.rows, 1, thread, threads), columns(at.output.outputs, OUTPUTS, thread, threads);
+            const typename W::Thread equipped;
+            const Share rows(at.rows, 1, thread, threads), columns(at.output.outputs, W::OUTPUTS, thread, threads);
             for (int64_t r = rows.first; r < rows.last; r++) read(r);
             for (int64_t b = 0; b < at.blocks; b++) block(at.into[b], at.out_of[b], thread, threads);
             for (int64_t r = rows.first; r < rows.last; r++) {
                 float* state = &both[r * 2 * at.hidden];
-                Row<T>::arrange(state, at.hidden, &x[r * wide]);
+                W::arrange(state, at.hidden, x.data(), wide, r, 0);
                 for (int64_t i = 0; i < at.hidden; i++) narrow(state[i], (T*)at.out + r * at.hidden + i);
             }
 #pragma omp barrier
-            linear<T>(at.output, x.data(), at.rows, logits.data(), at.output.outputs, columns.first, columns.last);
+            W::linear(at.output, x.data(), at.rows, logits.data(), at.output.outputs, columns.first, columns.last);
 #pragma omp barrier
             for (int64_t r = rows.first; r < rows.last; r++) choose(r);
         }

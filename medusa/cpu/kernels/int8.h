@@ -35,15 +35,18 @@ static inline vi multiply_add(vi sum, const uint8_t* weights, const int8_t* numb
 // How a pass meets weights of 8 bits; numbers between its layers are of type T.
 template <class T> struct Rounded {
     typedef Group number;
-    static constexpr int64_t UNIT = GROUP;
+    static constexpr int64_t UNIT = GROUP, OUTPUTS = TILE8;
+    struct Thread { ~Thread() {} };
     static int64_t room(int64_t in) { return (in + GROUP - 1) / GROUP; }
+    static int64_t rows(int64_t count) { return count; }
 
-    static void arrange(const float* row, int64_t in, Group* to) {
+    static void arrange(const float* numbers, int64_t in, Group* to, int64_t room, int64_t row, int64_t column) {
+        to += row * room + column / GROUP;
         for (int64_t k = 0; k < in; k += GROUP, to++) {
             vf parts[GROUP / LANES], most = {};
             for (int i = 0; i < GROUP / LANES; i++) {
                 const int64_t from = k + i * LANES, left = in - from;
-                const vf part = parts[i] = left > 0 ? wide(row + from, int(std::min<int64_t>(LANES, left))) : vf{};
+                const vf part = parts[i] = left > 0 ? wide(numbers + from, int(std::min<int64_t>(LANES, left))) : vf{};
                 const vf size = part < vf{} ? -part : part;
                 most = size > most ? size : most;
             }

@@ -20,18 +20,30 @@ extern "C" void medusa_attention(int half, int threads, const int64_t* shape, co
     else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work);
 }
 
+// Calls run(a number, how its weights are met) as is fastest on this processor.
+template <class Use> static void as_usual(int half, int int8, Use run) {
+    if (half && int8) run(bf16(), Rounded<bf16>());
+#ifdef MEDUSA_TILES
+    else if (half && has_tiles()) run(bf16(), Tiles());
+#endif
+    else if (half) run(bf16(), Plain<bf16>());
+    else if (int8) run(float(), Rounded<float>());
+    else run(float(), Plain<float>());
+}
+
 template <class T, class W>
 static void whole_linear(int threads, const Linear& layer, int64_t rows, const T* x, T* out) {
     const int64_t in = layer.in, wide_in = W::room(in);
-    Buffer<typename W::number> from(rows * wide_in);
+    Buffer<typename W::number> from(W::rows(rows) * wide_in);
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), count = omp_get_num_threads();
-        const Share mine(rows, 1, thread, count), share(layer.outputs, OUTPUTS, thread, count);
+        const Share mine(rows, 1, thread, count), share(layer.outputs, W::OUTPUTS, thread, count);
+        const typename W::Thread equipped;
         std::vector<float> row(in);
         for (int64_t r = mine.first; r < mine.last; r++) {
             for (int64_t i = 0; i < in; i++) row[i] = widen(x[r * in + i]);
-            W::arrange(row.data(), in, &from[r * wide_in]);
+            W::arrange(row.data(), in, from.data(), wide_in, r, 0);
         }
 #pragma omp barrier
         W::linear(layer, from.data(), rows, out, layer.outputs, share.first, share.last);
@@ -40,20 +52,14 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
 extern "C" void medusa_linear(int half, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
-    const auto run = [&](auto zero) {
-        using T = decltype(zero);
-        if (layer->scales) whole_linear<T, Rounded<T>>(threads, *layer, rows, (const T*)x, (T*)out);
-        else whole_linear<T, Plain<T>>(threads, *layer, rows, (const T*)x, (T*)out);
-    };
-    if (half) run(bf16());
-    else run(float());
+    as_usual(half, layer->scales != nullptr, [&](auto number, auto how) {
+        using T = decltype(number);
+        whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
+    });
 }
 
 extern "C" void medusa_pass(const Pass* pass) {
-    if (pass->half && pass->int8) Run<bf16, Rounded<bf16>>{*pass}();
-    else if (pass->half) Run<bf16, Plain<bf16>>{*pass}();
-    else if (pass->int8) Run<float, Rounded<float>>{*pass}();
-    else Run<float, Plain<float>>{*pass}();
+    as_usual(int(pass->half), int(pass->int8), [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
 }
 
 extern "C" void medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, const int64_t* tokens, float* out) {
@@ -98,6 +104,5 @@ extern "C" void medusa_draw(const Drawing* at) {
 }
 
 extern "C" void medusa_level(const Level* level) {
-    if (level->half) LevelRun<bf16>{*level}();
-    else LevelRun<float>{*level}();
+    as_usual(int(level->half), 0, [&](auto number, auto how) { LevelRun<decltype(number), decltype(how)>{*level}(); });
 }

@@ -33,6 +33,10 @@ static inline v4 rounded(v4 x, bf16) {
     u4 bits = u4(x);
     return x != x ? x : v4((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
+static inline vf rounded(vf x, bf16) {
+    vu bits = vu(x);
+    return x != x ? x : vf((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
 template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
 
 // How rows travel, and how a vector of them meets a vector of weights.
@@ -110,6 +114,8 @@ static inline void put(float x, bf16* to) {
     uint32_t bits; std::memcpy(&bits, &x, 4);
     *to = uint16_t(bits >> 16);  // it is rounded
 }
+static inline void put(vf x, float* to) { store(to, x); }
+static inline void put(vf x, bf16* to) { store(to, __builtin_convertvector(vu(x) >> 16, vh)); }
 
 // Outputs n .. n + OUTPUTS, of which the first `count` are there, of R rows of x, arranged.
 template <class T, int R, class O>
@@ -193,9 +199,15 @@ static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, i
 // How a pass meets weights as they are.
 template <class T> struct Plain {
     typedef ::number<T> number;
-    static constexpr int64_t UNIT = STEP<T>;  // numbers of a row that are arranged without the others
-    static int64_t room(int64_t in) { return arranged<T>(in); }
-    static void arrange(const float* row, int64_t in, number* to) { Row<T>::arrange(row, in, to); }
+    static constexpr int64_t UNIT = STEP<T>;       // numbers of a row that are arranged without the others
+    static constexpr int64_t OUTPUTS = ::OUTPUTS;  // of a tile
+    struct Thread { ~Thread() {} };                // what a thread of a team needs
+    static int64_t room(int64_t in) { return arranged<T>(in); }  // numbers of a row, arranged
+    static int64_t rows(int64_t count) { return count; }         // that so many take up
+    // Numbers of a row, from a column on, among rows with so much room each.
+    static void arrange(const float* numbers, int64_t count, number* to, int64_t room, int64_t row, int64_t column) {
+        Row<T>::arrange(numbers, count, to + row * room + column);
+    }
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
         ::linear<T>(at, x, rows, out, stride, first, last);

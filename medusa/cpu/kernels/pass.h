@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "int8.h"
+#include "tiles.h"
 
 struct Block {
     Linear query, key, value, output, gate, up, down;
@@ -59,7 +60,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         float row[at.hidden];
         for (int64_t r = share.first; r < share.last; r++) {
             normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, row);
-            W::arrange(row, at.hidden, &x[r * wide_hidden]);
+            W::arrange(row, at.hidden, x.data(), wide_hidden, r, 0);
         }
 #pragma omp barrier
     }
@@ -69,7 +70,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     void project(const Linear (&layers)[N], const typename W::number* from, float* to, int thread, int threads) {
         int64_t total = 0, begin = 0;
         for (const Linear& layer : layers) total += layer.outputs;
-        const Share share(total, OUTPUTS, thread, threads);
+        const Share share(total, W::OUTPUTS, thread, threads);
         for (const Linear& layer : layers) {
             const int64_t first = std::max(share.first, begin), last = std::min(share.last, begin + layer.outputs);
             if (first < last) W::linear(layer, from, rows, to + begin, total, first - begin, last - begin);
@@ -117,14 +118,14 @@ template <class T, class W> class Run {  // W: how its weights are met
         float row[queries];
         for (int64_t r = share.first; r < share.last; r++) {
             for (int64_t i = 0; i < queries; i++) row[i] = widen(attended[r * queries + i]);
-            W::arrange(row, queries, &x[r * wide_queries]);
+            W::arrange(row, queries, x.data(), wide_queries, r, 0);
         }
 #pragma omp barrier
     }
 
     // Adds a layer's output for `count` rows to those of the residual stream from `first` on.
     void add(const Linear& layer, const typename W::number* from, int64_t first, int64_t count, int thread, int threads) {
-        const Share share(at.hidden, OUTPUTS, thread, threads);
+        const Share share(at.hidden, W::OUTPUTS, thread, threads);
         W::linear(layer, from, count, projected.data(), at.hidden, share.first, share.last);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = share.first; i < share.last; i++) {
@@ -150,7 +151,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 for (int j = 0; j < here; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
             }
             if (share.first < share.last)
-                W::arrange(row + share.first, share.last - share.first, &gated[r * wide_inner + W::room(share.first)]);
+                W::arrange(row + share.first, share.last - share.first, gated.data(), wide_inner, r, share.first);
         }
 #pragma omp barrier
     }
@@ -163,10 +164,10 @@ template <class T, class W> class Run {  // W: how its weights are met
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        stream.resize(rows * at.hidden), x.resize(rows * std::max(wide_hidden, wide_queries));
+        stream.resize(rows * at.hidden), x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
         projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
         const int64_t slab = std::min(rows, SLAB);
-        gated.resize(slab * wide_inner), middle.resize(2 * slab * at.inner);
+        gated.resize(W::rows(slab) * wide_inner), middle.resize(2 * slab * at.inner);
         query.resize(rows * queries), attended.resize(rows * queries);
         for (int64_t b = 0; b < at.batch; b++)
             for (int64_t n = 0; n < (at.firsts ? at.firsts[b + 1] - at.firsts[b] : at.nodes); n++)
@@ -179,6 +180,7 @@ template <class T, class W> class Run {  // W: how its weights are met
 #pragma omp parallel num_threads(int(at.threads))
         {
             const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+            const typename W::Thread equipped;
             const Share share(rows * at.hidden, 1, thread, threads);
             for (int64_t i = share.first; i < share.last; i++) stream[i] = widen(((const T*)at.embedded)[i]);
 #pragma omp barrier

@@ -94,3 +94,18 @@ static inline vf sigmoid(vf x) {
     const vf e = exponential(x < vf{} ? x : -x);
     return (x < vf{} ? e : splat(1.f)) / (splat(1.f) + e);
 }
+
+// LANES vectors of LANES words change rows for columns.
+template <int S> static inline void swap_blocks(vu* rows) {
+    vu low, high;
+    for (int j = 0; j < LANES; j++) low[j] = j & S ? LANES + j - S : j, high[j] = j & S ? LANES + j : j + S;
+    for (int i = 0; i < LANES; i++)
+        if (!(i & S)) {
+            vu a = rows[i], b = rows[i + S];
+            rows[i] = __builtin_shuffle(a, b, low), rows[i + S] = __builtin_shuffle(a, b, high);
+        }
+}
+static inline void transpose(vu* rows) {
+    swap_blocks<1>(rows), swap_blocks<2>(rows), swap_blocks<4>(rows);
+    if constexpr (LANES == 16) swap_blocks<8>(rows);
+}
