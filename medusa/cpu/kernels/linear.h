@@ -33,10 +33,6 @@ static inline v4 rounded(v4 x, bf16) {
     u4 bits = u4(x);
     return x != x ? x : v4((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
-static inline vf rounded(vf x, bf16) {
-    vu bits = vu(x);
-    return x != x ? x : vf((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
-}
 template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
 
 // How rows travel, and how a vector of them meets a vector of weights.
@@ -114,8 +110,6 @@ static inline void put(float x, bf16* to) {
     uint32_t bits; std::memcpy(&bits, &x, 4);
     *to = uint16_t(bits >> 16);  // it is rounded
 }
-static inline void put(vf x, float* to) { store(to, x); }
-static inline void put(vf x, bf16* to) { store(to, __builtin_convertvector(vu(x) >> 16, vh)); }
 
 // Outputs n .. n + OUTPUTS, of which the first `count` are there, of R rows of x, arranged.
 template <class T, int R, class O>

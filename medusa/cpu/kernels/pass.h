@@ -30,20 +30,23 @@ struct Pass {
     const Block* blocks;
 };
 
-constexpr int64_t SLAB = 256;  // rows whose inner numbers are kept at a time
+constexpr int64_t SLAB = 256;      // rows whose inner numbers are kept at a time
+constexpr int64_t COLUMNS = 384;   // of gates that are computed at a time, at least: whole tiles of every kind
+constexpr int64_t MIDDLE = 65536;  // numbers that stay in a core's cache
 
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
     const int64_t rows = at.firsts ? at.firsts[at.batch] : at.batch * at.nodes;
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
-    Buffer<float> stream, projected, middle;
+    Buffer<float> stream;
+    Buffer<T> projected, middle;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
     std::vector<int64_t> places;  // of each row in the cache
 
     // A row divided by its root mean square, times a weight.
-    static void normed(const float* from, const T* weight, int64_t count, float epsilon, float* to) {
+    template <class N> static void normed(const N* from, const T* weight, int64_t count, float epsilon, float* to) {
         vf squares = {};
         for (int64_t i = 0; i < count; i += LANES) {
             const vf numbers = wide(from + i, int(count - i));
@@ -52,7 +55,10 @@ template <class T, class W> class Run {  // W: how its weights are met
         float sum = 0;
         for (int j = 0; j < LANES; j++) sum += squares[j];
         const float factor = 1 / std::sqrt(sum / count + epsilon);
-        for (int64_t i = 0; i < count; i++) to[i] = rounded<T>(widen(weight[i]) * rounded<T>(from[i] * factor));
+        for (int64_t i = 0; i < count; i += LANES) {
+            const int here = int(count - i);
+            put(rounded(wide(weight + i, here) * rounded(wide(from + i, here) * splat(factor), T()), T()), to + i, here);
+        }
     }
 
     void norm_rows(const void* weight, int thread, int threads) {
@@ -67,7 +73,7 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // Layers that read the same rows, their outputs side by side.
     template <size_t N>
-    void project(const Linear (&layers)[N], const typename W::number* from, float* to, int thread, int threads) {
+    void project(const Linear (&layers)[N], const typename W::number* from, T* to, int thread, int threads) {
         int64_t total = 0, begin = 0;
         for (const Linear& layer : layers) total += layer.outputs;
         const Share share(total, W::OUTPUTS, thread, threads);
@@ -80,15 +86,20 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     // One head's numbers, normed where the family does so, turned by the row's position.
-    void turned(const float* from, const void* weight, int64_t position, T* to) const {
+    void turned(const T* from, const void* weight, int64_t position, T* to) const {
         float head[at.dim];
         if (weight) normed(from, (const T*)weight, at.dim, at.epsilon, head);
-        else std::memcpy(head, from, at.dim * 4);
+        else for (int64_t d = 0; d < at.dim; d += LANES) put(wide(from + d, int(at.dim - d)), head + d, int(at.dim - d));
         const int64_t half = at.rotated / 2;
         const T *cosines = (const T*)at.cosines + position * at.rotated, *sines = (const T*)at.sines + position * at.rotated;
-        for (int64_t d = 0; d < at.rotated; d++) {
-            const float other = d < half ? -head[d + half] : head[d - half];
-            narrow(rounded<T>(head[d] * widen(cosines[d])) + rounded<T>(other * widen(sines[d])), to + d);
+        const auto turn = [&](int64_t d, int64_t other, float sign, int here) {
+            const vf straight = rounded(wide(head + d, here) * wide(cosines + d, here), T());
+            const vf across = rounded(splat(sign) * wide(head + other, here) * wide(sines + d, here), T());
+            put(rounded(straight + across, T()), to + d, here);
+        };
+        for (int64_t d = 0; d < half; d += LANES) {
+            const int here = int(std::min<int64_t>(LANES, half - d));
+            turn(d, d + half, -1, here), turn(d + half, d, 1, here);
         }
         for (int64_t d = at.rotated; d < at.dim; d++) narrow(head[d], to + d);
     }
@@ -98,12 +109,12 @@ template <class T, class W> class Run {  // W: how its weights are met
         const Share share(rows, 1, thread, threads);
         for (int64_t r = share.first; r < share.last; r++) {
             const int64_t row = places[r];
-            const float* from = &projected[r * total];
+            const T* from = &projected[r * total];
             for (int64_t h = 0; h < at.heads; h++)
                 turned(from + h * at.dim, block.query_norm, at.positions[r], &query[r * queries + h * at.dim]);
             for (int64_t h = 0; h < at.kv_heads; h++)
                 turned(from + queries + h * at.dim, block.key_norm, at.positions[r], (T*)block.keys + row * keys + h * at.dim);
-            for (int64_t d = 0; d < keys; d++) narrow(from[queries + keys + d], (T*)block.values + row * keys + d);
+            std::memcpy((T*)block.values + row * keys, from + queries + keys, keys * sizeof(T));
         }
 #pragma omp barrier
     }
@@ -128,30 +139,36 @@ template <class T, class W> class Run {  // W: how its weights are met
         const Share share(at.hidden, W::OUTPUTS, thread, threads);
         W::linear(layer, from, count, projected.data(), at.hidden, share.first, share.last);
         for (int64_t r = 0; r < count; r++)
-            for (int64_t i = share.first; i < share.last; i++) {
-                float& sum = stream[(first + r) * at.hidden + i];
-                const float more = projected[r * at.hidden + i];
-                sum = rounded<T>(sum + (at.residual == 1 ? more : rounded<T>(more * at.residual)));
+            for (int64_t i = share.first; i < share.last; i += LANES) {
+                const int here = int(std::min<int64_t>(LANES, share.last - i));
+                float* sum = &stream[(first + r) * at.hidden + i];
+                const vf more = wide(&projected[r * at.hidden + i], here);
+                put(rounded(wide(sum, here) + rounded(more * splat(at.residual), T()), T()), sum, here);
             }
 #pragma omp barrier
     }
 
+    // Columns of gates and of what they let through at a time.
+    int64_t columns(int64_t count) const { return std::min(at.inner, std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS); }
+
     void gate(const Block& block, int64_t first, int64_t count, int thread, int threads) {
         const Share share(at.inner, W::UNIT, thread, threads);
-        float* gates = middle.data();
-        float* ups = middle.data() + count * at.inner;
+        const int64_t most = columns(count);
+        T *gates = &middle[thread * 2 * count * most], *ups = gates + count * most;
         const typename W::number* from = x.data() + first * wide_hidden;
-        W::linear(block.gate, from, count, gates, at.inner, share.first, share.last);
-        W::linear(block.up, from, count, ups, at.inner, share.first, share.last);
-        for (int64_t r = 0; r < count; r++) {
-            float* row = gates + r * at.inner;
-            for (int64_t i = share.first; i < share.last; i += LANES) {
-                const int here = int(std::min<int64_t>(LANES, share.last - i));
-                const vf g = wide(row + i, here), s = g * sigmoid(g);
-                for (int j = 0; j < here; j++) row[i + j] = rounded<T>(rounded<T>(s[j]) * ups[r * at.inner + i + j]);
+        float row[most];
+        for (int64_t begin = share.first; begin < share.last; begin += most) {
+            const int64_t end = std::min(begin + most, share.last);
+            W::linear(block.gate, from, count, gates - begin, most, begin, end);
+            W::linear(block.up, from, count, ups - begin, most, begin, end);
+            for (int64_t r = 0; r < count; r++) {
+                for (int64_t i = 0; i < end - begin; i += LANES) {
+                    const int here = int(std::min<int64_t>(LANES, end - begin - i));
+                    const vf g = wide(gates + r * most + i, here), up = wide(ups + r * most + i, here);
+                    put(rounded(rounded(g * sigmoid(g), T()) * up, T()), row + i, here);
+                }
+                W::arrange(row, end - begin, gated.data(), wide_inner, r, begin);
             }
-            if (share.first < share.last)
-                W::arrange(row + share.first, share.last - share.first, gated.data(), wide_inner, r, share.first);
         }
 #pragma omp barrier
     }
@@ -167,7 +184,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         stream.resize(rows * at.hidden), x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
         projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
         const int64_t slab = std::min(rows, SLAB);
-        gated.resize(W::rows(slab) * wide_inner), middle.resize(2 * slab * at.inner);
+        gated.resize(W::rows(slab) * wide_inner), middle.resize(at.threads * 2 * slab * columns(slab));
         query.resize(rows * queries), attended.resize(rows * queries);
         for (int64_t b = 0; b < at.batch; b++)
             for (int64_t n = 0; n < (at.firsts ? at.firsts[b + 1] - at.firsts[b] : at.nodes); n++)

@@ -73,10 +73,8 @@ static inline void block(const Linear& at, int64_t n, int count, const bf16* x, 
         transpose((vu*)columns);
         if (at.bias) bias = wide((const bf16*)at.bias + n + first, there);
         for (int r = 0; r < std::min<int64_t>(SIDE, rows - row); r++) {
-            const vf all = rounded(columns[r] + bias, bf16());
-            O* to = out + (row + r) * stride + n + first;
-            if (there == SIDE) put(all, to);
-            else for (int i = 0; i < there; i++) put(float(all[i]), to + i);
+            const vu all = __builtin_convertvector(vh(_mm512_cvtneps_pbh(__m512(columns[r] + bias))), vu) << 16;
+            put(vf(all), out + (row + r) * stride + n + first, there);
         }
     }
 }

@@ -44,6 +44,19 @@ static inline void narrow(float x, bf16* to) {
     uint32_t bits; std::memcpy(&bits, &x, 4);
     *to = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+// The nearest numbers that T holds, and they alone.
+static inline vf rounded(vf x, float) { return x; }
+static inline vf rounded(vf x, bf16) {
+    const vu bits = vu(x);
+    return x != x ? x : vf((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
+static inline void put(vf x, float* to) { store(to, x); }
+static inline void put(vf x, bf16* to) { store(to, __builtin_convertvector(vu(x) >> 16, vh)); }  // x is rounded
+template <class T> static inline void put(vf x, T* to, int count) {  // the first numbers only
+    if (count >= LANES) return put(x, to);
+    T part[LANES];
+    put(x, part), std::memcpy(to, part, count * sizeof(T));
+}
 static inline vf wide(const float* from) { return load<vf>(from); }
 static inline vf wide(const bf16* from) { return vf(__builtin_convertvector(load<vh>(from), vu) << 16); }
 template <class T> static inline vf wide(const T* from, int count) {  // the first numbers only, zeros behind them
