@@ -124,9 +124,14 @@ class Draft:
         """Nodes of each tree, whether they differ or not."""
         return self.sizes or [self.tokens.shape[1]] * len(self.tokens)
 
+    def flat(self, rows_BN: Tensor) -> Tensor:
+        """[R, ...] of [B, N, ...]: what belongs to the trees' own nodes alone, sequence by sequence."""
+        return rows_BN.flatten(0, 1) if self.real is None else rows_BN[self.real]
+
     def spread(self, rows_RF: Tensor) -> Tensor:
-        """[B, N, F]: what was computed of the trees' own nodes alone, at their places; 0 behind the smaller trees."""
-        assert self.real is not None, "there are smaller trees"
+        """[B, N, F]: what was computed of these nodes, at their places; 0 behind the smaller trees."""
+        if self.real is None:
+            return rows_RF.view(*self.tokens.shape, -1)
         return rows_RF.new_zeros(*self.tokens.shape, rows_RF.shape[-1]).masked_scatter_(self.real[..., None], rows_RF)
 
     @cached_property

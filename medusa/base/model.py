@@ -153,6 +153,11 @@ class BaseModel:
         return self._fused is not None
 
     @property
+    def joins(self) -> bool:
+        """Whether rows of several caches can share a pass, and those of a small tree cost no more beside a large."""
+        return self.fused and self.in_blocks
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the hidden states."""
         dtype: torch.dtype = self.model.dtype
@@ -313,17 +318,23 @@ class BaseModel:
         """
         return torch.full((1, 1, 1, 1), torch.nan, device=self.device)
 
-    def tree_hidden_states(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
+    def tree_hidden_states(self, passes: Sequence[tuple[SlotCache, TreePlan]]) -> list[Tensor]:
         """Hidden states [B, N, F] of tree rows that see their cached prefix and their own ancestors.
 
         Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.
+
+        Args:
+            passes: Caches, each with the plan of the rows behind its own. They share a pass where that is possible
+                (``joins``), and come one after the other elsewhere.
         """
-        positions_BN = positions_BN.clamp(max=self.context_length - 1)
         if self._fused is not None:
-            return self._fused(tokens_BN, positions_BN, cache, plan)
+            return self._fused(passes, self.context_length)
+        return [self._tree_pass(cache, plan) for cache, plan in passes]
+
+    def _tree_pass(self, cache: SlotCache, plan: TreePlan) -> Tensor:
         hidden = self._pass(
-            input_ids=tokens_BN,
-            position_ids=positions_BN,
+            input_ids=plan.draft.tokens,
+            position_ids=plan.positions.clamp(max=self.context_length - 1),
             attention_mask=plan.bias(1, self.dtype, self.device) if self.explicit_mask else self._no_mask,
             past_key_values=cache,
             use_cache=True,

@@ -1,7 +1,11 @@
 """One pass of a model over the rows of trees."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 from torch import Tensor
 
+from medusa.attention import TreePlan
 from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.tree import Draft
@@ -13,7 +17,16 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
     Returns:
         Hidden states [B, N, F].
     """
-    cache.begin(draft.tokens.shape[1])
-    plan = base.new_plan(draft, cache)
-    positions_BN = cache.lengths[:, None] + draft.depths
-    return base.tree_hidden_states(draft.tokens, positions_BN, cache, plan)
+    return verify_together(base, [(cache, draft)])[0]
+
+
+def verify_together(base: BaseModel, drafts: Sequence[tuple[SlotCache, Draft]]) -> list[Tensor]:
+    """The same for several caches, in one pass where the base can; a draft may be of a cache's first slots alone."""
+    with ExitStack() as stack:
+        passes: list[tuple[SlotCache, TreePlan]] = []
+        for cache, draft in drafts:
+            if len(draft.tokens) < cache.slots:
+                stack.enter_context(cache.leading(len(draft.tokens)))
+            cache.begin(draft.tokens.shape[1])
+            passes.append((cache, base.new_plan(draft, cache)))
+        return base.tree_hidden_states(passes)

@@ -1,7 +1,6 @@
 """Drafters and tree sizes that nobody has to give: those that bring the most tokens per second as it runs."""
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,35 +31,25 @@ class AutoDrafter(Drafter):
         policy: Chooses who drafts, and how much.
         build: The drafter of an arm.
         arms: The largest of each drafter.
-        clock: Tells how long steps take, in seconds.
     """
 
-    def __init__(
-        self, policy: Policy, build: Build, arms: Sequence[Arm], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, policy: Policy, build: Build, arms: Sequence[Arm]) -> None:
         largest = [build(arm) for arm in arms]
         self.nodes = max(drafter.nodes for drafter in largest)
         self.follows = any(drafter.follows for drafter in largest)
-        self._policy, self._build, self._clock = policy, build, clock
-        self._last: tuple[DecodeState, Arm, float] | None = None
+        self._policy, self._build = policy, build
+        self._arm = policy.choose()
 
     def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
         """A draft below ``state.roots``."""
-        now = self._clock()
-        self._learn(state, now)
-        arm = self._policy.choose()
-        self._last = state, arm, now
-        return self._build(arm).propose(state, cache)
+        self._arm = self._policy.choose()
+        return self._build(self._arm).propose(state, cache)
 
-    def _learn(self, state: DecodeState, now: float) -> None:
-        """See what the last step has brought. When rows join or leave, or the cache grows, it is not judged."""
-        if self._last is None or self._last[0].history is not state.history:
-            return
-        before, arm, began = self._last
-        counts = (state.positions - before.positions)[before.active].tolist()
+    def observe(self, counts: Sequence[int], seconds: float) -> None:
+        """Let the policy learn."""
         new = [count for count in counts if count]
         if new:
-            self._policy.observe(arm, sum(new) / len(new), now - began)
+            self._policy.observe(self._arm, sum(new) / len(new), seconds)
 
 
 Choices = Mapping[str, Sequence[int]]
@@ -117,9 +106,9 @@ class Auto:
     def observe(self, drafter: Drafter, rule: BuiltRule, batch: int, output: Output) -> None:
         """Learn from a completion that is over."""
         watched = self._watched.get((id(drafter), rule.work, _bucket(batch)))
-        if watched is not None and output.steps:
+        if watched is not None and output.steps > 1:
             policy, arm, _ = watched  # the drafter may have fewer nodes, where a base verifies chains only
-            policy.observe(arm, len(output.tokens), output.seconds, output.steps)
+            policy.observe(arm, len(output.tokens) - 1, output.seconds, output.steps - 1)  # the first was the prompt's
 
     def _policy(self, choices: Choices, batch: int, rule: BuiltRule, heads: str | None) -> Policy:
         key = (heads, tuple(choices), rule.work, slots := _bucket(batch))

@@ -1,6 +1,7 @@
 """Small C++ kernels: built once with the system's compiler, kept in the user's cache, called through ctypes."""
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -39,10 +40,13 @@ def load(source: Path) -> ctypes.CDLL:
     try:
         library = cache_directory() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
         if not library.exists():
-            logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
             library.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(library, lambda beside: _build(source, compiler, beside))
-            logger.info("kernel %s is built: %s", source.name, library)
+            with library.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
+                if not library.exists():
+                    logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
+                    replace_file(library, lambda beside: _build(source, compiler, beside))
+                    logger.info("kernel %s is built: %s", source.name, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", "") or str(error)
@@ -50,7 +54,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def _build(source: Path, compiler: str, library: Path) -> None:
-    objects = library.with_suffix(".o")
+    objects = library.with_name(f"{library.name}.o")
     try:
         _run([compiler, *_flags(), "-c", str(source), "-o", str(objects)])
         # Linked without OpenMP: it shares the threads of torch's, which is loaded; two sets would wait for each other.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from medusa.attention import TreePlan
+from medusa.attention.contract import BlockTable
 from medusa.cache import SlotCache
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
@@ -59,8 +60,8 @@ class _Pass(ctypes.Structure):
         *[
             (name, _INT)
             for name in (
-                "half", "int8", "threads", "batch", "nodes", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "capacity", "width", "parents_b",
+                "half", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
+                "layers", "capacity", "width",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual")],
@@ -109,19 +110,28 @@ class FusedPass:
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
         self._angles: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, plan: TreePlan) -> Tensor:
-        """Hidden states [B, N, F], 0 behind the end of smaller trees; the rows' keys and values go into the cache."""
-        (batch, nodes), shape, real_BN = tokens_BN.shape, self._shape, plan.draft.real
-        tokens, positions, firsts = tokens_BN.flatten(), positions_BN.flatten(), None
-        if real_BN is not None:  # what fills up the smaller trees costs nothing
-            tokens, positions = tokens_BN[real_BN], positions_BN[real_BN]
-            firsts = pad(torch.tensor(plan.draft.sizes).cumsum(0), (1, 0))
+    def __call__(self, passes: Sequence[tuple[SlotCache, TreePlan]], context_length: int) -> list[Tensor]:
+        """Hidden states [B, N, F] of each, 0 behind the end of smaller trees; keys and values go into the caches.
+
+        Args:
+            passes: Caches, each with the plan of what is computed behind its rows. Those whose rows stand in the
+                blocks of one pool are one pass.
+            context_length: Positions behind it (drafts that can no longer be emitted) become its last one.
+        """
+        pools = {None if cache.pool is None else id(cache.pool) for cache, _ in passes}
+        if len(passes) > 1 and (len(pools) > 1 or None in pools):
+            return [self([one], context_length)[0] for one in passes]
+        drafts, plans, cache = [plan.draft for _, plan in passes], [plan for _, plan in passes], passes[0][0]
+        tokens = torch.cat([draft.flat(draft.tokens) for draft in drafts])
+        parents = torch.cat([draft.flat(draft.parents) for draft in drafts])
+        positions = torch.cat([plan.draft.flat(plan.positions) for plan in plans]).clamp(max=context_length - 1)
+        firsts = pad(torch.tensor([size for draft in drafts for size in draft.row_sizes]).cumsum(0), (1, 0))
+        lengths, table = torch.cat([plan.lengths for plan in plans]), _table(plans)
+        cosines, sines = self._angles_of(max(cache.capacity for cache, _ in passes))
         embedded = self._decoder.embed_tokens(tokens)
         if self._multiplier != 1.0:
             embedded = embedded * self._multiplier
-        embedded, positions = embedded.contiguous(), positions.contiguous()
-        parents = plan.draft.parents if plan.draft.parents.stride(1) == 1 else plan.draft.parents.contiguous()
-        lengths, table, (cosines, sines) = plan.lengths.contiguous(), plan.table, self._angles_of(cache)
+        embedded, shape = embedded.contiguous(), self._shape
         out: Tensor = embedded.new_empty(len(embedded), shape["hidden"] * (1 + len(self._taps)))
         blocks = type(self._blocks).from_buffer_copy(self._blocks)  # several threads may decode
         for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=False)):
@@ -129,16 +139,15 @@ class FusedPass:
                 like = embedded.new_empty(1, shape["kv_heads"], 1, shape["dim"])
                 layer.lazy_initialization(like, like)
             block.keys, block.values = layer.keys.data_ptr(), layer.values.data_ptr()
-            window, chunk = plan.span(index)
+            window, chunk = plans[0].span(index)
             block.window, block.chunk = window or 0, chunk or 0
         native.kernels().medusa_pass(
             ctypes.byref(
                 _Pass(
-                    half=self._dtype == torch.bfloat16, int8=self._int8, threads=torch.get_num_threads(), batch=batch,
-                    nodes=nodes, layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
-                    parents_b=parents.stride(0), lengths=lengths.data_ptr(), parents=parents.data_ptr(),
-                    positions=positions.data_ptr(), firsts=None if firsts is None else firsts.data_ptr(),
-                    table=None if table is None else table.blocks.data_ptr(),
+                    half=self._dtype == torch.bfloat16, int8=self._int8, threads=torch.get_num_threads(),
+                    batch=len(lengths), layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
+                    lengths=lengths.data_ptr(), parents=parents.data_ptr(), positions=positions.data_ptr(),
+                    firsts=firsts.data_ptr(), table=None if table is None else table.blocks.data_ptr(),
                     table_stride=0 if table is None else table.blocks.stride(0),
                     table_rows=0 if table is None else table.rows, cosines=cosines.data_ptr(), sines=sines.data_ptr(),
                     rotated=cosines.shape[-1], norm=self._decoder.norm.weight.data_ptr(),
@@ -146,9 +155,8 @@ class FusedPass:
                 )
             )
         )  # fmt: skip
-        if real_BN is None:
-            return out.view(batch, nodes, -1)
-        return plan.draft.spread(out)
+        parts = out.split([sum(draft.row_sizes) for draft in drafts])
+        return [draft.spread(part) for draft, part in zip(drafts, parts, strict=True)]
 
     def _read(self, layer: Any) -> _Block:
         """The pointers of a layer's weights."""
@@ -196,11 +204,11 @@ class FusedPass:
             *(None if norm is None else norm.data_ptr() for norm in norms),
         )
 
-    def _angles_of(self, cache: SlotCache) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, rotated], for as many positions as the cache has rows at least."""
-        if self._angles is None or len(self._angles[0]) < cache.capacity:
+    def _angles_of(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, rotated], for so many positions at least."""
+        if self._angles is None or len(self._angles[0]) < rows:
             count = POSITIONS
-            while count < cache.capacity:
+            while count < rows:
                 count *= 2
             like = torch.empty(0, dtype=self._dtype)
             cosines, sines = self._decoder.rotary_emb(like, torch.arange(count)[None])
@@ -229,6 +237,16 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
         "scaling": attention.scaling,
         "residual": float(getattr(layer, "residual_multiplier", 1.0)),
     }
+
+
+def _table(plans: Sequence[TreePlan]) -> BlockTable | None:
+    """Of the sequences of all plans."""
+    tables = [BlockTable(plan.table.blocks[: len(plan.lengths)], plan.table.rows) for plan in plans if plan.table]
+    if len(tables) < 2:
+        return tables[0] if tables else None
+    width = max(table.blocks.shape[1] for table in tables)
+    blocks = torch.cat([pad(table.blocks, (0, width - table.blocks.shape[1])) for table in tables])
+    return BlockTable(blocks, tables[0].rows)
 
 
 def _know(module: nn.Module, parts: set[str], what: str) -> None:

@@ -1,5 +1,6 @@
 """The drafter's contract, and the drafter that drafts nothing."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from medusa.cache import SlotCache
@@ -30,6 +31,15 @@ class Drafter(Protocol):
             cache: The base's, with a slot for each of them; the step gives it. For drafters that keep rows beside it
                 (``SlotCache.follower``).
         """
+
+    def observe(self, counts: Sequence[int], seconds: float) -> None:
+        """See what a step with the latest draft has brought; for drafters that learn.
+
+        Args:
+            counts: Tokens of each row, 0 where it was not active.
+            seconds: That the whole step took.
+        """
+        return
 
 
 class PlainDrafter(Drafter):

@@ -1,27 +1,28 @@
 """Sequences that decode together: they join and leave between steps, each with parameters of its own.
 
-batch.add(prompt, ...)       a request waits; its prompt is computed in chunks, one between two steps
-batch.step()                 one decode step of all sequences that are ready          (medusa/engine/step.py)
+batch.add(prompt, ...)       a request waits; its prompt is computed in chunks, one in each step
+batch.step()                 one decode step of all sequences that are ready, and a chunk of prompts beside it
+                                                                                      (medusa/engine/step.py)
 batch.remove(completion)     a request leaves, and frees its rows of the KV cache
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from medusa.acceptance import BuiltRule, Rule, build_rule
 from medusa.base.model import BaseModel
 from medusa.cache import BLOCK, BlockPool, SlotCache
-from medusa.clock import synchronize
-from medusa.drafters import Drafter
+from medusa.drafters import Drafter, PlainDrafter
 from medusa.drafters.choose import Drafters
 from medusa.engine.constraint import ConstrainedRule, Constraint
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
 from medusa.engine.mixed import Group, MixedDrafter, MixedRule
 from medusa.engine.output import Completion, Piece
-from medusa.engine.prefill import CHUNK, Prefill
+from medusa.engine.prefill import CHUNK, Prefill, advance
+from medusa.engine.step import first_step
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.sampling import SamplingParams, Speculation
 from medusa.state import DecodeState
@@ -35,6 +36,8 @@ TREES = 128
 LEAVE_AT = 1 / 4
 """Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
 belongs to a number of sequences."""
+
+PLAIN = PlainDrafter()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,7 @@ class Batch:
         drafters: Chooses what drafts for a row.
         graphs: Runs the steps as CUDA graphs; None = eagerly.
         cache: An empty cache that was lent for the batch (``StepGraphs.lend``); None = its own.
-        prefill_rows: Prompt tokens of a pass, at most, where others wait for it; prompts of a group share them.
+        prefill_rows: Prompt tokens that one step computes, at most.
         pool: Where rows of the KV cache stand and are found again, by this batch and others (``BaseModel.new_pool``);
             None = a pool of its own. Requests wait until it has room for all that they may come to.
     """
@@ -168,45 +171,58 @@ class Batch:
         self._leave()
 
     def step(self) -> dict[Completion, list[Piece]]:
-        """Compute a chunk of the prompts that wait, then one decode step of the sequences that are ready.
+        """One decode step of the sequences that are ready, and a chunk of the prompts that wait.
+
+        Prompts whose last chunk it was have their first token then, and decode from the next step on.
 
         Returns:
             The completions that grew, with the text that became final.
         """
-        arrived = self._prefill()
-        if arrived is not None:
-            self._stop()
-            self._join(*arrived)
-            self._leave()  # some may have been removed meanwhile
+        due = self._due()
+        prompts = [prefill for _, prefill in due]
         if self._rows:
             steps = self._steps or self._begin()
-            self._extend(steps.next(), steps.sizes)
-            self._leave()
+            self._extend(self._rows, steps.next(prompts), steps.sizes, self._reader)
+        elif prompts:
+            advance(self._base, prompts)
+        for rows, prefill in due:
+            self._arrive(rows, prefill)
+        self._leave()
         grown, self._grown = self._grown, {}
         return grown
 
-    def _prefill(self) -> tuple[list[Row], SlotCache, DecodeState] | None:
-        """One chunk of the oldest prompts; those that are ready to decode, once they are."""
-        # Prompts of as many chunks are computed together, the short ones first.
-        # In a group the longest stands first, see ``Prefill``.
+    def _due(self) -> list[tuple[list[Row], Prefill]]:
+        """The oldest prompts in progress, as many as one pass may compute chunks of."""
+        # Where passes are shared, each prompt is by itself. Elsewhere prompts of as many chunks are computed together,
+        # the short ones first; in a group the longest stands first, see ``Prefill``.
         missing, self._waiting = self._let_in()
         order = sorted(missing, key=lambda row: (_chunks(missing[row]), -missing[row]))
         for _, group in groupby(order, lambda row: _chunks(missing[row])):
             waiting = list(group)
             while waiting:
-                together = max(1, self._prefill_rows // min(CHUNK, missing[waiting[0]]))
+                together = max(1, self._prefill_rows // min(CHUNK, missing[waiting[0]])) if not self._base.joins else 1
                 rows, waiting = waiting[:together], waiting[together:]
                 self._prefills.append((rows, self._begin_prefill(rows)))
-        if not self._prefills:
-            return None
-        rows, prefill = self._prefills.popleft()
-        state = prefill.advance()
+        due, room = list[tuple[list[Row], Prefill]](), self._prefill_rows
+        while self._prefills and (not due or self._prefills[0][1].rows <= room):
+            due.append(self._prefills.popleft())
+            room -= due[-1][1].rows
+        return due
+
+    def _arrive(self, rows: list[Row], prefill: Prefill) -> None:
+        """See what a chunk has brought: rows that others may find, or the first tokens."""
         for slot, row in enumerate(rows):
             prefill.cache.remember(slot, row.prompt)
-        if state is None:
+        if not prefill.done:
             self._prefills.append((rows, prefill))  # long prompts take turns
-            return None
-        return rows, prefill.cache, state
+            return
+        drafter, rule, reader, _ = self._compose(rows, lambda _: PLAIN)
+        first = first_step(prefill, drafter, rule, reader)
+        for row in rows:
+            row.completion.start_clock()
+        self._extend(rows, first.tokens, first.sizes, reader)
+        self._stop()
+        self._join(rows, prefill.cache, first.state)
 
     def _let_in(self) -> tuple[dict[Row, int], list[Row]]:
         """Which requests begin now, with how many tokens that must be computed; and which go on waiting.
@@ -247,45 +263,49 @@ class Batch:
             self._cache.join(cache)
         self._state = state if self._state is None else self._state.join(state)
         self._rows = self._rows + rows
-        synchronize(self._base.device)
-        for row in rows:
-            row.completion.start_clock()
+
+    def _compose(
+        self, rows: Sequence[Row], choose: Callable[[Row], Drafter]
+    ) -> tuple[Drafter, Rule, LogprobReader | None, dict[Row, Drafter]]:
+        """One drafter and one rule for all of these rows, which share theirs where they are alike; and by row."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            alike.setdefault((row.rule, *row.drafting), []).append(index)
+        groups = [Group(same, choose(rows[same[0]]), rows[same[0]].rule) for same in alike.values()]
+        drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, self._base.device)
+        rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)
+        constraints = {index: row.constraint for index, row in enumerate(rows) if row.constraint is not None}
+        if constraints:
+            rule = ConstrainedRule(rule, constraints)
+        reader = None
+        if any(row.params.logprobs is not None for row in rows):
+            reader = LogprobReader([row.params.logprobs for row in rows])
+        return drafter, rule, reader, {rows[index]: group.drafter for group in groups for index in group.rows}
 
     def _begin(self) -> Steps:
         """Start steps for the rows as they are now: choose drafters, and group rows that share a drafter and a rule."""
         assert self._cache is not None and self._state is not None, "rows have both"
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for index, row in enumerate(self._rows):
-            alike.setdefault((row.rule, *row.drafting), []).append(index)
-        groups = []
-        for rows in alike.values():
-            row = self._rows[rows[0]]
-            drafter = self._drafters.choose(row.speculation, len(self._rows), row.rule)
-            groups.append(Group(rows, drafter, row.rule))
-        drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, self._base.device)
-        rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)
-        self._chosen = {self._rows[index]: group.drafter for group in groups for index in group.rows}
+        count = len(self._rows)
+        drafter, rule, self._reader, self._chosen = self._compose(
+            self._rows, lambda row: self._drafters.choose(row.speculation, count, row.rule)
+        )
         longest = max(len(row.prompt) + row.completion.max_new_tokens for row in self._rows)
         # The last tree stands behind the longest text; beside others, a text that has ended may be longer by a step,
         # and by one more where steps run ahead.
         needed = longest + 4 * drafter.nodes
         self._cache.limit = needed if self._lent is None else max(needed, self._lent.limit)
-        constraints = {index: row.constraint for index, row in enumerate(self._rows) if row.constraint is not None}
-        if constraints:
-            rule = ConstrainedRule(rule, constraints)
-        self._reader = None
-        if any(row.params.logprobs is not None for row in self._rows):
-            self._reader = LogprobReader([row.params.logprobs for row in self._rows])
-        if constraints or self._reader:  # the host has a say in each step
+        if self._reader is not None or any(row.constraint for row in self._rows):  # the host has a say in each step
             self._steps = EagerSteps(self._base, self._cache, drafter, rule, self._state, self._reader)
         else:
             self._steps = self._drafters.start(self._base, self._cache, drafter, rule, self._state)
         return self._steps
 
-    def _extend(self, tokens: list[list[int]], sizes: Sequence[int]) -> None:
+    def _extend(
+        self, rows: Sequence[Row], tokens: list[list[int]], sizes: Sequence[int], reader: LogprobReader | None
+    ) -> None:
         """Hand every row its new tokens."""
-        logprobs = self._reader.take() if self._reader is not None else {}
-        for index, (row, new, size) in enumerate(zip(self._rows, tokens, sizes, strict=True)):
+        logprobs = reader.take() if reader is not None else {}
+        for index, (row, new, size) in enumerate(zip(rows, tokens, sizes, strict=True)):
             if new and row.completion.active:
                 pieces = row.completion.extend(new, logprobs.get(index, []), size - 1)
                 self._grown.setdefault(row.completion, []).extend(pieces)
@@ -297,7 +317,7 @@ class Batch:
         if self._steps is not None:
             late, self._state = self._steps.stop()
             if late is not None:
-                self._extend(late, self._steps.sizes)
+                self._extend(self._rows, late, self._steps.sizes, self._reader)
             self._steps = None
 
     def _leave(self) -> None:

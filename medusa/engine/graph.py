@@ -22,6 +22,7 @@ from medusa.acceptance import Rule
 from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.drafters import Drafter
+from medusa.engine.prefill import Prefill, advance
 from medusa.engine.step import read_tokens, step_on_device
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.state import DecodeState
@@ -204,8 +205,10 @@ class GraphSteps:
         return [self._drafter.nodes] * len(self._active)
 
     @torch.inference_mode()
-    def next(self) -> list[list[int]]:
-        """See ``Steps``."""
+    def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
+        """See ``Steps``; prompts have passes of their own."""
+        if prompts:
+            advance(self._base, prompts)
         rows_of_two = 2 * self._drafter.nodes
         if not self._under_way:
             self._cache.reserve(self._cache.longest + rows_of_two)

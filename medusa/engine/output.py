@@ -46,11 +46,11 @@ class Output:
         drafted: For every token whether it was accepted from the draft.
         text: The new text, without special tokens and without the stop string.
         prompt_tokens: Length of the prompt in tokens.
-        steps: Verify passes that the completion took.
+        steps: Passes that brought tokens: the prompt's last one, and those that verified.
         draft_tokens: Tokens that were drafted and verified in them.
         accepted: How many steps accepted 0, 1, 2, ... of their draft tokens.
         finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
-        seconds: Wall-clock time from the first step to the last token.
+        seconds: Wall-clock time from the first token to the last.
         cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix`` and ``BlockPool``).
         logprobs: Of every token, where ``SamplingParams.logprobs`` asks for them.
     """
@@ -69,13 +69,13 @@ class Output:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens emitted per verify pass, over the whole completion."""
+        """Tokens emitted per pass, over the whole completion."""
         return len(self.tokens) / max(self.steps, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed without the prefill."""
-        return len(self.tokens) / self.seconds if self.seconds else 0.0
+        """Decode speed, without the prefill and the token that it brings."""
+        return (len(self.tokens) - 1) / self.seconds if self.seconds and self.tokens else 0.0
 
 
 class Completion:
@@ -118,7 +118,7 @@ class Completion:
         return self.output.finish_reason is None
 
     def start_clock(self) -> None:
-        """Begin to count ``output.seconds``: the prefill is over."""
+        """Begin to count ``output.seconds``: the prefill is over, and the first token comes."""
         self._begin = time.perf_counter()
 
     def extend(

@@ -1,4 +1,4 @@
-"""One decode step: draft, verify, accept, commit."""
+"""One decode step: draft, verify, accept, commit. Chunks of prompts may share its pass of the base."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,12 +7,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from medusa.acceptance import Accepted, Rule, select_path
 from medusa.base.model import BaseModel
-from medusa.base.verify import verify
+from medusa.base.verify import verify_together
 from medusa.cache import SlotCache
 from medusa.drafters import Drafter
+from medusa.engine.prefill import Prefill, logits_beside
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -33,13 +35,6 @@ class StepResult:
     sizes: Sequence[int]
 
 
-def tree_logits(base: BaseModel, draft: Draft, hidden_BNF: Tensor) -> Tensor:
-    """Logits [B, N, V], 0 behind the end of smaller trees."""
-    if draft.real is None:
-        return base.logits(hidden_BNF)
-    return draft.spread(base.logits(hidden_BNF[draft.real]))
-
-
 class Reader(Protocol):
     """Sees more of a step than its tokens."""
 
@@ -55,13 +50,32 @@ def decode_step(
     rule: Rule,
     state: DecodeState,
     reader: Reader | None = None,
+    prompts: Sequence[Prefill] = (),
 ) -> StepResult:
-    """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache."""
+    """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache.
+
+    Prompts advance by a chunk meanwhile.
+    """
     state = _make_room(cache, state, drafter.nodes)
-    emitted, state, sizes = step_on_device(base, cache, drafter, rule, state, reader)
-    tokens, counts = read_tokens(emitted.tolist())  # the step's only copy to the host
-    cache.grow(counts)
-    return StepResult(tokens, state, sizes)
+    return _read(cache, *step_on_device(base, cache, drafter, rule, state, reader, prompts))
+
+
+@torch.inference_mode()
+def first_step(prompt: Prefill, drafter: Drafter, rule: Rule, reader: Reader | None = None) -> StepResult:
+    """The base's own token after each of some prompts, whose pass is over (``Prefill.done``).
+
+    Args:
+        prompt: With the base's logits at its last tokens.
+        drafter: Drafts nothing: what can be verified was computed already.
+        rule: Chooses the tokens.
+        reader: See ``Reader``.
+    """
+    assert prompt.logits is not None, "its pass is over"
+    state = prompt.state
+    state = dataclasses.replace(state, history=pad(state.history, (0, 1)))  # room for the new tokens
+    draft = drafter.propose(state, prompt.cache)
+    ends = prompt.ends[:, None], prompt.logits[:, None]
+    return _read(prompt.cache, *_conclude(prompt.cache, draft, *ends, rule, state, reader))
 
 
 def step_on_device(
@@ -71,6 +85,7 @@ def step_on_device(
     rule: Rule,
     state: DecodeState,
     reader: Reader | None = None,
+    prompts: Sequence[Prefill] = (),
 ) -> tuple[Tensor, DecodeState, Sequence[int]]:
     """The step without the host, for a cache and a history that have room for it.
 
@@ -80,9 +95,24 @@ def step_on_device(
     """
     draft = _fit(base, cache, drafter.propose(state, cache))
 
-    hidden_BNF = verify(base, cache, draft)
+    hidden_BNF, *chunks = verify_together(base, [(cache, draft), *((one.cache, one.chunk()) for one in prompts)])
+    for one, hidden_BCF in zip(prompts, chunks, strict=True):
+        one.take(hidden_BCF)
+    logits_BNV = draft.spread(logits_beside(base, draft.flat(hidden_BNF), prompts))
 
-    logits_BNV = tree_logits(base, draft, hidden_BNF)
+    return _conclude(cache, draft, hidden_BNF, logits_BNV, rule, state, reader)
+
+
+def _conclude(
+    cache: SlotCache,
+    draft: Draft,
+    hidden_BNF: Tensor,
+    logits_BNV: Tensor,
+    rule: Rule,
+    state: DecodeState,
+    reader: Reader | None,
+) -> tuple[Tensor, DecodeState, Sequence[int]]:
+    """Accept a path of each tree and keep its rows; logits are 0 behind the end of smaller trees."""
     verdict = rule(draft, logits_BNV, state)
     accepted = select_path(draft, verdict)
     if reader is not None:
@@ -98,6 +128,12 @@ def step_on_device(
         follower.observe(path_BAF, accepted.tokens, counts_B.tolist())
     emitted = torch.cat([accepted.tokens.T, counts_B[None]])
     return emitted, _next_state(state, accepted, hidden_BNF, cache), draft.row_sizes
+
+
+def _read(cache: SlotCache, emitted: Tensor, state: DecodeState, sizes: Sequence[int]) -> StepResult:
+    tokens, counts = read_tokens(emitted.tolist())  # the step's only copy to the host
+    cache.grow(counts)
+    return StepResult(tokens, state, sizes)
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -128,7 +164,7 @@ def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:
     missing = cache.capacity + 1 - state.history.shape[1]
     if missing <= 0:
         return state
-    return dataclasses.replace(state, history=torch.nn.functional.pad(state.history, (0, missing)))
+    return dataclasses.replace(state, history=pad(state.history, (0, missing)))
 
 
 def _next_state(state: DecodeState, accepted: Accepted, hidden_BNF: Tensor, cache: SlotCache) -> DecodeState:

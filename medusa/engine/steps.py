@@ -1,6 +1,7 @@
 """Steps of the same sequences in a row: eagerly here, as CUDA graphs in ``medusa.engine.graph``."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from medusa.acceptance import Rule
 from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.drafters import Drafter
+from medusa.engine.prefill import Prefill
 from medusa.engine.step import Reader, decode_step
 from medusa.state import DecodeState
 
@@ -21,8 +23,12 @@ class Steps(Protocol):
     def sizes(self) -> Sequence[int]:
         """Nodes of each sequence's tree in the last step, the root included."""
 
-    def next(self) -> list[list[int]]:
-        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more."""
+    def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
+        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more.
+
+        Args:
+            prompts: Of others, which advance by a chunk meanwhile.
+        """
 
     def keep(self, active: Sequence[bool]) -> None:
         """Let only these sequences go on growing."""
@@ -47,14 +53,17 @@ class EagerSteps:
         state: DecodeState,
         reader: Reader | None = None,
     ) -> None:
-        self._parts = (base, cache, drafter, rule)
+        self._parts, self._drafter = (base, cache, drafter, rule), drafter
         self._state, self._reader = state, reader
         self.sizes: Sequence[int] = ()
 
-    def next(self) -> list[list[int]]:
+    def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
         """See ``Steps``."""
-        result = decode_step(*self._parts, self._state, self._reader)
+        began = time.perf_counter()
+        result = decode_step(*self._parts, self._state, self._reader, prompts)
         self._state, self.sizes = result.state, result.sizes
+        if not prompts:  # otherwise the time is not the step's own
+            self._drafter.observe([len(new) for new in result.tokens], time.perf_counter() - began)
         return result.tokens
 
     def keep(self, active: Sequence[bool]) -> None:

@@ -184,9 +184,9 @@ def computed(monkeypatch):
     """Rows that passes of the base compute, pass by pass."""
     rows, run = [], BaseModel.tree_hidden_states
 
-    def count(base, tokens_BN, *rest):
-        rows.append(tokens_BN.numel())
-        return run(base, tokens_BN, *rest)
+    def count(base, passes):
+        rows.append(sum(sum(plan.draft.row_sizes) for _, plan in passes))
+        return run(base, passes)
 
     monkeypatch.setattr(BaseModel, "tree_hidden_states", count)
     return rows

@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_build_says_why_and_leaves_nothing(monkeypatch, t
     source.write_text("int main( {")
     with pytest.raises(native.NativeUnavailableError, match=r"kernel \(broken.cpp\) does not build or load: .*error"):
         native.load(source)
-    assert not list((tmp_path / "cache" / "medusa").iterdir())
+    assert {file.suffix for file in (tmp_path / "cache" / "medusa").iterdir()} <= {".lock"}
 
 
 def test_a_kernel_is_built_once(monkeypatch, tmp_path):
@@ -175,7 +175,7 @@ def test_a_kernel_is_built_once(monkeypatch, tmp_path):
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int seven() { return 7; }')
     assert native.load(source).seven() == 7
-    (built,) = (tmp_path / "cache" / "medusa").iterdir()
+    (built,) = (tmp_path / "cache" / "medusa").glob("*.so")
     before = built.stat().st_mtime_ns
     native.load.cache_clear()
     assert native.load(source).seven() == 7

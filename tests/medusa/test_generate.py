@@ -89,7 +89,7 @@ def test_typical_acceptance_takes_more_and_says_what_it_is(base, make_heads):
     lossless = model.generate("x = ", **options)
     generous = model.generate("x = ", acceptance="typical", epsilon=1e-6, delta=1e-6, **options)
     assert generous.steps < lossless.steps
-    assert generous.tokens_per_step > 2
+    assert generous.tokens_per_step > 1.8
 
 
 def test_limits_and_ends(model, base):

@@ -1,13 +1,11 @@
 """Tree sizes that nobody gives: on machines of a few lines whose best sizes are known, and on a real base."""
 
-import dataclasses
 import logging
 import math
 import random
 from itertools import zip_longest
 
 import pytest
-import torch
 
 from medusa import MedusaModel
 from medusa.budget.auto import Auto, AutoDrafter
@@ -15,7 +13,7 @@ from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
 from medusa.drafters import PlainDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
-from medusa.state import DecodeState
+from medusa.engine.prefill import prefill
 from medusa.tree import Draft
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
@@ -160,26 +158,15 @@ def test_the_first_size_is_one_that_there_is():
     assert [climber(start).choose().nodes for start in (0, 1, 3, 9, 100)] == [1, 1, 2, 8, 64]
 
 
-def state_of(base, positions, active):
-    generator = torch.Generator().manual_seed(0)
-    history = torch.randint(base.vocab_size, (2, 40), generator=generator)
-    hidden = torch.randn(2, base.hidden_size, dtype=base.dtype, generator=generator)
-    return DecodeState(
-        history[:, 20], hidden, torch.tensor(active), history, torch.tensor(positions), *[history[:, 0]] * 2
-    )
-
-
 def test_sequences_that_have_ended_are_not_counted(base):
-    now, seen = iter(range(10)), []
-    policy = climber(8, 2)
+    seen, policy = [], climber(8, 2)
     policy.observe = lambda *observed: seen.append(observed)
-    drafter = AutoDrafter(policy, lambda arm: PlainDrafter(), [arm(64)], lambda: next(now))
-    before = state_of(base, [20, 20], [True, True])
-    drafter.propose(before)
-    drafter.propose(after := dataclasses.replace(before, positions=torch.tensor([20, 23])))
-    assert seen == [(arm(8), 3.0, 1)]
-    drafter.propose(dataclasses.replace(after, history=after.history.clone()))
-    assert len(seen) == 1, "rows have joined, or the cache has grown"
+    drafter = AutoDrafter(policy, lambda arm: PlainDrafter(), [arm(64)])
+    drafter.propose(prefill(base, base.new_cache(2), [[1, 2, 3], [4, 5]]))
+    drafter.observe([0, 3], 0.5)
+    drafter.observe([0, 0], 0.5)
+    drafter.observe([1, 3], 0.5)
+    assert seen == [(arm(8), 3.0, 0.5), (arm(8), 2.0, 0.5)]
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batch", "single"])

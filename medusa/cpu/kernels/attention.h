@@ -109,9 +109,10 @@ struct Layer {
     const float* sinks;
     float scaling, softcap;
     int64_t window, chunk;
-    const int64_t* firsts;  // [batch + 1] where the rows of each sequence begin, where some have fewer than nodes; else null
+    const int64_t* firsts;  // [batch + 1] where the rows of each sequence begin where numbers differ, of parents too; else null
     Table table;
     int64_t count(int64_t b) const { return firsts ? firsts[b + 1] - firsts[b] : nodes; }
+    const int64_t* parents_of(int64_t b) const { return parents + (firsts ? firsts[b] : b * parents_b); }
     int64_t groups() const { return heads / kv_heads; }
     int width() const { return (int(dim_v) + LANES - 1) / LANES * LANES; }
 };
@@ -130,18 +131,27 @@ struct Scratch {
     std::vector<int64_t> depth, leading;
 };
 
+// Rows of one sequence under one key head, at most BLOCK of them.
+struct Unit {
+    int64_t b, kv, block;
+};
+
 // How a team shares a layer. Few rows: segments are spread over the threads too. Either way the same numbers are merged
 // in the same order.
 struct Work {
-    int64_t blocks, units, segments = 1;
+    std::vector<Unit> units;
+    int64_t segments = 1;
     bool apart;
     std::vector<float> partial;
 
     Work(const Layer& at, int threads) {
-        blocks = (at.nodes * at.groups() + BLOCK - 1) / BLOCK, units = at.batch * at.kv_heads * blocks;
-        for (int64_t b = 0; b < at.batch; b++) segments = std::max(segments, (at.lengths[b] + at.nodes - 1) / SEGMENT + 1);
-        apart = units < 4 * threads && threads > 1 && segments > 1;
-        if (apart) partial.resize(units * segments * BLOCK * (at.width() + 2));
+        for (int64_t b = 0; b < at.batch; b++) {
+            segments = std::max(segments, (at.lengths[b] + at.count(b) - 1) / SEGMENT + 1);
+            for (int64_t kv = 0; kv < at.kv_heads; kv++)
+                for (int64_t block = 0; block * BLOCK < at.count(b) * at.groups(); block++) units.push_back({b, kv, block});
+        }
+        apart = int64_t(units.size()) < 4 * threads && threads > 1 && segments > 1;
+        if (apart) partial.resize(units.size() * segments * BLOCK * (at.width() + 2));
     }
 };
 
@@ -159,7 +169,7 @@ template <class T> struct Attention {
 
     // depth of each node, and how many of its ancestors (itself included), from the root on, stand at their own position
     void walk(int64_t b, Scratch& s) const {
-        const int64_t* parents = at.parents + b * at.parents_b;
+        const int64_t* parents = at.parents_of(b);
         s.depth.assign(at.count(b), 0), s.leading.assign(at.count(b), 1);
         for (int64_t n = 1; n < at.count(b); n++) {
             int64_t p = parents[n];
@@ -168,9 +178,10 @@ template <class T> struct Attention {
         }
     }
 
-    Rows begin(int64_t b, int64_t kv, int64_t block, Scratch& s) const {
+    Rows begin(const Unit& unit, Scratch& s) const {
+        const auto [b, kv, block] = unit;
         Rows rows;
-        rows.length = at.lengths[b], rows.parents = at.parents + b * at.parents_b;
+        rows.length = at.lengths[b], rows.parents = at.parents_of(b);
         walk(b, s);
         s.query.resize(BLOCK * at.dim);
         int64_t first = block * BLOCK, groups = at.groups();
@@ -333,35 +344,33 @@ template <class T> struct Attention {
         const int width = at.width();
         const int64_t part = BLOCK * (width + 2);
         thread_local Scratch s;
-        const auto place = [&](int64_t unit, int64_t index) { return work.partial.data() + (unit * work.segments + index) * part; };
-        const auto start = [&](int64_t unit) {
-            return begin(unit / work.blocks / at.kv_heads, unit / work.blocks % at.kv_heads, unit % work.blocks, s);
-        };
+        const auto place = [&](int64_t item, int64_t index) { return work.partial.data() + (item * work.segments + index) * part; };
+        const int64_t units = work.units.size();
         if (work.apart) {
 #pragma omp for schedule(dynamic)
-            for (int64_t item = 0; item < work.units * work.segments; item++) {
-                const int64_t unit = item / work.segments, index = item % work.segments;
-                float* to = place(unit, index);
-                segment(start(unit), unit / work.blocks / at.kv_heads, unit / work.blocks % at.kv_heads, index, s, to, to + BLOCK, to + 2 * BLOCK);
+            for (int64_t item = 0; item < units * work.segments; item++) {
+                const Unit& unit = work.units[item / work.segments];
+                float* to = place(item / work.segments, item % work.segments);
+                segment(begin(unit, s), unit.b, unit.kv, item % work.segments, s, to, to + BLOCK, to + 2 * BLOCK);
             }
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t unit = 0; unit < work.units; unit++) {
-            const Rows rows = start(unit);
-            const int64_t b = unit / work.blocks / at.kv_heads, kv = unit / work.blocks % at.kv_heads;
+        for (int64_t item = 0; item < units; item++) {
+            const Unit& unit = work.units[item];
+            const Rows rows = begin(unit, s);
             float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
             std::fill(tops, tops + BLOCK, NOTHING);
             s.all.assign(BLOCK * width, 0.f), s.sums.resize(BLOCK * width);
             for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
                 if (work.apart) {
-                    const float* from = place(unit, index);
+                    const float* from = place(item, index);
                     merge(rows.count, from, from + BLOCK, from + 2 * BLOCK, tops, totals, s.all.data());
                 } else {
-                    segment(rows, b, kv, index, s, top, total, s.sums.data());
+                    segment(rows, unit.b, unit.kv, index, s, top, total, s.sums.data());
                     merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());
                 }
             }
-            finish(rows, b, tops, totals, s.all.data());
+            finish(rows, unit.b, tops, totals, s.all.data());
         }
     }
 };

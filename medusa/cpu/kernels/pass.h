@@ -18,10 +18,10 @@ struct Block {
 };
 
 struct Pass {
-    int64_t half, int8, threads, batch, nodes, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width, parents_b;
+    int64_t half, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
     float epsilon, scaling, residual;
-    const int64_t *lengths, *parents, *positions;  // [batch], [batch, nodes], [rows]
-    const int64_t* firsts;                         // as in Layer
+    const int64_t *lengths, *parents, *positions;  // [batch], [rows], [rows]
+    const int64_t* firsts;                         // [batch + 1] where the rows of each sequence begin
     Table table;
     const void *cosines, *sines;                   // [positions, rotated]
     const void* norm;
@@ -36,7 +36,7 @@ constexpr int64_t MIDDLE = 65536;  // numbers that stay in a core's cache
 
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
-    const int64_t rows = at.firsts ? at.firsts[at.batch] : at.batch * at.nodes;
+    const int64_t rows = at.firsts[at.batch];
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
     Buffer<float> stream;
@@ -121,8 +121,7 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     void attend(const Block& block, Work& work, int thread, int threads) {
         const int64_t slot = at.capacity * keys;
-        const Layer layer{at.batch, at.heads, at.kv_heads, at.nodes, at.dim, at.dim, at.lengths, at.parents, at.parents_b,
-                          at.nodes * queries, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
+        const Layer layer{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents, 0, 0, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
                           nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
         Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work);
         const Share share(rows, 1, thread, threads);
@@ -187,12 +186,13 @@ template <class T, class W> class Run {  // W: how its weights are met
         gated.resize(W::rows(slab) * wide_inner), middle.resize(at.threads * 2 * slab * columns(slab));
         query.resize(rows * queries), attended.resize(rows * queries);
         for (int64_t b = 0; b < at.batch; b++)
-            for (int64_t n = 0; n < (at.firsts ? at.firsts[b + 1] - at.firsts[b] : at.nodes); n++)
+            for (int64_t n = 0; n < at.firsts[b + 1] - at.firsts[b]; n++)
                 places.push_back(at.table.row(b, at.lengths[b] + n, at.capacity));
     }
 
     void operator()() {
-        const Layer any{at.batch, at.heads, at.kv_heads, at.nodes, at.dim, at.dim, at.lengths};
+        Layer any{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths};
+        any.firsts = at.firsts;
         Work work(any, int(at.threads));
 #pragma omp parallel num_threads(int(at.threads))
         {
