@@ -27,6 +27,8 @@ MAX_PENALTY = 2.0
 """Largest presence and frequency penalty either way (the range of OpenAI's API)."""
 MAX_LOGPROBS = 20
 """Most alternatives per token (the range of OpenAI's API)."""
+LARGEST = 2**62
+"""Of numbers without another limit; larger ones have no place in tensors."""
 NO_LIMIT = ("max_steps", "nodes", "logprobs")
 """Whole numbers that may be None."""
 
@@ -129,7 +131,7 @@ class SamplingParams:
             check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.top_p == 0:
             raise ValueError(f"top_p ({self.top_p}) must be above 0, it leaves no token; give 1 to switch it off")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 0 < self.repetition_penalty <= LARGEST:
             raise ValueError(f"repetition_penalty ({self.repetition_penalty}) must be above 0; give 1 to switch it off")
 
     @property
@@ -252,7 +254,7 @@ def check_whole(name: str, value: object) -> None:
 
 def check_range(name: str, value: object, low: float, high: float) -> None:
     """Refuse what is out of its range, or no finite number."""
-    if not is_number(value) or not low <= value <= high or value == math.inf:
+    if not is_number(value) or not low <= value <= high or value > LARGEST:
         raise ValueError(f"{name} ({value}) must be between {low} and {high}; correct it")
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from medusa import BaseModel, Completion, MedusaModel
+from medusa.cache import BLOCK
 from medusa.engine.batch import TREES, Batch, most_rows
 from medusa.engine.output import Piece
 from serve.jobs import Job, Waiting
@@ -48,11 +49,11 @@ class Engine:
     def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
         self._model = model
-        self._cache_tokens = settings.cache_tokens or cache_tokens(model.base)
+        self._cache_tokens = (settings.cache_tokens or cache_tokens(model.base)) // BLOCK * BLOCK
         self._pool = model.base.new_pool(self._cache_tokens)
         self._batch = self._new_batch()
         self._old: list[Batch] = []  # with requests of before the heads have changed
-        self._waiting = Waiting(settings.max_waiting)
+        self._waiting = Waiting()
         self._running: dict[Completion, Job] = {}
         self._jobs: dict[Ticket, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -125,9 +126,13 @@ class Engine:
     def _run(self) -> None:
         while self._loop is not None:
             self._turned = time.monotonic()
-            self._receive(wait=not self._running)
-            self._expire()
-            self._admit()
+            try:
+                self._receive(wait=not self._running)
+                self._expire()
+                self._admit()
+            except Exception as error:  # no request should come to this, and none may end the service
+                logger.exception("the engine begins anew, all requests are lost")
+                self._lose(error)
             for batch in [*self._old, self._batch]:
                 self._step(batch)
             self._old = [batch for batch in self._old if len(batch)]
@@ -151,12 +156,14 @@ class Engine:
                 raise StoppingError("the server is going down; ask another one")
             self._batch.check(request.prompt, request.params, request.speculation)
             prompt, room = len(request.prompt), self._model.base.context_length - len(request.prompt)
-            job.rows = most_rows(prompt, min(request.params.max_new_tokens, room), request.speculation.nodes)
+            rows = most_rows(prompt, min(request.params.max_new_tokens, room), request.speculation.nodes)
+            job.rows = -(-rows // BLOCK) * BLOCK
             if job.rows > limit:
                 raise ValueError(
                     f"prompt, completion and drafts ({job.rows} rows) exceed the KV cache ({limit} rows); shorten them"
                 )
-            if self._waiting.full:
+            free = self.settings.max_batch - len(self._running)
+            if len(self._waiting) >= self.settings.max_waiting + max(0, free):
                 message = f"queue ({len(self._waiting)} requests) is full; try again later"
                 raise BusyError(message, self.metrics.seconds_per_request())
         except (ValueError, BusyError, StoppingError) as error:
@@ -254,6 +261,14 @@ class Engine:
         if batch is self._batch:
             self._batch = self._new_batch()
         self._old = [old for old in self._old if old is not batch]
+
+    def _lose(self, error: Exception) -> None:
+        """Go on without any request."""
+        for ticket, job in self._jobs.items():
+            self._events.append((ticket, EngineError(f"the engine has failed: {error}")))
+            self.metrics.ended(job, "error")
+        self._jobs, self._running, self._waiting = {}, {}, Waiting()
+        self._batch, self._old = self._new_batch(), []
 
     def _deliver(self) -> None:
         """Hand over what has happened, all at once."""

@@ -18,6 +18,10 @@ KEPT_BYTES = 256 << 20
 """Compiled grammars that are kept."""
 MOST_SPACES = 16
 """Spaces and line breaks between two parts of JSON: a weak model would go on with them for ever."""
+MOST_TEXT = 32_768
+"""Characters of a schema or grammar: compiling takes time that a client does not pay for."""
+MOST_PATTERN, DEEPEST_PATTERN, DEEPEST = 2048, 32, 32
+"""Characters of a regular expression, its brackets, and nested schemas: XGrammar follows them by recursion."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
 """Logits that XGrammar masks itself."""
 
@@ -61,8 +65,9 @@ class Grammars:
         Raises:
             ValueError: It is no schema, or has keywords that are not supported.
         """
-        _check(schema, "schema")
         text = json.dumps(schema)
+        _check_size("schema", text)
+        _check(schema, "schema")
         compiled = self._compiled(lambda it: it.compile_json_schema(text, max_whitespace_cnt=MOST_SPACES))
         printable = self._compiler()[1]
         return lambda: Following(compiled, printable)
@@ -73,6 +78,7 @@ class Grammars:
         Raises:
             ValueError: It cannot be read.
         """
+        _check_size("grammar", ebnf)
         compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
         return lambda: Following(compiled)
 
@@ -83,7 +89,7 @@ class Grammars:
         try:
             return compile_with(compiler)
         except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
-            reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error)
+            reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error) or "it is not valid"
             raise ValueError(f"grammar cannot be followed: {' '.join(reason.split())}; correct it") from error
 
     def _compiler(self) -> "tuple[xgrammar.GrammarCompiler, Tensor]":
@@ -116,11 +122,13 @@ class Following:
         import xgrammar
 
         self._xgrammar, self._matcher = xgrammar, xgrammar.GrammarMatcher(grammar)
-        self._tokens = tokens
+        self._tokens, self._dead = tokens, False
         self._width = xgrammar.get_bitmask_shape(1, grammar.tokenizer_info.vocab_size)[1]
 
     def forbid(self, tokens: Sequence[int], parents: Sequence[int], logits_NV: Tensor) -> None:
-        """See ``Constraint``."""
+        """See ``Constraint``. Where the grammar leads nowhere, anything may be said."""
+        if self._dead:
+            return
         allowed_NW = torch.zeros(len(tokens), self._width, dtype=torch.int32)
         children, siblings = _links(parents)
         self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW)
@@ -132,9 +140,8 @@ class Following:
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
         for token in tokens:
-            if not self._matcher.is_terminated():
-                accepted = self._matcher.accept_token(token)
-                assert accepted, f"token {token} was allowed"
+            if not self._dead and not self._matcher.is_terminated():
+                self._dead = not self._matcher.accept_token(token)
 
 
 def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -167,26 +174,33 @@ def _printable(texts: Sequence[bytes], vocab_size: int) -> Tensor:
     return torch.from_numpy(np.packbits(kept, bitorder="little").view(np.int32))
 
 
-def _check(schema: Any, place: str) -> None:
-    """Refuse what would be ignored.
+def _check_size(what: str, text: str) -> None:
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"{what} ({len(text)} characters) exceeds the limit ({MOST_TEXT}); make it shorter")
+
+
+def _check(schema: Any, place: str, depth: int = 0) -> None:
+    """Refuse what would be ignored, or is too much to follow.
 
     Raises:
         ValueError: There is something.
     """
     if not isinstance(schema, dict):
         return
+    if depth > DEEPEST:
+        raise ValueError(f"schema is nested more than {DEEPEST} times; make it flatter")
     problem = next(_problems(schema), None)
     if problem:
         raise ValueError(f"{place}: {problem}; leave it out")
     for name, value in schema.items():
         if name in SCHEMAS:
-            _check(value, f"{place}.{name}")
+            _check(value, f"{place}.{name}", depth + 1)
         elif name in MAPS and isinstance(value, dict):
             for key, inner in value.items():
-                _check(inner, f"{place}.{name}.{key}")
+                _check(inner, f"{place}.{name}.{key}", depth + 1)
         elif name in LISTS and isinstance(value, list):
             for index, inner in enumerate(value):
-                _check(inner, f"{place}.{name}.{index}")
+                _check(inner, f"{place}.{name}.{index}", depth + 1)
 
 
 def _problems(schema: dict[str, Any]) -> Iterator[str]:
@@ -194,13 +208,21 @@ def _problems(schema: dict[str, Any]) -> Iterator[str]:
     lengths = {"minLength", "maxLength"} & schema.keys()
     for name in sorted(schema.keys() - KEYWORDS):
         yield f"keyword ({name}) is not supported"
-    if "format" in schema and schema["format"] not in FORMATS:
+    for pattern in [schema.get("pattern"), *_names(schema.get("patternProperties"))]:
+        if isinstance(pattern, str) and (len(pattern) > MOST_PATTERN or pattern.count("(") > DEEPEST_PATTERN):
+            yield f"pattern has more than {MOST_PATTERN} characters or {DEEPEST_PATTERN} brackets"
+    if "format" in schema and str(schema["format"]) not in FORMATS:
         yield f"format ({schema['format']}) is not supported"
     if lengths and ("pattern" in schema or "format" in schema):
         yield f"{min(lengths)} is not supported beside a pattern or format"
     if "multipleOf" in schema and schema.get("type") != "integer":
         yield "multipleOf is supported for integers only"
-    if len(schema.get("allOf") or ()) > 1:
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield "allOf of several schemas is not supported"
     if "patternProperties" in schema and "propertyNames" in schema:
         yield "propertyNames is not supported beside patternProperties"
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Keys of what should be a map."""
+    return iter(value if isinstance(value, dict) else ())

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from medusa import Batch, Completion
 from serve.request import Request, Ticket
@@ -28,6 +28,8 @@ class Job:
     steps: int = 0
     """Steps that were counted, and their draft tokens."""
     draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    """As ``Output.accepted``, when they were counted."""
 
     @property
     def request(self) -> Request:
@@ -36,14 +38,9 @@ class Job:
 
 
 class Waiting:
-    """Requests that wait for room in the batch, in the order of their arrival.
+    """Requests that wait for room in the batch, in the order of their arrival."""
 
-    Args:
-        limit: How many may wait.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self._jobs: list[Job] = []
 
     def __len__(self) -> int:
@@ -51,11 +48,6 @@ class Waiting:
 
     def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs))
-
-    @property
-    def full(self) -> bool:
-        """Whether no more may wait."""
-        return len(self._jobs) >= self.limit
 
     def add(self, job: Job) -> None:
         """Let it wait behind the others."""

@@ -20,6 +20,8 @@ DEEPEST = 16
 """Depths of drafts that are told apart; deeper ones are not counted."""
 RECENT = 64
 """Requests by which the next ones' time is guessed."""
+LONGEST_WAIT = 30.0
+"""Seconds that ``Retry-After`` says at most."""
 
 
 class Metrics:
@@ -92,10 +94,12 @@ class Metrics:
         self._generated.inc(tokens)
         self._drafts.inc(output.steps - job.steps)
         self._drafted.inc(output.draft_tokens - job.draft_tokens)
-        self._accepted.inc(tokens - 1)
-        for depth in range(min(tokens - 1, DEEPEST)):
-            self._by_depth[depth].inc()
-        job.steps, job.draft_tokens = output.steps, output.draft_tokens
+        before = job.accepted + [0] * (len(output.accepted) - len(job.accepted))
+        for count, (now_so, before_so) in enumerate(zip(output.accepted, before, strict=True)):
+            for depth in range(min(count, DEEPEST)):
+                self._by_depth[depth].inc(now_so - before_so)
+            self._accepted.inc(count * (now_so - before_so))
+        job.steps, job.draft_tokens, job.accepted = output.steps, output.draft_tokens, list(output.accepted)
 
     def ended(self, job: "Job", reason: str) -> None:
         """A request has ended: "eos", "stop", "length", "abort", "timeout" or "error"."""
@@ -113,7 +117,7 @@ class Metrics:
         """About how long until one more request has ended, for ``Retry-After``."""
         if len(self._recent) < 2:
             return 1.0
-        return (self._recent[-1] - self._recent[0]) / (len(self._recent) - 1)
+        return min(LONGEST_WAIT, (self._recent[-1] - self._recent[0]) / (len(self._recent) - 1))
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._model)

@@ -1,6 +1,7 @@
 """Serve a base and its heads over HTTP, as OpenAI's API: ``medusa-serve``."""
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.arguments import show_messages
+from data.arguments import at_least, show_messages
 from serve.model_options import add_model_options, load_model
 from serve.settings import ApiSettings, EngineSettings
 
@@ -51,44 +52,54 @@ def build_parser() -> argparse.ArgumentParser:
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-batch",
-        type=int,
+        type=at_least(1),
         default=engine.max_batch,
         metavar="N",
         help="requests that decode together (default: %(default)s)",
     )
     limits.add_argument(
         "--max-waiting",
-        type=int,
+        type=at_least(0),
         default=engine.max_waiting,
         metavar="N",
         help="requests that wait for that; more get status 429 (default: %(default)s)",
     )
     limits.add_argument(
         "--cache-tokens",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="rows of the KV cache; requests wait until theirs fit (default: 40 %% of the memory)",
     )
     limits.add_argument(
         "--prefill-rows",
-        type=int,
+        type=at_least(1),
         default=engine.prefill_rows,
         metavar="N",
         help="prompt tokens that one pass computes between two decode steps: fewer keep streams smooth, more finish"
         " prompts sooner (default: %(default)s)",
     )
     limits.add_argument(
-        "--max-n", type=int, default=api.max_n, metavar="N", help="completions of a request (default: %(default)s)"
+        "--max-n",
+        type=at_least(1),
+        default=api.max_n,
+        metavar="N",
+        help="completions of a request (default: %(default)s)",
     )
     limits.add_argument(
-        "--max-body", type=int, default=api.max_body, metavar="BYTES", help="largest body (default: %(default)s)"
+        "--max-body",
+        type=at_least(1),
+        default=api.max_body,
+        metavar="BYTES",
+        help="largest body (default: %(default)s)",
     )
     limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds that a request may take, waiting included (default: any)"
     )
     network = parser.add_argument_group("network")
     network.add_argument("--host", default="127.0.0.1", metavar="HOST", help="where to listen (default: %(default)s)")
-    network.add_argument("--port", type=int, default=8000, metavar="PORT", help="0 = any (default: %(default)s)")
+    network.add_argument(
+        "--port", type=at_least(0), default=8000, metavar="PORT", help="0 = any (default: %(default)s)"
+    )
     network.add_argument(
         "--origins",
         nargs="+",
@@ -126,7 +137,10 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     from serve.models import Models, read_heads
 
     engine_settings = EngineSettings(args.max_batch, args.max_waiting, args.cache_tokens, args.prefill_rows)
-    keys = frozenset(key for key in os.environ.get("MEDUSA_API_KEYS", "").split(",") if key)
+    named = os.environ.get("MEDUSA_API_KEYS", "")
+    keys = frozenset(key.strip() for key in named.split(",") if key.strip())
+    if named and not keys:
+        raise ValueError(f"MEDUSA_API_KEYS ({named!r}) names no key; give some, separated by commas, or unset it")
     api_settings = ApiSettings(
         args.name, keys, os.environ.get("MEDUSA_ADMIN_KEY", ""), tuple(args.origins), args.max_body, args.max_n,
         args.timeout, args.spec_metrics,
@@ -161,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import uvicorn
 
         app = build_app(args)
+        gc.freeze()  # what is here stays: collections in the middle of steps need not look through it
         config = uvicorn.Config(
             app, args.host, args.port, log_level="warning", access_log=False, timeout_graceful_shutdown=int(args.drain)
         )

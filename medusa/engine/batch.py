@@ -97,9 +97,10 @@ class Batch:
         self._grown: dict[Completion, list[Piece]] = {}
 
     def __len__(self) -> int:
-        """Requests that have not ended: waiting, in prefill, or growing."""
+        """Requests that have not ended, or whose last tokens the next ``step`` hands over."""
         in_prefill = [row for rows, _ in self._prefills for row in rows]
-        return sum(row.completion.active for row in (*self._waiting, *in_prefill, *self._rows))
+        active = sum(row.completion.active for row in (*self._waiting, *in_prefill, *self._rows))
+        return active + sum(not completion.active for completion in self._grown)
 
     def add(
         self,

@@ -189,7 +189,8 @@ class Completion:
         held = 0
         if self.active:
             for stop in self._stop:
-                held = max([held, *(n for n in range(1, len(stop)) if self._text.endswith(stop[:n]))])
+                most = min(len(stop), len(self._text) - self._shown + 1)
+                held = max([held, *(n for n in range(1, most) if self._text.endswith(stop[:n]))])
         until = max(len(self._text) - held, self._shown)
         piece = self._text[self._shown : until]
         self._shown = until

@@ -39,6 +39,6 @@ async def constraint_of(
             return await asyncio.to_thread(grammars.json_schema, wanted.json_schema.schema_)
         if wanted.type == "grammar" and wanted.grammar is not None:
             return await asyncio.to_thread(grammars.grammar, wanted.grammar)
-    except ValueError as error:
-        raise refused(str(error), param) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise refused(str(error) or "schema cannot be read; correct it", param) from error
     raise refused(f"response_format ({wanted.type}) is incomplete; give {wanted.type} beside its type", param)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 REASONS = {"json_invalid": "body is not JSON; correct it", "extra_forbidden": "is not supported; leave it out"}
 """What pydantic's kinds of errors mean, where its own words do not say it."""
-TYPES = {
+TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -49,12 +49,14 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """What the client gets."""
         kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-        kind = TYPES.get(HTTPStatus(self.status), kind)
+        kind = TYPES.get(self.status, kind)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The same as a response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        if self.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.INTERNAL_SERVER_ERROR):
+            headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, of a server that is too slow
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)

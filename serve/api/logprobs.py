@@ -1,6 +1,7 @@
 """Log-probabilities of emitted tokens in the shapes of both endpoints; an end-of-sequence token is not told."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from medusa.engine.output import FinishReason, TokenLogprob
@@ -51,8 +52,13 @@ class Logprobs:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
     def _text(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
+        return _text_of(self._tokenizer, token)
+
+
+@lru_cache(maxsize=1 << 16)
+def _text_of(tokenizer: Any, token: int) -> str:
+    text: str = tokenizer.decode([token])
+    return text
 
 
 def _of_text(

@@ -5,9 +5,10 @@ Ranges of sampling parameters are checked by ``SamplingParams``, so that they ar
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 Number = StrictInt | StrictFloat
+Stop = Annotated[str, Field(max_length=1024)]
 Token = Annotated[StrictInt, Field(ge=0)]
 
 
@@ -15,6 +16,15 @@ class Body(BaseModel):
     """Unknown fields are errors: what is not supported is refused, never ignored."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Null asks for nothing: clients send back answers with all their empty fields."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: inner for name, inner in value.items() if inner is not None or name in known}
 
 
 class SpeculationBody(Body):
@@ -65,19 +75,25 @@ class Sampling(Body):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=1024)] | None = None
     """By token id."""
     seed: StrictInt | None = None
     """null = another one each time; completion i of n has seed + i."""
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: StrictBool | None = None
     user: str | None = None
     """Fairness is between users of an API key, or of none."""
     priority: StrictInt | None = None
     """Lower numbers come first."""
-    timeout: Annotated[Number, Field(gt=0)] | None = None
+    timeout: Annotated[Number, Field(gt=0, le=1_000_000)] | None = None
     """Seconds, waiting included."""
     speculation: SpeculationBody | None = None
+    metadata: dict[str, str] | None = None
+    """Means nothing for the text, nor do the next ones: clients send them of their own accord."""
+    store: StrictBool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     return_token_ids: StrictBool | None = None
     """Tell the token ids of prompt and completions."""
 
@@ -101,6 +117,8 @@ class ToolCall(Body):
     """A call that the model made, with its id."""
 
     id: str
+    index: StrictInt | None = None
+    """Of pieces of a stream; means nothing here."""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -113,7 +131,7 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     """OpenAI's clients send back what they got."""
 
 

@@ -1,10 +1,11 @@
 """What the endpoints share, and the way of a request through them."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request as HttpRequest
 
 from medusa import SamplingParams, Speculation, Tree
+from medusa.engine.batch import TREES
 from serve.api.errors import ApiError, as_api_error, refused
 from serve.api.protocol import Message, Sampling
 from serve.engine import Engine
@@ -30,6 +32,10 @@ CHOOSING = (
     "ignore_eos",
 )  # fmt: skip
 """Fields that mean what they mean in ``SamplingParams``."""
+MOST_NODES = TREES // 2
+"""Of a request's trees: each row of a batch writes as many as the largest, and keeps room for them."""
+LONGEST_TOKEN = 64
+"""Characters; a text with more than so many for each token of the context is not encoded."""
 DISCONNECTED = 0.2
 """Seconds between two looks whether a client is still there."""
 CLIENT_GONE = 499
@@ -65,6 +71,7 @@ class Service:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text."""
+        self._check_length(len(text))
         ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
         return ids
 
@@ -77,10 +84,16 @@ class Service:
         from medusa.prompts import render_messages
 
         said = [_plain(message) for message in messages]
+        self._check_length(sum(len(message["content"]) for message in said))
         try:
             return render_messages(self.tokenizer, said, self.models.name, tools)
         except ValueError as error:
             raise refused(str(error), "messages") from error
+
+    def _check_length(self, characters: int) -> None:
+        """Refuse text that cannot fit before it is encoded."""
+        if characters > LONGEST_TOKEN * self.context_length:
+            raise refused(f"text ({characters} characters) exceeds the context ({self.context_length} tokens); cut it")
 
     def name_of(self, body: Sampling) -> str:
         """Under which name the answer comes."""
@@ -139,6 +152,9 @@ class Service:
             if given.keys() & {"drafter", "nodes"} or asked.tree is not None:
                 raise ValueError("speculation is not enabled and says how to draft; leave one out")
             given["nodes"] = 1
+        nodes = max(asked.nodes or 0, len(asked.tree or ()) + 1)
+        if nodes > MOST_NODES:
+            raise ValueError(f"nodes ({nodes}) exceed the limit ({MOST_NODES}); ask for a smaller tree")
         tree = None if asked.tree is None else Tree(tuple(tuple(path) for path in asked.tree))
         return Speculation(**given, heads=heads, tree=tree)
 
@@ -227,6 +243,10 @@ def _params(body: Sampling, longest: int, logprobs: int | None, seed: int) -> Sa
 def _plain(message: Message) -> dict[str, Any]:
     """A message as chat templates know it."""
     said = message.model_dump(exclude_none=True, exclude={"refusal"})
+    for call in said.get("tool_calls", ()):
+        call.pop("index", None)
+        with suppress(ValueError):  # templates write arguments as JSON themselves
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     if isinstance(message.content, list):
         said["content"] = "".join(part.text for part in message.content)
     said.setdefault("content", "")

@@ -15,8 +15,8 @@ DONE = "data: [DONE]\n\n"
 
 
 def event(body: dict[str, Any]) -> str:
-    """One event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One event; in ASCII, since readers of lines end them at some other characters too."""
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
 def stream(chunks: AsyncGenerator[dict[str, Any]]) -> StreamingResponse:

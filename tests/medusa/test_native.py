@@ -339,7 +339,9 @@ def test_a_level_of_recurrent_heads_is_what_the_module_computes(part, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"])
+@pytest.mark.parametrize(
+    "flags", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
+)
 def test_processors_that_have_less(flags):
     """The same tests with kernels that are built without some of this processor's instructions."""
     words = ["-m", "pytest", "-q", "-n", "0", "-m", "not slow", "-k", "not family and not usual"]

@@ -191,6 +191,15 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"temperature": "warm"}, 400, "temperature"),
         ({"stop": ""}, 400, "stop ('') is empty"),
         ({"max_completion_tokens": 5}, 400, "mean the same"),
+        ({"temperature": 10**400}, 400, "temperature"),
+        ({"repetition_penalty": 10**400}, 400, "repetition_penalty"),
+        ({"timeout": 10**400}, 400, "timeout"),
+        ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
+        ({"stop": "x" * 2000}, 400, "stop"),
+        ({"speculation": {"nodes": 65}}, 400, "nodes (65) exceed the limit (64)"),
+        ({"speculation": {"tree": [[rank] for rank in range(64)]}}, 400, "nodes (65) exceed the limit (64)"),
+        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, 400, "exceeds the context"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"format": ["a"]}}}}, 400, "format"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_an_error_of_openai(live, wrong, status, message):
@@ -399,3 +408,25 @@ def test_data_regenerate_asks_it(live, speaker):
     there = EndpointAnswerer(connect, speaker.base.tokenizer, 3, seed=0)
     here = LocalAnswerer(speaker, settings)
     assert dict(there.answer(prompts)) == dict(here.answer(prompts))
+
+
+def test_what_clients_send_of_their_own_accord_is_taken(live):
+    answer = httpx.post(f"{live.url}/v1/chat/completions", json=ask()).json()
+    said = answer["choices"][0]["message"] | {"annotations": None, "audio": None, "refusal": None}
+    more = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "functions": None, "suffix": None}
+    again = ask(**more, messages=[{"role": "user", "content": "a"}, said, {"role": "user", "content": "b"}])
+    assert httpx.post(f"{live.url}/v1/chat/completions", json=again).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        {"type": "grammar", "grammar": 'root ::= "a" b\nb ::= b'},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_leads_nowhere_hurts_nobody(live, wanted):
+    body = ask(response_format=wanted, max_tokens=5)
+    assert httpx.post(f"{live.url}/v1/chat/completions", json=body).status_code in (200, 400)
+    assert httpx.post(f"{live.url}/v1/chat/completions", json=ask()).status_code == 200

@@ -44,6 +44,28 @@ async def taken(engine, *arguments, **options):
     return ticket
 
 
+def test_an_error_outside_a_step_ends_requests_and_not_the_engine(speaker, monkeypatch):
+    async def scenario(engine):
+        ticket = await taken(engine, [5, 6, 7], LONG)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_expire", lambda: 1 / 0)
+            with pytest.raises(EngineError, match="division"):
+                async for _ in ticket.deltas():
+                    pass
+        return [delta async for delta in (await taken(engine, [5, 6, 7], LONG)).deltas()]
+
+    assert run(speaker, scenario)
+
+
+def test_places_that_are_free_are_not_a_queue(speaker):
+    async def scenario(engine):
+        tickets = await asyncio.gather(*(taken(engine, [5, number], LONG) for number in range(1, 9)))
+        for ticket in tickets:
+            ticket.cancel()
+
+    run(speaker, scenario, EngineSettings(max_batch=8, max_waiting=0))
+
+
 def test_texts_are_those_of_generate_whatever_stands_beside_them(speaker):
     cases = [
         ([5, 6, 7], SamplingParams(max_new_tokens=20), Speculation()),
@@ -80,7 +102,7 @@ def test_what_cannot_be_served_is_refused_before_it_waits(speaker):
         ):
             with pytest.raises(ValueError, match=message):
                 await taken(engine, prompt, SamplingParams(), how)
-        with pytest.raises(ValueError, match=r"drafts \(228 rows\) exceed the KV cache \(200 rows\)"):
+        with pytest.raises(ValueError, match=r"drafts \(256 rows\) exceed the KV cache \(192 rows\)"):
             await taken(engine, [5] * 40, LONG)
 
     run(speaker, scenario, EngineSettings(cache_tokens=200))
@@ -189,7 +211,7 @@ def test_a_server_that_goes_down_lets_requests_end(speaker):
 
 
 def test_who_comes_next():
-    waiting, jobs = Waiting(10), {}
+    waiting, jobs = Waiting(), {}
     for name, client, priority in (("a1", "a", 0), ("a2", "a", 0), ("b1", "b", 0), ("c1", "c", 1), ("d1", "d", -1)):
         request = Request([1], client=client, priority=priority)
         jobs[name] = Job(Ticket(request, lambda _: None), 0.0, 0.0)

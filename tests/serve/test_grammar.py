@@ -1,5 +1,6 @@
 """What follows a schema or a grammar, whatever drafts: valid, and equal to plain decoding under the same grammar."""
 
+import functools
 import json
 import random
 
@@ -196,6 +197,10 @@ def test_links():
         ({"type": "number", "multipleOf": 2}, "multipleOf is supported for integers only"),
         ({"allOf": [{}, {}]}, "allOf of several"),
         ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems is greater than maxItems"),
+        ({"type": "string", "pattern": "(" * 99 + "a" + ")" * 99}, "pattern has more than 2048 characters or 32"),
+        ({"type": "string", "pattern": "a" * 3000}, "pattern has more than"),
+        ({"enum": ["a" * 40_000]}, r"schema \(40\d+ characters\) exceeds the limit"),
+        (functools.reduce(lambda inner, _: {"items": inner}, range(40), {}), "nested more than 32 times"),
     ],
 )
 def test_schemas_that_would_not_be_followed_are_refused(grammars, schema, message):

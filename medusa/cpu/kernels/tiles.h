@@ -4,7 +4,7 @@
 // Weights stay where torch has them and are the left operand. Rows travel in groups of 16, pair of numbers by pair, as the
 // right operand wants them. Every sum is one chain along `in`, whatever rows stand beside it.
 #pragma once
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define MEDUSA_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
