@@ -99,13 +99,13 @@ class Prefill:
         kept = [count - root for count, root in zip(counts, last, strict=True)]
         kept_b = torch.tensor(kept, device=device)
         ends_b = torch.tensor([count * root for count, root in zip(counts, last, strict=True)], device=device)
-        for follower in cache.observers:
-            index_C = torch.arange(1, hidden_bCF.shape[1] + 1, device=device)
-            places_bC = (cache.lengths[:slots, None] + index_C).clamp(max=self._history_BT.shape[1] - 1)
-            follower.observe(hidden_bCF, self._history_BT[:slots].gather(1, places_bC), kept)
+        next_C = torch.arange(1, hidden_bCF.shape[1] + 1, device=device)
+        next_bC = (cache.lengths[:slots, None] + next_C).clamp(max=self._history_BT.shape[1] - 1)
         with cache.leading(slots):
             cache.extend(kept_b)
             cache.grow(kept)
+        for follower in cache.observers:
+            follower.observe(hidden_bCF, self._history_BT[:slots].gather(1, next_bC), kept)
         self._hidden_BF[:slots] = latest(hidden_bCF, kept_b, self._hidden_BF[:slots])
         self.ends[:slots] = latest(hidden_bCF, ends_b, self.ends[:slots])
         for slot, count in enumerate(counts):
