@@ -77,9 +77,9 @@ def accepted(drafter: Drafter, transcript: Transcript, rows_b: Tensor, roots_b: 
 
 
 def count_steps(drafter: Drafter, transcript: Transcript) -> Tensor:
-    """Verify passes [B] that decoding each text takes."""
-    roots_B = transcript.first.clone()
-    steps_B = torch.zeros_like(roots_B)
+    """Passes of the base [B] that writing each answer takes. The prompt's own brings the first token, without a draft."""
+    steps_B = (transcript.first < transcript.last).long()
+    roots_B = transcript.first + steps_B
     while len(rows_b := (roots_B < transcript.last).nonzero()[:, 0]):
         for part_b in rows_b.split(CHUNK):
             roots_B[part_b] += 1 + accepted(drafter, transcript, part_b, roots_B[part_b])
