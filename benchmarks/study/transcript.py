@@ -77,7 +77,7 @@ def accepted(drafter: Drafter, transcript: Transcript, rows_b: Tensor, roots_b: 
 
 
 def count_steps(drafter: Drafter, transcript: Transcript) -> Tensor:
-    """Passes of the base [B] that writing each answer takes. The prompt's own brings the first token, without a draft."""
+    """Passes of the base [B] that each answer takes. The prompt's own brings the first token, without a draft."""
     steps_B = (transcript.first < transcript.last).long()
     roots_B = transcript.first + steps_B
     while len(rows_b := (roots_B < transcript.last).nonzero()[:, 0]):
