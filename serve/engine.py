@@ -20,8 +20,9 @@ import torch
 
 from medusa import BaseModel, Completion, MedusaModel
 from medusa.cache import BLOCK
-from medusa.engine.batch import TREES, Batch, most_rows
+from medusa.engine.batch import Batch
 from medusa.engine.output import Piece
+from medusa.engine.row import TREES, most_rows
 from serve.jobs import Job, Waiting
 from serve.metrics import Metrics
 from serve.request import BusyError, Delta, EngineError, LateError, Request, StoppingError, Ticket

@@ -6,57 +6,32 @@ batch.step()                 one decode step of all sequences that are ready, an
 batch.remove(completion)     a request leaves, and frees its rows of the KV cache
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
 
-from medusa.acceptance import BuiltRule, Rule, build_rule
+from medusa.acceptance import BuiltRule, build_rule
 from medusa.base.model import BaseModel
-from medusa.cache import BLOCK, BlockPool, SlotCache
+from medusa.cache import BlockPool, SlotCache
 from medusa.drafters import Drafter, PlainDrafter
 from medusa.drafters.choose import Drafters
-from medusa.engine.constraint import ConstrainedRule, Constraint
+from medusa.engine.constraint import Constraint
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
-from medusa.engine.mixed import Group, MixedDrafter, MixedRule
 from medusa.engine.output import Completion, Piece
-from medusa.engine.prefill import CHUNK, Prefill, advance
+from medusa.engine.prefill import Prefill, advance
+from medusa.engine.prompts import Prompts
+from medusa.engine.row import Row, compose
 from medusa.engine.step import first_step
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.sampling import SamplingParams, Speculation
 from medusa.state import DecodeState
 
-HEADROOM = 256
-"""Rows that a new cache has for a completion; a longer one makes it grow."""
 PREFILL_ROWS = 16_384
 """Prompt tokens of a pass, at most: as many as keep any device busy."""
-TREES = 128
-"""Rows behind a text that are kept free for trees."""
 LEAVE_AT = 1 / 4
 """Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
 belongs to a number of sequences."""
 
 PLAIN = PlainDrafter()
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One request: what it asks for, what it may say, and its completion."""
-
-    prompt: list[int]
-    params: SamplingParams
-    speculation: Speculation
-    rule: BuiltRule
-    completion: Completion
-    constraint: Constraint | None
-
-    @property
-    def drafting(self) -> tuple[object, ...]:
-        """What rows with one drafter have in common."""
-        wanted = self.speculation
-        name = wanted.drafter if isinstance(wanted.drafter, str) else id(wanted.drafter)
-        return wanted.heads, name, wanted.nodes, wanted.tree
 
 
 class Batch:
@@ -85,9 +60,7 @@ class Batch:
     ) -> None:
         self._base, self._drafters, self._graphs, self._lent = base, drafters, graphs, cache
         self._pool = pool or (base.new_pool() if cache is None else cache.pool)
-        self._prefill_rows = prefill_rows
-        self._waiting: list[Row] = []
-        self._prefills: deque[tuple[list[Row], Prefill]] = deque()
+        self._prompts = Prompts(base, self._pool, prefill_rows)
         self._rows: list[Row] = []  # those that decode, in the order of the cache's slots
         self._cache: SlotCache | None = None
         self._state: DecodeState | None = None
@@ -98,8 +71,7 @@ class Batch:
 
     def __len__(self) -> int:
         """Requests that have not ended, or whose last tokens the next ``step`` hands over."""
-        in_prefill = [row for rows, _ in self._prefills for row in rows]
-        active = sum(row.completion.active for row in (*self._waiting, *in_prefill, *self._rows))
+        active = sum(row.completion.active for rows in (self._prompts, self._rows) for row in rows)
         return active + sum(not completion.active for completion in self._grown)
 
     def add(
@@ -131,13 +103,7 @@ class Batch:
         room = base.context_length - len(prompt)
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
         row = Row(prompt, params, speculation, rule, completion, constraint)
-        if cache is None:
-            if self._pool is not None:
-                self._pool.check(_most(row))
-            self._waiting.append(row)
-        else:
-            completion.output.cached_tokens = cache.host_lengths[0]
-            self._prefills.append(([row], Prefill(base, cache, [prompt], [params.seed])))
+        self._prompts.add(row, cache)
         return completion
 
     def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> BuiltRule:
@@ -165,10 +131,7 @@ class Batch:
         if not completion.active:
             return
         completion.abort()
-        self._waiting = [row for row in self._waiting if row.completion.active]
-        self._prefills = deque(
-            (rows, job) for rows, job in self._prefills if any(row.completion.active for row in rows)
-        )
+        self._prompts.drop()
         self._leave()
 
     def step(self) -> dict[Completion, list[Piece]]:
@@ -179,7 +142,7 @@ class Batch:
         Returns:
             The completions that grew, with the text that became final.
         """
-        due = self._due()
+        due = self._prompts.take()
         prompts = [prefill for _, prefill in due]
         if self._rows:
             steps = self._steps or self._begin()
@@ -192,67 +155,20 @@ class Batch:
         grown, self._grown = self._grown, {}
         return grown
 
-    def _due(self) -> list[tuple[list[Row], Prefill]]:
-        """The oldest prompts in progress, as many as one pass may compute chunks of."""
-        # Where passes are shared, each prompt is by itself. Elsewhere prompts of as many chunks are computed together,
-        # the short ones first; in a group the longest stands first, see ``Prefill``.
-        missing, self._waiting = self._let_in()
-        order = sorted(missing, key=lambda row: (_chunks(missing[row]), -missing[row]))
-        for _, group in groupby(order, lambda row: _chunks(missing[row])):
-            waiting = list(group)
-            while waiting:
-                together = max(1, self._prefill_rows // min(CHUNK, missing[waiting[0]])) if not self._base.joins else 1
-                rows, waiting = waiting[:together], waiting[together:]
-                self._prefills.append((rows, self._begin_prefill(rows)))
-        due, room = list[tuple[list[Row], Prefill]](), self._prefill_rows
-        while self._prefills and (not due or self._prefills[0][1].rows <= room):
-            due.append(self._prefills.popleft())
-            room -= due[-1][1].rows
-        return due
-
     def _arrive(self, rows: list[Row], prefill: Prefill) -> None:
         """See what a chunk has brought: rows that others may find, or the first tokens."""
         for slot, row in enumerate(rows):
             prefill.cache.remember(slot, row.prompt)
         if not prefill.done:
-            self._prefills.append((rows, prefill))  # long prompts take turns
+            self._prompts.put_back(rows, prefill)
             return
-        drafter, rule, reader, _ = self._compose(rows, lambda _: PLAIN)
+        drafter, rule, reader, _ = compose(rows, lambda _: PLAIN, self._base.device)
         first = first_step(prefill, drafter, rule, reader)
         for row in rows:
             row.completion.start_clock()
         self._extend(rows, first.tokens, first.sizes, reader)
         self._stop()
         self._join(rows, prefill.cache, first.state)
-
-    def _let_in(self) -> tuple[dict[Row, int], list[Row]]:
-        """Which requests begin now, with how many tokens that must be computed; and which go on waiting.
-
-        They do so until the pool has room for them, in the order in which they came, and while another one computes
-        what they need too.
-        """
-        pool, missing = self._pool, dict[Row, int]()
-        if pool is None:
-            return {row: len(row.prompt) for row in self._waiting}, []
-        computing = [row.prompt for rows, _ in self._prefills for row in rows if row.completion.active]
-        later = []
-        for place, row in enumerate(self._waiting):
-            known = pool.known(row.prompt[:-2]) if self._base.mtp is None else 0
-            if self._base.mtp is None and _computed(row.prompt, known, computing):
-                later.append(row)
-            elif pool.claim(row, _most(row)):
-                missing[row] = len(row.prompt) - known
-                computing.append(row.prompt)
-            else:
-                return missing, later + self._waiting[place:]
-        return missing, later
-
-    def _begin_prefill(self, rows: list[Row]) -> Prefill:
-        cache = self._base.new_cache(len(rows), max(len(row.prompt) + _headroom(row) for row in rows), pool=self._pool)
-        prompts, seeds = [row.prompt for row in rows], [row.params.seed for row in rows]
-        for row, found in zip(rows, cache.recall([prompt[:-2] for prompt in prompts]), strict=True):
-            row.completion.output.cached_tokens = found
-        return Prefill(self._base, cache, prompts, seeds)
 
     def _join(self, rows: list[Row], cache: SlotCache, state: DecodeState) -> None:
         """Let rows whose prompts are computed decode with the others."""
@@ -265,30 +181,12 @@ class Batch:
         self._state = state if self._state is None else self._state.join(state)
         self._rows = self._rows + rows
 
-    def _compose(
-        self, rows: Sequence[Row], choose: Callable[[Row], Drafter]
-    ) -> tuple[Drafter, Rule, LogprobReader | None, dict[Row, Drafter]]:
-        """One drafter and one rule for all of these rows, which share theirs where they are alike; and by row."""
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for index, row in enumerate(rows):
-            alike.setdefault((row.rule, *row.drafting), []).append(index)
-        groups = [Group(same, choose(rows[same[0]]), rows[same[0]].rule) for same in alike.values()]
-        drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, self._base.device)
-        rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)
-        constraints = {index: row.constraint for index, row in enumerate(rows) if row.constraint is not None}
-        if constraints:
-            rule = ConstrainedRule(rule, constraints)
-        reader = None
-        if any(row.params.logprobs is not None for row in rows):
-            reader = LogprobReader([row.params.logprobs for row in rows])
-        return drafter, rule, reader, {rows[index]: group.drafter for group in groups for index in group.rows}
-
     def _begin(self) -> Steps:
         """Start steps for the rows as they are now: choose drafters, and group rows that share a drafter and a rule."""
         assert self._cache is not None and self._state is not None, "rows have both"
         count = len(self._rows)
-        drafter, rule, self._reader, self._chosen = self._compose(
-            self._rows, lambda row: self._drafters.choose(row.speculation, count, row.rule)
+        drafter, rule, self._reader, self._chosen = compose(
+            self._rows, lambda row: self._drafters.choose(row.speculation, count, row.rule), self._base.device
         )
         longest = max(len(row.prompt) + row.completion.max_new_tokens for row in self._rows)
         # The last tree stands behind the longest text; beside others, a text that has ended may be longer by a step,
@@ -353,32 +251,3 @@ class Batch:
         self._cache.select(order)
         self._state = self._state.select(order)
         self._rows = [self._rows[index] for index in order]
-
-
-def _chunks(missing: int) -> int:
-    return -(-missing // CHUNK)
-
-
-def most_rows(prompt: int, new: int, nodes: int | None) -> int:
-    """Rows of the cache that a request may come to, the trees behind its text included.
-
-    Args:
-        prompt: Its tokens.
-        new: Tokens of its completion, at most.
-        nodes: Of its trees, where it says so.
-    """
-    return prompt + new + max(TREES, 2 * (nodes or 0))
-
-
-def _most(row: Row) -> int:
-    return most_rows(len(row.prompt), row.completion.max_new_tokens, row.speculation.nodes)
-
-
-def _computed(prompt: Sequence[int], known: int, computing: Sequence[Sequence[int]]) -> bool:
-    """Whether one of these prompts fills the first block that is not known of this one."""
-    end = known + BLOCK
-    return end <= len(prompt) - 2 and any(len(other) > end and other[:end] == prompt[:end] for other in computing)
-
-
-def _headroom(row: Row) -> int:
-    return min(row.completion.max_new_tokens, HEADROOM)

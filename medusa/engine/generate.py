@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 from medusa.base.model import BaseModel
 from medusa.cache import SlotCache
 from medusa.drafters.choose import Drafters
-from medusa.engine.batch import HEADROOM, Batch
+from medusa.engine.batch import Batch
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Completion, Piece
 from medusa.engine.prefix import Prefix
+from medusa.engine.prompts import HEADROOM
 from medusa.sampling import SamplingParams, Speculation
 
 LARGE_TREE = 64

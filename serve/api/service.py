@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request as HttpRequest
 
 from medusa import SamplingParams, Speculation, Tree
-from medusa.engine.batch import TREES
+from medusa.engine.row import TREES
 from serve.api.errors import ApiError, as_api_error, refused
 from serve.api.protocol import Message, Sampling
 from serve.engine import Engine

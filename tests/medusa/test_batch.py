@@ -89,8 +89,8 @@ def test_recorded_steps_too(base, speaker, seeds):
 
 
 def test_long_prompts_do_not_hold_up_others(speaker, monkeypatch):
-    monkeypatch.setattr("medusa.engine.batch.CHUNK", 4)
-    monkeypatch.setattr("medusa.engine.batch.Prefill", lambda *args: Prefill(*args, chunk=4))
+    monkeypatch.setattr("medusa.engine.prompts.CHUNK", 4)
+    monkeypatch.setattr("medusa.engine.prompts.Prefill", lambda *args: Prefill(*args, chunk=4))
     batch = speaker.batch()
     first = batch.add([5, 6], SamplingParams(max_new_tokens=30, ignore_eos=True), Speculation(nodes=1))
     batch.step()

@@ -208,8 +208,8 @@ def test_equal_prompts_that_come_together_are_computed_once(model, monkeypatch):
 def test_a_chunked_prefill_is_found_as_far_as_it_has_come(model, monkeypatch):
     from medusa.engine.prefill import Prefill
 
-    monkeypatch.setattr("medusa.engine.batch.CHUNK", BLOCK)
-    monkeypatch.setattr("medusa.engine.batch.Prefill", lambda *args: Prefill(*args, chunk=BLOCK))
+    monkeypatch.setattr("medusa.engine.prompts.CHUNK", BLOCK)
+    monkeypatch.setattr("medusa.engine.prompts.Prefill", lambda *args: Prefill(*args, chunk=BLOCK))
     prompt, params, batch = list(range(3, 203)), SamplingParams(max_new_tokens=5, **ENDLESS), model.batch()
     first = batch.add(prompt, params)
     for _ in range(3):

@@ -55,7 +55,7 @@ def test_growth_keeps_the_rows_of_every_slot():
 )
 def test_growth_in_the_middle_of_an_answer_changes_no_token(model, monkeypatch, headroom, options):
     expected = model.generate(PROMPTS, max_new_tokens=90, **options)
-    monkeypatch.setattr("medusa.engine.batch.HEADROOM", headroom)
+    monkeypatch.setattr("medusa.engine.prompts.HEADROOM", headroom)
     assert [o.tokens for o in model.generate(PROMPTS, max_new_tokens=90, **options)] == [o.tokens for o in expected]
 
 
