@@ -4,7 +4,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from serve.request import BusyError
 
@@ -33,9 +33,11 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, CPU time and open files of this process, with usual names
         self._model = model
         self._running = self._gauge("num_requests_running", "Requests that decode or are in prefill")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for room in the batch")
+        self._tasks = self._gauge("event_loop_tasks", "Tasks of the event loop: connections, requests, streams")
         self._usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1")
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token", LONG)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of a request", SHORT)
@@ -69,6 +71,10 @@ class Metrics:
     def cache(self, usage: float) -> None:
         """Share of the KV cache that is in use."""
         self._usage.set(usage)
+
+    def tasks(self, count: int) -> None:
+        """Tasks of the event loop now."""
+        self._tasks.set(count)
 
     def refused(self, error: Exception) -> None:
         """A request was not taken."""

@@ -39,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
     one.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
+    one.add_argument(
+        "--curves", metavar="FILE", help="draw memory, requests and tasks as /metrics tells them into this PNG file"
+    )
     several = commands.add_parser("compare", help="start servers of smollm2, and load them in turn")
     several.add_argument("environments", help="the directory that benchmarks/peers/setup.sh has filled")
     several.add_argument("--servers", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="default: all")
@@ -87,7 +90,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
             options.url, options.model or first_model(options.url, key), options.completions, options.temperature,
             options.continuous_usage, options.body, key,
         )  # fmt: skip
-        rows = load(asking, plan, asking.model)
+        rows = _watched(asking, plan, options.curves, report) if options.curves else load(asking, plan, asking.model)
     else:
         from medusa.base.smollm2 import locate
 
@@ -96,6 +99,19 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
         report["servers"] = {name: shlex.join(place.command) for name, place in known.items()}
         rows = compare({name: CONTESTANTS[name] for name in options.servers}, known, plan, there)
     _show(rows, medians(rows), options, report)
+
+
+def _watched(asking: Asking, plan: Plan, curves: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """``load``, and the server's own figures meanwhile."""
+    from benchmarks.serving.watch import Watch, draw
+
+    with Watch(asking.url) as watch:
+        rows = load(asking, plan, asking.model)
+    report["watched"] = watch.samples
+    draw(watch.samples, Path(curves))
+    print("\n".join(watch.summary()))
+    print(f"written: {curves}")
+    return rows
 
 
 def _show(

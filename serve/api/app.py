@@ -1,5 +1,6 @@
 """The application: routes to what answers them."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -147,6 +148,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Figures for Prometheus."""
+        engine.metrics.tasks(len(asyncio.all_tasks()))
         return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _serve_page(app)

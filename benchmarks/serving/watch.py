@@ -1,0 +1,105 @@
+"""A server's own figures while it is loaded: what grows and does not shrink again is a leak."""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import matplotlib
+from prometheus_client.parser import text_string_to_metric_families
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from benchmarks.study.picture import COLOURS
+
+SECONDS = 1.0
+"""Between two looks."""
+SETTLE = 3.0
+"""Seconds after the load until a server counts as idle."""
+MEGABYTE = 2**20
+FIGURES = {
+    "process_resident_memory_bytes": "memory, MB",
+    "num_requests_running": "requests that run",
+    "num_requests_waiting": "requests that wait",
+    "kv_cache_usage_perc": "KV cache held, %",
+    "event_loop_tasks": "tasks of the event loop",
+    "process_open_fds": "open files",
+}
+"""What is read from /metrics, without a prefix, and how it is called."""
+SCALES = {"process_resident_memory_bytes": 1 / MEGABYTE, "kv_cache_usage_perc": 100.0}
+
+
+class Watch:
+    """Looks at /metrics every second, in a thread, while it is entered.
+
+    Args:
+        url: Of the API, up to /v1.
+
+    Attributes:
+        samples: "seconds" since the beginning, and figures by name; those that the server does not have are missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/metrics"
+        self.samples: list[dict[str, float]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        time.sleep(SETTLE)
+        self._look()
+
+    def summary(self) -> list[str]:
+        """A line per figure: before, at the most, and once it was idle again."""
+        lines = []
+        for name, label in FIGURES.items():
+            values = [sample[name] for sample in self.samples if name in sample]
+            if values:
+                lines.append(f"{label}: {values[0]:.5g} before, {max(values):.5g} at most, {values[-1]:.5g} after")
+        return lines
+
+    def _run(self) -> None:
+        while not self._ended.wait(SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            text = httpx.get(self._url, timeout=30, trust_env=False).raise_for_status().text
+        except httpx.HTTPError:
+            if not self.samples:
+                raise
+            return
+        figures = {"seconds": time.monotonic() - self._began}
+        for family in text_string_to_metric_families(text):
+            name = family.name.rpartition(":")[2]
+            if name in FIGURES:
+                figures[name] = sum(sample.value for sample in family.samples) * SCALES.get(name, 1.0)
+        self.samples.append(figures)
+
+
+def draw(samples: Sequence[dict[str, Any]], path: Path) -> None:
+    """The curves as a PNG file."""
+    shown = [name for name in FIGURES if any(name in sample for sample in samples)]
+    figure, fields = pyplot.subplots(2, -(-len(shown) // 2), figsize=(12, 5), layout="constrained", sharex=True)
+    for axes, name in zip(fields.flat, shown, strict=False):
+        points = [(sample["seconds"], sample[name]) for sample in samples if name in sample]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1)
+        axes.set_title(FIGURES[name], fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in fields[-1]:
+        axes.set_xlabel("seconds")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
