@@ -82,7 +82,9 @@ def show(model: MedusaModel, timings: dict[str, Timing], temperature: float) -> 
     for heading in ("K", "accepted", "tokens per step", "tokens/s", "over plain", "equal to plain"):
         table.add_column(heading, justify="right")
     for name, timing in timings.items():
-        accepted = f"{(timing.tokens_per_step - 1) / int(name):.0%}" if name.isdigit() else ""
+        drafted = sum(call.steps - 1 for call in timing.rounds[-1])  # the prompt's pass brings a token without a draft
+        per_draft = sum(len(tokens) - 1 for tokens in timing.outputs) / max(1, drafted)
+        accepted = f"{(per_draft - 1) / int(name):.0%}" if name.isdigit() else ""
         same = f"{identical(timing.outputs, plain.outputs)} of {len(plain.outputs)}"
         speeds = f"{timing.tokens_per_second:.0f}", f"{timing.speedup_over(plain):.2f}x"
         table.add_row(name, accepted, f"{timing.tokens_per_step:.2f}", *speeds, same)

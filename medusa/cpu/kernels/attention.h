@@ -41,6 +41,12 @@ template <class T> static void turn(const T* keys, int64_t step, int count, int 
         }
 }
 
+// Lets rows [count, dim] come near before they are asked for.
+template <class T> static inline void expect(const T* rows, int64_t step, int count, int64_t dim) {
+    for (int i = 0; i < count; i++)
+        for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(rows + i * step + d);
+}
+
 // Products [R, C x LANES] of R queries with turned keys: each a chain along dim.
 template <int R, int C> static void products(const float* query, const float* keys, int dim, int stride, float* out) {
     vf sums[R][C] = {};
@@ -140,11 +146,11 @@ struct Unit {
 // in the same order.
 struct Work {
     std::vector<Unit> units;
-    int64_t segments = 1;
+    int64_t segments = 1, threads;
     bool apart;
     std::vector<float> partial;
 
-    Work(const Layer& at, int threads) {
+    Work(const Layer& at, int threads) : threads(threads) {
         for (int64_t b = 0; b < at.batch; b++) {
             segments = std::max(segments, (at.lengths[b] + at.count(b) - 1) / SEGMENT + 1);
             for (int64_t kv = 0; kv < at.kv_heads; kv++)
@@ -220,6 +226,7 @@ template <class T> struct Attention {
         if (count > 0) {
             const int64_t first = start + skipped;
             at.table.runs(first, first + count, [&](int64_t p, int run) {
+                expect(value_at(b, kv, p), at.v_s, run, at.dim_v);
                 turn(key_at(b, kv, p), at.k_s, run, dim, s.keys.data() + (p - first), SEGMENT);
             });
 #define CALL(R) products<R>(&s.query[r * dim], s.keys.data(), dim, SEGMENT, count, &s.weights[r * SEGMENT + skipped])
@@ -354,13 +361,15 @@ template <class T> struct Attention {
                 segment(begin(unit, s), unit.b, unit.kv, item % work.segments, s, to, to + BLOCK, to + 2 * BLOCK);
             }
         }
-#pragma omp for schedule(dynamic)
+        // Heads of a cached row lie side by side: one thread reads them all, where there is enough for every thread.
+        const int64_t share = units < 4 * work.threads * at.kv_heads ? 1 : at.kv_heads;
+#pragma omp for schedule(dynamic, share)
         for (int64_t item = 0; item < units; item++) {
             const Unit& unit = work.units[item];
             const Rows rows = begin(unit, s);
             float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
             std::fill(tops, tops + BLOCK, NOTHING);
-            s.all.assign(BLOCK * width, 0.f), s.sums.resize(BLOCK * width);
+            s.all.assign(rows.count * width, 0.f), s.sums.resize(BLOCK * width);
             for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
                 if (work.apart) {
                     const float* from = place(item, index);
