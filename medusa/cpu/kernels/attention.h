@@ -8,6 +8,7 @@
 //
 // Rows of all query heads that share a key head share each load of a key.
 #pragma once
+#include "team.h"
 #include "vectors.h"
 
 constexpr int SEGMENT = 128;  // positions; a multiple of LANES
@@ -146,11 +147,11 @@ struct Unit {
 // in the same order.
 struct Work {
     std::vector<Unit> units;
-    int64_t segments = 1, threads;
+    int64_t segments = 1;
     bool apart;
     std::vector<float> partial;
 
-    Work(const Layer& at, int threads) : threads(threads) {
+    Work(const Layer& at, int threads) {
         for (int64_t b = 0; b < at.batch; b++) {
             segments = std::max(segments, (at.lengths[b] + at.count(b) - 1) / SEGMENT + 1);
             for (int64_t kv = 0; kv < at.kv_heads; kv++)
@@ -346,25 +347,21 @@ template <class T> struct Attention {
         }
     }
 
-    // The work of every thread of a team; it ends with a barrier.
-    void run(Work& work) const {
+    // The work of every thread of a team, which meets at the end.
+    void run(Work& work, Team& team, int threads) const {
         const int width = at.width();
         const int64_t part = BLOCK * (width + 2);
         thread_local Scratch s;
         const auto place = [&](int64_t item, int64_t index) { return work.partial.data() + (item * work.segments + index) * part; };
         const int64_t units = work.units.size();
-        if (work.apart) {
-#pragma omp for schedule(dynamic)
-            for (int64_t item = 0; item < units * work.segments; item++) {
+        if (work.apart)
+            team.divide(units * work.segments, 1, threads, [&](int64_t item) {
                 const Unit& unit = work.units[item / work.segments];
                 float* to = place(item / work.segments, item % work.segments);
                 segment(begin(unit, s), unit.b, unit.kv, item % work.segments, s, to, to + BLOCK, to + 2 * BLOCK);
-            }
-        }
+            });
         // Heads of a cached row lie side by side: one thread reads them all, where there is enough for every thread.
-        const int64_t share = units < 4 * work.threads * at.kv_heads ? 1 : at.kv_heads;
-#pragma omp for schedule(dynamic, share)
-        for (int64_t item = 0; item < units; item++) {
+        team.divide(units, units < 4 * threads * at.kv_heads ? 1 : at.kv_heads, threads, [&](int64_t item) {
             const Unit& unit = work.units[item];
             const Rows rows = begin(unit, s);
             float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
@@ -380,6 +377,6 @@ template <class T> struct Attention {
                 }
             }
             finish(rows, unit.b, tops, totals, s.all.data());
-        }
+        });
     }
 };

@@ -1,9 +1,8 @@
 // One level of recurrent heads (medusa/heads/recurrent.py): what the parents hand down and the nodes' tokens in, the
 // nodes' own state and the likeliest tokens below them out. Numbers are rounded to T where the module rounds them.
 #pragma once
-#include <omp.h>
-
 #include "linear.h"
+#include "team.h"
 
 struct Level {
     int64_t half, threads, rows, hidden, inner, blocks, width;
@@ -24,6 +23,7 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
     const int64_t wide_inner = W::room(at.inner), wide_both = W::room(2 * at.hidden), wide = W::room(at.hidden);
     std::vector<float> both, middle, added, logits;
     Buffer<typename W::number> x, gated;
+    Team team;
 
     // The state and the token's embedding at unit scale, side by side.
     void read(int64_t r) {
@@ -39,14 +39,14 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
     void block(const Linear& into, const Linear& out_of, int thread, int threads) {
         const Share rows(at.rows, 1, thread, threads), inner(at.inner, W::UNIT, thread, threads);
         for (int64_t r = rows.first; r < rows.last; r++) W::arrange(&both[r * 2 * at.hidden], 2 * at.hidden, x.data(), wide_both, r, 0);
-#pragma omp barrier
+        team.meet(threads);
         W::linear(into, x.data(), at.rows, middle.data(), at.inner, inner.first, inner.last);
         for (int64_t r = 0; r < at.rows && inner.first < inner.last; r++) {
             float* row = &middle[r * at.inner];
             for (int64_t i = inner.first; i < inner.last; i++) row[i] = rounded<T>(row[i] * sigmoid(splat(row[i]))[0]);
             W::arrange(row + inner.first, inner.last - inner.first, gated.data(), wide_inner, r, inner.first);
         }
-#pragma omp barrier
+        team.meet(threads);
         const Share hidden(at.hidden, W::OUTPUTS, thread, threads);
         W::linear(out_of, gated.data(), at.rows, added.data(), at.hidden, hidden.first, hidden.last);
         for (int64_t r = 0; r < at.rows; r++)
@@ -54,7 +54,7 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
                 float& state = both[r * 2 * at.hidden + i];
                 state = rounded<T>(state + added[r * at.hidden + i]);
             }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     void choose(int64_t r) {
@@ -103,9 +103,9 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
                 W::arrange(state, at.hidden, x.data(), wide, r, 0);
                 for (int64_t i = 0; i < at.hidden; i++) narrow(state[i], (T*)at.out + r * at.hidden + i);
             }
-#pragma omp barrier
+            team.meet(threads);
             W::linear(at.output, x.data(), at.rows, logits.data(), at.output.outputs, columns.first, columns.last);
-#pragma omp barrier
+            team.meet(threads);
             for (int64_t r = rows.first; r < rows.last; r++) choose(r);
         }
     }

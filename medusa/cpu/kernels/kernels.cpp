@@ -15,9 +15,13 @@ extern "C" void medusa_attention(int half, int threads, const int64_t* shape, co
                       s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
                       Table{blocks, s[11], s[10]}};
     Work work(layer, threads);
+    Team team;
 #pragma omp parallel num_threads(threads)
-    if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work);
-    else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work);
+    {
+        const int count = omp_get_num_threads();
+        if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work, team, count);
+        else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work, team, count);
+    }
 }
 
 // Calls run(a number, how its weights are met) as is fastest on this processor.
@@ -35,6 +39,7 @@ template <class T, class W>
 static void whole_linear(int threads, const Linear& layer, int64_t rows, const T* x, T* out) {
     const int64_t in = layer.in, wide_in = W::room(in);
     Buffer<typename W::number> from(W::rows(rows) * wide_in);
+    Team team;
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), count = omp_get_num_threads();
@@ -45,7 +50,7 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
             for (int64_t i = 0; i < in; i++) row[i] = widen(x[r * in + i]);
             W::arrange(row.data(), in, from.data(), wide_in, r, 0);
         }
-#pragma omp barrier
+        team.meet(count);
         W::linear(layer, from.data(), rows, out, layer.outputs, share.first, share.last);
     }
 }

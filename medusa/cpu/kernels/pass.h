@@ -1,10 +1,8 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
 // positions, residual, norm, gated MLP, residual. Numbers are rounded to T where transformers rounds them.
 //
-// One team of threads runs through all layers, and meets at a barrier where one stage reads what another thread wrote.
+// One team of threads runs through all layers, and meets where one stage reads what another thread wrote.
 #pragma once
-#include <omp.h>
-
 #include "attention.h"
 #include "int8.h"
 #include "tiles.h"
@@ -44,6 +42,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
     std::vector<int64_t> places;  // of each row in the cache
+    Team team;
 
     // A row divided by its root mean square, times a weight.
     template <class N> static void normed(const N* from, const T* weight, int64_t count, float epsilon, float* to) {
@@ -68,7 +67,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, row);
             W::arrange(row, at.hidden, x.data(), wide_hidden, r, 0);
         }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     // Layers that read the same rows, their outputs side by side.
@@ -82,7 +81,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             if (first < last) W::linear(layer, from, rows, to + begin, total, first - begin, last - begin);
             begin += layer.outputs;
         }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     // One head's numbers, normed where the family does so, turned by the row's position.
@@ -116,21 +115,21 @@ template <class T, class W> class Run {  // W: how its weights are met
                 turned(from + queries + h * at.dim, block.key_norm, at.positions[r], (T*)block.keys + row * keys + h * at.dim);
             std::memcpy((T*)block.values + row * keys, from + queries + keys, keys * sizeof(T));
         }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     void attend(const Block& block, Work& work, int thread, int threads) {
         const int64_t slot = at.capacity * keys;
         const Layer layer{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents, 0, 0, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
                           nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
-        Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work);
+        Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work, team, threads);
         const Share share(rows, 1, thread, threads);
         float row[queries];
         for (int64_t r = share.first; r < share.last; r++) {
             for (int64_t i = 0; i < queries; i++) row[i] = widen(attended[r * queries + i]);
             W::arrange(row, queries, x.data(), wide_queries, r, 0);
         }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     // Adds a layer's output for `count` rows to those of the residual stream from `first` on.
@@ -144,7 +143,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 const vf more = wide(&projected[r * at.hidden + i], here);
                 put(rounded(wide(sum, here) + rounded(more * splat(at.residual), T()), T()), sum, here);
             }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     // Columns of gates and of what they let through at a time.
@@ -169,7 +168,7 @@ template <class T, class W> class Run {  // W: how its weights are met
                 W::arrange(row, end - begin, gated.data(), wide_inner, r, begin);
             }
         }
-#pragma omp barrier
+        team.meet(threads);
     }
 
     void tap(int64_t column, int thread, int threads) {
@@ -200,7 +199,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             const typename W::Thread equipped;
             const Share share(rows * at.hidden, 1, thread, threads);
             for (int64_t i = share.first; i < share.last; i++) stream[i] = widen(((const T*)at.embedded)[i]);
-#pragma omp barrier
+            team.meet(threads);
             for (const Block* block = at.blocks; block < at.blocks + at.layers; block++) {
                 norm_rows(block->norm, thread, threads);
                 project({block->query, block->key, block->value}, x.data(), projected.data(), thread, threads);

@@ -38,9 +38,10 @@ static inline void multiply(const bf16* weights, int64_t step, const bf16* more_
     }
 }
 
-// Outputs n .. n + 2 SIDE, of which the first `count` are there, of one or two groups of rows.
+// Outputs n .. n + 2 SIDE, of which the first `count` are there, of one or two groups of rows; meanwhile `lines` of memory
+// come near for every step along `in`, from `next` on.
 template <int GROUPS, class O>
-static inline void block(const Linear& at, int64_t n, int count, const bf16* x, int64_t rows, O* out, int64_t stride) {
+static inline void block(const Linear& at, int64_t n, int count, const bf16* x, int64_t rows, O* out, int64_t stride, const bf16* next, int lines) {
     const int64_t in = at.in, wide_in = (in + DEPTH - 1) / DEPTH * DEPTH, group = SIDE * wide_in;
     const bf16* weight = (const bf16*)at.weight + n * in;
     const bool whole = count == 2 * SIDE;
@@ -50,7 +51,11 @@ static inline void block(const Linear& at, int64_t n, int count, const bf16* x, 
     _tile_zero(3);
     int64_t k = 0;
     if (whole)
-        for (; k + DEPTH <= in; k += DEPTH) multiply<GROUPS>(weight + k, in, weight + SIDE * in + k, in, x + SIDE * k, group);
+        for (; k + DEPTH <= in; k += DEPTH) {
+            for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * DEPTH, 0, 2);
+            next += lines * DEPTH;
+            multiply<GROUPS>(weight + k, in, weight + SIDE * in + k, in, x + SIDE * k, group);
+        }
     for (; k < in; k += DEPTH) {  // what is not there is zero
         bf16 part[2 * SIDE][DEPTH] = {};
         for (int i = 0; i < count; i++) std::memcpy(part[i], weight + i * in + k, std::min<int64_t>(DEPTH, in - k) * 2);
@@ -118,14 +123,18 @@ struct Tiles {
     static void linear(const Linear& at, const bf16* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
         const int64_t wide_in = room(at.in), fitting = NEAR_BYTES / (wide_in * 2) / (2 * SIDE) * (2 * SIDE);
         const int64_t most = std::max<int64_t>(2 * SIDE, fitting);
-        for (int64_t from = 0; from < rows; from += most)
-            for (int64_t n = first; n < last; n += OUTPUTS)
-                for (int64_t row = from; row < std::min(rows, from + most); row += 2 * SIDE) {
-                    const int count = int(std::min<int64_t>(OUTPUTS, last - n));
+        for (int64_t from = 0; from < rows; from += most) {
+            const int64_t to = std::min(rows, from + most), blocks = (to - from + 2 * SIDE - 1) / (2 * SIDE);
+            for (int64_t n = first; n < last; n += OUTPUTS) {
+                const int count = int(std::min<int64_t>(OUTPUTS, last - n)), lines = n + 2 * OUTPUTS > last ? 0 : int((OUTPUTS + blocks - 1) / blocks);
+                const bf16* next = (const bf16*)at.weight + (n + OUTPUTS) * at.in;
+                for (int64_t row = from; row < to; row += 2 * SIDE, next += lines * at.in) {
                     const bf16* here = x + row * wide_in;
-                    if (rows - row > SIDE) block<2>(at, n, count, here, rows - row, out + row * stride, stride);
-                    else block<1>(at, n, count, here, rows - row, out + row * stride, stride);
+                    if (rows - row > SIDE) block<2>(at, n, count, here, rows - row, out + row * stride, stride, next, lines);
+                    else block<1>(at, n, count, here, rows - row, out + row * stride, stride, next, lines);
                 }
+            }
+        }
     }
 };
 #endif
