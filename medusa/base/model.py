@@ -21,6 +21,7 @@ from medusa.base.output import OutputLayer
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.traits import Decoding, Traits
 from medusa.cache import BlockPool, SlotCache
+from medusa.cpu import native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.int8 import Int8Linear
 from medusa.tree import Draft
@@ -156,6 +157,13 @@ class BaseModel:
     def joins(self) -> bool:
         """Whether rows of several caches can share a pass, and those of a small tree cost no more beside a large."""
         return self.fused and self.in_blocks
+
+    @property
+    def cheap_rows(self) -> int:
+        """Rows of a pass that cost little more than one, about."""
+        if self.device.type != "cpu":
+            return 32
+        return 16 if self.fused and self.dtype == torch.bfloat16 and not self.int8 and native.has_tiles() else 4
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 
 Build = Callable[[Arm], Drafter]
 """The drafter of an arm."""
-ROWS = {"cpu": 4, "cuda": 32}
-"""Rows of a pass that cost little more than one, before anything was seen: the first size is so many for a batch."""
 WATCHED = 64
 """Drafters whose completions are learned from, the latest ones."""
 
@@ -62,14 +60,15 @@ class Auto:
     Batches count as the next power of two.
 
     Args:
-        device_type: Where the base computes.
+        rows: Rows of a pass that cost little more than one, as a guess before anything was seen: the first size is so
+            many for a batch.
 
     Attributes:
         reason: The last choice and why, in one line.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._rows = ROWS.get(device_type, ROWS["cpu"])
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
         self._policies: dict[tuple[str | None, tuple[str, ...], str, int], Policy] = {}
         self._watched: OrderedDict[tuple[int, str, int], tuple[Policy, Arm, Drafter]] = OrderedDict()
         self.reason = ""

@@ -68,6 +68,12 @@ def kernels() -> ctypes.CDLL:
 
 
 @cache
+def has_tiles() -> bool:
+    """Whether a matrix unit computes linear layers in bfloat16 (``kernels/tiles.h``)."""
+    return available() and bool(kernels().medusa_has_tiles())
+
+
+@cache
 def available() -> bool:
     """Whether the kernels run here; why not is logged once."""
     try:

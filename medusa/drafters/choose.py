@@ -53,7 +53,7 @@ class Drafters:
         self.named: dict[str, Parts] = {}
         self.start: StartSteps = EagerSteps if graphs is None else graphs.steps
         self._plain = PlainDrafter()
-        self._auto = Auto(base.device.type)
+        self._auto = Auto(base.cheap_rows)
         self._kept: OrderedDict[tuple[str | None, str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
 
     def with_heads(self, own: DraftHeads | None, named: Mapping[str, DraftHeads]) -> "Drafters":

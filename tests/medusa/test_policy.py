@@ -214,7 +214,7 @@ class Named:
 
 def test_where_shapes_are_fixed_a_whole_completion_has_one_size():
     """Completions count as their steps do; drafters are told apart even if they are made anew each time."""
-    auto, rule = Auto("cpu"), make_rule(None)
+    auto, rule = Auto(4), make_rule(None)
     machine = Machine(STEEP, USELESS)
     sizes = []
     for _ in range(40):

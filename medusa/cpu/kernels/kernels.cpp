@@ -35,6 +35,15 @@ template <class Use> static void as_usual(int half, int int8, Use run) {
     else run(float(), Plain<float>());
 }
 
+// Whether a matrix unit computes linear layers in bfloat16.
+extern "C" int medusa_has_tiles() {
+#ifdef MEDUSA_TILES
+    return has_tiles();
+#else
+    return 0;
+#endif
+}
+
 template <class T, class W>
 static void whole_linear(int threads, const Linear& layer, int64_t rows, const T* x, T* out) {
     const int64_t in = layer.in, wide_in = W::room(in);
