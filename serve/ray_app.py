@@ -3,8 +3,8 @@
     client > Ray's proxy, one on each node (Retries) > replica: the application of medusa-serve, engine included
 
 There is one hop, and each replica batches for itself. The proxy sends a request to the less busy of two replicas
-chosen by chance. Routing by prefix is left out: the engine keeps no rows of a prompt for the next request, so that no
-replica answers faster than another.
+chosen by chance. Routing by prefix is left out: the proxy does not read bodies. So each replica has a prefix cache of
+its own, and a conversation that comes to another one is computed there once more.
 
 Ray itself sends a request again while no replica has taken it. Once one has, its death answers the client with status
 500, and ``Retries`` is there for that: nothing is lost of which no text was sent yet. Streams that have begun break

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         from benchmarks.decoding.commands import COMMANDS  # imports torch, which help and wrong use do without
 
-        for name in ("json", "picture", "out"):
+        for name in ("json", "picture", "markdown", "out"):
             if path := getattr(options, name, None):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
         COMMANDS[options.command](options)

@@ -9,12 +9,13 @@ from serve.chat.__main__ import drafter_name
 from serve.model_options import ATTENTION
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
 ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
   medusa-bench tune --drafters hybrid,heads,prompt-lookup --out tuned.json
-  medusa-bench compare
+  medusa-bench run --batch 1,8 --temperature 0 0.8 --picture run.png
   medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
   medusa-bench replay --shape llama-1b --nodes 16
   medusa-bench tree --heads runs/demo/heads --keep 16 --out tree.json --picture tree.png
@@ -30,11 +31,15 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{tune,compare,step,replay,trace,tree,attention}"
+        dest="command", required=True, metavar="{run,tune,step,replay,trace,tree,attention}"
     )
     for name, text, add_flags in (
+        (
+            "run",
+            "drafters and rules beside plain decoding, transformers and other engines",
+            _add_run,
+        ),
         ("tune", "who drafts best here and how much, beside plain decoding and what auto finds", _add_tune),
-        ("compare", "every drafter of trained heads beside plain decoding and transformers", _add_compare),
         ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
         ("replay", "a recorded acceptance trace, forced through the real step of any shape", _add_replay),
         ("trace", "record the acceptance of trained heads, for replay", _add_trace),
@@ -45,17 +50,25 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_compare(command: argparse.ArgumentParser) -> None:
+def _add_run(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--heads", metavar="DIR", help="directory of trained heads (default: those of smollm2)")
+    add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none where --base is given)")
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
-    text = "a question file of Spec-Bench or MT-bench, with --count questions of each category"
-    add("--questions", metavar="FILE", help=f"{text} (default: held-out prompts of the repository)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default: 0, greedy)")
-    _add_lengths(command, count=24)
+    add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
+    add("--questions", metavar="FILE", help=f"{QUESTIONS} (default: held-out prompts of the repository)")
+    text = "drafters, each perhaps with a rule: heads auto:typical (default: all that gain; LOSSY auto:typical above 0)"
+    add("--methods", nargs="+", metavar="NAME[:RULE]", help=text)
+    text = "greedy (0) or sampled, one run each (default: 0)"
+    add("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help=text)
+    add("--batch", type=_numbers, default=[1], metavar="B,...", help="prompts that share a call (default: 1)")
+    text = "also measure the engines in DIR that benchmarks/peers/setup.sh has filled, greedily on smollm2"
+    add("--peers", metavar="DIR", help=text)
+    _add_lengths(command, count=12)
     _add_rounds(command, rounds=3)
     _add_place(command)
-    _add_json(command)
+    _add_report(command)
+    add("--markdown", metavar="FILE", help="also write the tables there, as Markdown")
+    command.set_defaults(shape=None)
 
 
 def _add_tune(command: argparse.ArgumentParser) -> None:
@@ -68,8 +81,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
     add("--drafters", type=_drafters, metavar="NAME,...", help=text)
     text = "tree sizes with the root, K + 1 (default: 2,4,6,8,12)"
     add("--nodes", type=_numbers, default=[2, 4, 6, 8, 12], metavar="N,...", help=text)
-    text = "a question file of Spec-Bench or MT-bench, with --count questions of each category"
-    add("--questions", metavar="FILE", help=f"{text} (default: held-out prompts of the repository)")
+    add("--questions", metavar="FILE", help=f"{QUESTIONS} (default: held-out prompts of the repository)")
     add("--temperature", type=float, default=0.0, metavar="T", help="sample at T (default: 0, greedy)")
     add("--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)")
     text = "also measure transformers' own generate, with prompt lookup, early exit and the draft model"

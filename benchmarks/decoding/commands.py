@@ -15,6 +15,7 @@ from benchmarks.decoding.tune import best_settings, measure_arms, others_of_tran
 from benchmarks.machine import choose_device
 from benchmarks.replay.replay import CPU_NODES, GPU_NODES, measure_replay
 from benchmarks.replay.trace import EMBEDDED_TRACE, load_trace, record, save_trace
+from benchmarks.run.command import run
 from benchmarks.step.attention import measure_attention
 from benchmarks.step.baseline import TOKENS, measure_baseline
 from benchmarks.step.inside import profile_steps, watch_memory
@@ -27,24 +28,10 @@ from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.budget.calibrate import calibrate
 from medusa.budget.tree_search import grow_tree
-from medusa.files import write_json
 from medusa.io.settings_file import save_settings
 from medusa.io.tree_file import save_tree
 from serve.demo.compare import unpacked_copy
-from serve.demo.figures import measure
 from serve.demo.questions import questions
-from serve.demo.report import show, show_kinds
-
-
-def _compare(options: argparse.Namespace) -> None:
-    options.heads = options.heads or shipped_heads("smollm2")
-    model = trained(options)
-    prompts, kinds = questions(model, options.questions, options.count)
-    figures = measure(model, prompts, kinds, options.rounds, options.max_new_tokens, options.temperature)
-    if options.json:
-        write_json(Path(options.json), figures)
-    show(model.base.name, figures)
-    show_kinds(figures)
 
 
 def _step(options: argparse.Namespace) -> None:
@@ -166,6 +153,6 @@ def _attention(options: argparse.Namespace) -> None:
 
 
 COMMANDS = {
-    "compare": _compare,
+    "run": run,
     "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "tune": _tune, "attention": _attention,
 }  # fmt: skip

@@ -137,8 +137,8 @@ class Client:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             answer.error = str(error) if isinstance(error, ValueError) else f"no chunk of an answer: {error!r}"
         answer.ended = time.monotonic()
-        if not answer.times:
-            answer.times, answer.told = [answer.ended], []
+        if not answer.times:  # it has no text
+            answer.times, answer.told = [answer.ended], [] if answer.tokens is None else [answer.tokens]
         return answer
 
     async def _read(self, body: str, answer: Answer) -> None:

@@ -32,6 +32,10 @@ class Drafter(Protocol):
                 (``SlotCache.follower``).
         """
 
+    def beside_prompts(self) -> "Drafter":
+        """Who drafts in a step that computes chunks of prompts too, whose first tokens wait for its end."""
+        return self
+
     def observe(self, counts: Sequence[int], seconds: float) -> None:
         """See what a step with the latest draft has brought; for drafters that learn.
 

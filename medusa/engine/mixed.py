@@ -28,13 +28,19 @@ class MixedDrafter(Drafter):
     recordable = False
 
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
-        self._groups = groups
+        self._groups, self._device = groups, device
         self._parts = [(torch.tensor(group.rows, device=device), group.drafter) for group in groups]
         self.nodes = max(group.drafter.nodes for group in groups)
 
     def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
         """One draft below ``state.roots``, with the groups' own as its parts."""
         return Draft.stack([(rows, _propose(drafter, rows, state, cache)) for rows, drafter in self._parts])
+
+    def beside_prompts(self) -> Drafter:
+        """Each group's own choice."""
+        return MixedDrafter(
+            [group._replace(drafter=group.drafter.beside_prompts()) for group in self._groups], self._device
+        )
 
     def observe(self, counts: Sequence[int], seconds: float) -> None:
         """Each drafter sees its own rows, and the time of all."""

@@ -60,7 +60,9 @@ class EagerSteps:
     def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
         """See ``Steps``."""
         began = time.perf_counter()
-        result = decode_step(*self._parts, self._state, self._reader, prompts)
+        base, cache, drafter, rule = self._parts
+        drafter = drafter.beside_prompts() if prompts else drafter
+        result = decode_step(base, cache, drafter, rule, self._state, self._reader, prompts)
         self._state, self.sizes = result.state, result.sizes
         if not prompts:  # otherwise the time is not the step's own
             self._drafter.observe([len(new) for new in result.tokens], time.perf_counter() - began)

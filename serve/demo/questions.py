@@ -42,7 +42,7 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
 
     Args:
         model: Whose chat template is used; prompts that leave no room in its context are passed over.
-        path: JSON lines of {"category", "turns": [...]}.
+        path: JSON lines of {"category", "turns": [...]}, or of {"prompt"}, which are one category.
         per_kind: Questions per category.
 
     Raises:
@@ -54,10 +54,13 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             question = json.loads(line)
-            kind, text = str(question["category"]), str(question["turns"][0])
+            if "prompt" in question:
+                kind, text = str(question.get("category", "prompts")), str(question["prompt"])
+            else:
+                kind, text = str(question["category"]), str(question["turns"][0])
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ValueError(
-                f'{path}:{number} is no question; give lines of {{"category": .., "turns": [..]}}'
+                f'{path}:{number} is no question; give lines of {{"category": .., "turns": [..]}} or {{"prompt": ..}}'
             ) from error
         kind = "mt_bench" if kind in MT_BENCH else kind
         ids = model.chat_prompt([{"role": "user", "content": text}])

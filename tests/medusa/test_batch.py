@@ -105,6 +105,22 @@ def test_long_prompts_do_not_hold_up_others(speaker, monkeypatch):
         batch.step()
 
 
+def test_a_step_that_computes_prompts_drafts_nothing_where_sizes_are_left_open(speaker):
+    """Those that wait for their first token wait for its end; who asks for a size gets it."""
+    batch = speaker.batch()
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    given, left_open = (batch.add([5, 6, 7], params, Speculation("heads", nodes=n)) for n in (4, None))
+    for _ in range(6):
+        batch.step()
+    drafted = given.output.draft_tokens, left_open.output.draft_tokens
+    batch.add([7, 8, 9], params)
+    batch.step()
+    assert (given.output.draft_tokens, left_open.output.draft_tokens) == (drafted[0] + 3, drafted[1])
+    while len(batch):
+        batch.step()
+    assert left_open.output.draft_tokens > drafted[1]
+
+
 def test_rows_that_leave_free_the_cache_at_once(speaker):
     batch = speaker.batch()
     completions = [batch.add([5, 6, 7 + n], SamplingParams(max_new_tokens=50, ignore_eos=True)) for n in range(3)]

@@ -1,7 +1,5 @@
 """llama.cpp, through llama-cpp-python."""
 
-from itertools import islice
-
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from loop import Complete, serve
@@ -21,14 +19,19 @@ def load(file: str, mode: str) -> Complete:
         verbose=False,
     )
 
-    def complete(prompts: list[list[int]], new: int) -> list[list[int]]:
+    def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
         outputs = []
         for prompt in prompts:
             model.reset()
-            outputs.append(list(islice(model.generate(prompt, temp=0.0, top_k=1), new)))
+            tokens: list[int] = []
+            for token in model.generate(prompt, temp=0.0, top_k=1):
+                tokens.append(token)
+                if len(tokens) == new or token in eos:
+                    break
+            outputs.append(tokens)
         return outputs
 
     return complete
 
 
-serve(load)
+serve(load, "llama-cpp-python")

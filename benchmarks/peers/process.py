@@ -1,4 +1,4 @@
-"""Engines as processes that are measured in turn; the others are stopped meanwhile."""
+"""Other engines as processes that are asked in turn; they are stopped in between."""
 
 import json
 import os
@@ -6,21 +6,16 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 SCRIPTS = Path(__file__).parent / "engines"
 MODES = {
-    "ours": ("plain", "heads", "prompt-lookup", "default"),
-    "transformers": ("plain", "prompt-lookup"),
     "openvino": ("plain", "prompt-lookup"),
     "llamacpp": ("plain", "prompt-lookup"),
     "vllm": ("plain", "prompt-lookup"),
 }
 """What each engine is measured with."""
-BATCHING = ("ours", "vllm")
+BATCHING = ("vllm",)
 """Engines that are given several prompts at once."""
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": "2"}
 
@@ -31,6 +26,22 @@ class Place(NamedTuple):
     python: str
     script: str
     model: str
+
+
+def places(environments: Path, model: str) -> dict[str, Place]:
+    """The engines with their copies of smollm2.
+
+    Args:
+        environments: The directory that benchmarks/peers/setup.sh has filled.
+        model: Directory of smollm2.
+    """
+    return {
+        "openvino": Place(
+            str(environments / "openvino/bin/python"), "openvino_genai_.py", str(environments / "smollm2-openvino")
+        ),
+        "llamacpp": Place(str(environments / "llamacpp/bin/python"), "llamacpp.py", str(environments / "smollm2.gguf")),
+        "vllm": Place(str(environments / "vllm/bin/python"), "vllm_.py", model),
+    }
 
 
 class Engine:
@@ -48,18 +59,18 @@ class Engine:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
                 env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
-        self._answer()
+        self.version: str = self._answer()["version"]
         self._signal(signal.SIGSTOP)
 
-    def complete(self, prompts: Sequence[list[int]], new: int) -> dict[str, Any]:
-        """Seconds and outputs of prompts that share a batch."""
+    def complete(self, prompts: Sequence[list[int]], new: int, eos: Sequence[int]) -> list[list[int]]:
+        """Answers to prompts that share a batch, greedily, of ``new`` tokens at most; those of ``eos`` end them."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None, "a pipe"
-        self._process.stdin.write(json.dumps({"prompts": list(prompts), "new": new}) + "\n")
+        self._process.stdin.write(json.dumps({"prompts": list(prompts), "new": new, "eos": list(eos)}) + "\n")
         self._process.stdin.flush()
-        answer = self._answer()
+        outputs: list[list[int]] = self._answer()["outputs"]
         self._signal(signal.SIGSTOP)
-        return answer
+        return outputs
 
     def close(self) -> None:
         """End the process and what it has started."""
@@ -78,37 +89,3 @@ class Engine:
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
-
-
-def measure(
-    engines: Sequence[Engine], prompts: Sequence[list[int]], batch: int, new: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Complete all prompts with every engine in turn, after a round that is not counted.
-
-    Returns:
-        Per engine: its median tokens per second over all rounds, whole calls, and how many tokens its completions
-        begin with in common with those of the first engine, on average.
-    """
-    groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-    seconds: list[list[float]] = [[] for _ in engines]
-    outputs: list[list[list[int]]] = [[] for _ in engines]
-    for turn in tqdm(range(rounds + 1), desc=f"batch {batch}", unit="round"):
-        for index, engine in enumerate(engines):
-            answers = [engine.complete(group, new) for group in (groups if turn else groups[:1])]
-            if turn:
-                seconds[index].append(sum(answer["seconds"] for answer in answers))
-                outputs[index] = [tokens for answer in answers for tokens in answer["outputs"]]
-    figures = []
-    for engine, times, texts in zip(engines, seconds, outputs, strict=True):
-        count = sum(map(len, texts))
-        common = mean(_common(ours, theirs) for ours, theirs in zip(texts, outputs[0], strict=True))
-        figures.append({
-            "engine": engine.name, "mode": engine.mode, "batch": batch, "tokens": count,
-            "tokens_per_second": count / median(times), "common": common,
-            "rounds": [count / time for time in times],
-        })  # fmt: skip
-    return figures
-
-
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))

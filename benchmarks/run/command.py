@@ -1,0 +1,96 @@
+"""``medusa-bench run``: from flags to the report."""
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from benchmarks.decoding.inputs import trained
+from benchmarks.decoding.report import environment
+from benchmarks.peers.process import BATCHING, MODES, Engine, places
+from benchmarks.run.measure import figures, measure
+from benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
+from benchmarks.run.report import markdown, show
+from data import resolve_base_name, shipped_heads
+from medusa import MedusaModel
+from medusa.base import smollm2
+from medusa.files import replace_file, write_json
+from serve.demo.compare import repeated_share
+from serve.demo.questions import questions
+
+SKIPPED = ("early-exit", "ngram", "heads-sampled")
+"""Drafters that are measured where they are asked for: they are slower than plain decoding, or need texts of before."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and write, draw and print the report."""
+    options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
+    small = resolve_base_name(options.draft_model) if options.draft_model else None
+    model = trained(options, draft_model=small)
+    prompts, kinds = questions(model, options.questions, options.count)
+    report: dict[str, Any] = {
+        "base": "/".join(Path(model.base.name).parts[-2:]), "source": model.base.source, "heads": options.heads,
+        "dtype": str(model.base.dtype).removeprefix("torch."), **environment(model.base.device, options.words),
+        "prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "runs": [],
+    }  # fmt: skip
+    with ExitStack() as stack:
+        others = _peers(options, model, stack, report["versions"]) if options.peers else []
+        for temperature in options.temperature:
+            methods = _methods(options, model, temperature) + ([] if temperature else others)
+            for batch in options.batch:
+                able = [method for method in methods if batch == 1 or method.batches]
+                timings = measure(able, prompts, batch, options.rounds)
+                rows = figures(able, timings, kinds, batch)
+                report["runs"].append({"temperature": temperature, "batch": batch, "rows": rows})
+                report.setdefault("repeated_4grams", repeated_share(timings[PLAIN].outputs))
+    if options.json:
+        write_json(Path(options.json), report)
+    if options.markdown:
+        replace_file(Path(options.markdown), lambda path: path.write_text(markdown(report), encoding="utf-8"))
+    if options.picture:
+        from benchmarks.run.picture import draw
+
+        draw(report, options.picture)
+    show(report)
+    written = [path for path in (options.json, options.markdown, options.picture) if path]
+    if written:
+        print(f"written: {', '.join(written)}")
+
+
+def _methods(options: argparse.Namespace, model: MedusaModel, temperature: float) -> list[Method]:
+    """This engine's, plain decoding first, and those of transformers."""
+    names = [name for name in options.methods or _usual(model, temperature) if name != PLAIN]
+    new = options.max_new_tokens
+    draft = None
+    if options.draft_model:
+        small = smollm2.locate(resolve_base_name(options.draft_model))
+        draft = AutoModelForCausalLM.from_pretrained(small, dtype=model.base.dtype).to(model.base.device).eval()
+    return [
+        *(ours(model, name, new, temperature) for name in (PLAIN, *names)),
+        *of_transformers(model, new, temperature, draft),
+    ]
+
+
+def _usual(model: MedusaModel, temperature: float) -> list[str]:
+    names = [name for name in model.drafters.names() if name not in SKIPPED]
+    return [*names, AUTO, *([f"{AUTO}:{LOSSY}"] if temperature else [])]
+
+
+def _peers(options: argparse.Namespace, model: MedusaModel, stack: ExitStack, versions: dict[str, Any]) -> list[Method]:
+    """Other engines with the same weights, which end with the stack."""
+    there = Path(options.peers)
+    known, eos, found = places(there, smollm2.locate("smollm2")), sorted(model.base.eos_ids), []
+    for name, modes in MODES.items():
+        for mode in modes:
+            engine = Engine(name, mode, known[name], there / f"{name}-{mode}.log")
+            stack.callback(engine.close)
+            versions[name] = engine.version
+
+            def complete(prompts: Any, _: Any, engine: Engine = engine) -> Answers:
+                outputs = engine.complete(prompts, options.max_new_tokens, eos)
+                return Answers([ended(tokens, model.base.eos_ids) for tokens in outputs])
+
+            found.append(Method(f"{name} {mode}", complete, batches=name in BATCHING))
+    return found

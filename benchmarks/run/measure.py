@@ -1,0 +1,132 @@
+"""Methods in turn on the same prompts, and what that comes to.
+
+A time is of a whole call, prompts included. Every round begins with another method, and a ratio is of sums over the
+same rounds: a machine that is slow for a while is slow for all. Intervals (95 %) come from drawing rounds and prompts
+again.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.run.methods import PLAIN, Answers, Method
+from benchmarks.study.statistics import Estimate, Rate
+from serve.demo.progress import Progress
+
+
+class Timing:
+    """What one method did.
+
+    Attributes:
+        rate: Tokens above, milliseconds below, of each round and batch [R, G].
+        answers: Of the last round, by batch.
+    """
+
+    def __init__(self, seconds: Sequence[Sequence[float]], answers: Sequence[Sequence[Answers]]) -> None:
+        tokens = [[sum(map(len, batch.tokens)) for batch in round_] for round_ in answers]
+        milliseconds = 1000 * torch.tensor(seconds, dtype=torch.float64)
+        self.rate, self.answers = Rate(torch.tensor(tokens), milliseconds), answers[-1]
+
+    def of(self, batches: Sequence[int]) -> Rate:
+        """The rate of some of the batches alone."""
+        return Rate(self.rate.above[:, batches], self.rate.below[:, batches])
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Answers by prompt."""
+        return [tokens for batch in self.answers for tokens in batch.tokens]
+
+    def tokens_per_pass(self, batches: Sequence[int] | None = None) -> float | None:
+        """Tokens by passes of the base, where they are told."""
+        some = [self.answers[index] for index in batches] if batches is not None else self.answers
+        passes = [count for batch in some for count in batch.passes or ()]
+        return sum(len(tokens) for batch in some for tokens in batch.tokens) / sum(passes) if passes else None
+
+
+def measure(methods: Sequence[Method], prompts: Sequence[list[int]], batch: int, rounds: int) -> dict[str, Timing]:
+    """Complete all prompts with every method, after one call that is not counted.
+
+    Args:
+        methods: Those that take several prompts at once where ``batch`` is above 1.
+        prompts: Token ids.
+        batch: Prompts that share a call.
+        rounds: Repetitions that are measured.
+    """
+    indices = [range(first, min(first + batch, len(prompts))) for first in range(0, len(prompts), batch)]
+    groups, seeds = [[prompts[index] for index in group] for group in indices], [list(group) for group in indices]
+    seconds: dict[str, list[list[float]]] = {method.name: [] for method in methods}
+    answers: dict[str, list[list[Answers]]] = {method.name: [] for method in methods}
+    with Progress(len(methods) * (1 + rounds * len(groups)), True) as progress:
+        for method in methods:
+            progress.stage(f"batch {batch}, warm-up: {method.name}")
+            method.complete(groups[0], seeds[0])
+            progress.update()
+        for number in range(rounds):
+            shift = number % len(methods)
+            for method in (*methods[shift:], *methods[:shift]):
+                progress.stage(f"batch {batch}, round {number + 1} of {rounds}: {method.name}")
+                times, told = [], []
+                for group, own in zip(groups, seeds, strict=True):
+                    began = time.perf_counter()
+                    told.append(method.complete(group, own))
+                    times.append(time.perf_counter() - began)
+                    progress.update()
+                seconds[method.name].append(times)
+                answers[method.name].append(told)
+    return {method.name: Timing(seconds[method.name], answers[method.name]) for method in methods}
+
+
+def figures(
+    methods: Sequence[Method], timings: Mapping[str, Timing], kinds: Mapping[str, Sequence[int]], batch: int
+) -> list[dict[str, Any]]:
+    """A row per method.
+
+    Args:
+        methods: What was measured.
+        timings: Of each.
+        kinds: Groups of prompts, by index; told apart where a prompt is a batch.
+        batch: Prompts that shared a call.
+    """
+    plain = timings[PLAIN]
+    rows = []
+    for method in methods:
+        timing = timings[method.name]
+        speed, over = timing.rate.estimate(), timing.rate.over(plain.rate, same_heads=True)
+        pairs = list(zip(timing.outputs, plain.outputs, strict=True))
+        rows.append({
+            "method": method.name,
+            "ours": method.ours,
+            "batch": batch,
+            "tokens_per_s": _numbers(speed, 1000),
+            "over_plain": _numbers(over, 1),
+            "tokens_per_pass": timing.tokens_per_pass(),
+            "tokens": int(timing.rate.above[-1].sum()),
+            "identical": sum(a == b for a, b in pairs),
+            "prompts": len(pairs),
+            "common": sum(_common(a, b) for a, b in pairs) / len(pairs),
+            "rounds": _by_round(timing.rate),
+            "kinds": {
+                kind: {
+                    "over_plain": float(timing.of(own).value() / plain.of(own).value()),
+                    "tokens_per_pass": timing.tokens_per_pass(own),
+                }
+                for kind, own in kinds.items()
+            } if batch == 1 else {},
+        })  # fmt: skip
+    return rows
+
+
+def _numbers(estimate: Estimate, unit: float) -> dict[str, float]:
+    return {"value": unit * estimate.value, "low": unit * estimate.low, "high": unit * estimate.high}
+
+
+def _by_round(rate: Rate) -> list[float]:
+    return [float(value) for value in 1000 * rate.above.sum(1) / rate.below.sum(1)]
+
+
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens that two answers begin with in common."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))

@@ -1,0 +1,90 @@
+"""The benchmark: every method on the same prompts, what is told of them, and what the command writes."""
+
+import json
+
+import pytest
+
+from benchmarks.decoding.__main__ import main
+from benchmarks.run.measure import figures, measure
+from benchmarks.run.methods import Answers, Method, ended, of_transformers, ours
+
+PROMPTS = [[5, 9, 7], [30, 2], [8, 8, 8, 3]]
+
+
+def test_our_methods_say_what_plain_decoding_says(model):
+    names = ("plain", "heads", "hybrid", "prompt-lookup", "auto")
+    for temperature in (0.0, 0.8):
+        answers = [ours(model, name, 12, temperature).complete(PROMPTS, [0, 1, 2]) for name in names]
+        assert all(answer.tokens == answers[0].tokens for answer in answers)
+        assert answers[0].passes == [len(tokens) for tokens in answers[0].tokens]
+
+
+def test_a_batch_of_transformers_is_ours(model):
+    plain = ours(model, "plain", 12, 0.0)
+    for method in of_transformers(model, 12, 0.0):
+        groups = [PROMPTS] if method.batches else [[prompt] for prompt in PROMPTS]
+        said = [tokens for group in groups for tokens in method.complete(group, [0] * len(group)).tokens]
+        assert said == plain.complete(PROMPTS, [0, 0, 0]).tokens, method.name
+
+
+@pytest.mark.parametrize(("name", "message"), [("heads:fast", "names no rule"), ("guessing", "is not known")])
+def test_methods_that_there_are_not_are_refused(model, name, message):
+    with pytest.raises(ValueError, match=message):
+        ours(model, name, 4, 0.8)
+
+
+def test_answers_end_with_the_first_end_of_sequence():
+    assert ended([5, 6, 2, 0, 0], frozenset({2})) == [5, 6, 2]
+    assert ended([5, 6], frozenset({2})) == [5, 6]
+    assert ended([], frozenset({2})) == []
+
+
+def test_rows_tell_speeds_and_what_is_equal(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("benchmarks.run.measure.time.perf_counter", lambda: float(next(clock)))
+
+    def method(name, tokens, passes):
+        return Method(name, lambda prompts, _: Answers([tokens] * len(prompts), [passes] * len(prompts)), ours=True)
+
+    methods = [method("plain", [1, 2, 3, 4], 4), method("twice", [1, 2, 9, 4, 5, 6, 7, 8], 2)]
+    timings = measure(methods, PROMPTS, 1, rounds=2)
+    plain, twice = figures(methods, timings, {"a": [0, 1], "b": [2]}, 1)
+    assert plain["tokens_per_s"] == pytest.approx({"value": 4, "low": 4, "high": 4})
+    assert twice["over_plain"] == pytest.approx({"value": 2, "low": 2, "high": 2})
+    assert (twice["tokens_per_pass"], twice["identical"], twice["common"]) == (4, 0, 2)
+    assert twice["kinds"]["b"] == pytest.approx({"over_plain": 2, "tokens_per_pass": 4})
+    assert twice["rounds"] == pytest.approx([8, 8])
+
+
+def test_the_command_writes_tables_and_a_picture(model, base_directory, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "heads")
+    (tmp_path / "x.jsonl").write_text(
+        '{"category": "qa", "turns": ["why"]}\n{"category": "coding", "turns": ["code"]}\n{"prompt": "go on"}\n'
+    )
+    words = ["--heads", str(tmp_path / "heads"), "--base", str(base_directory), "--dtype", "float32", "--rounds", "1"]
+    files = [f"--{name}={tmp_path / 'new' / file}" for name, file in (
+        ("json", "run.json"), ("markdown", "run.md"), ("picture", "run.png"),
+    )]  # fmt: skip
+    asked = ["--questions", str(tmp_path / "x.jsonl"), "--temperature", "0", "0.7", "--batch", "1,2"]
+    assert main(["run", *words, *files, *asked, "--max-new-tokens", "6", "--draft-model", str(base_directory)]) == 0
+    report = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert [(run["temperature"], run["batch"]) for run in report["runs"]] == [(0, 1), (0, 2), (0.7, 1), (0.7, 2)]
+    for run in report["runs"]:
+        rows = {row["method"]: row for row in run["rows"]}
+        assert {"plain", "heads", "hybrid", "draft-model", "auto", "transformers"} <= set(rows)
+        assert ("auto:typical" in rows) == (run["temperature"] > 0)
+        assert ("transformers assisted" in rows) == (run["batch"] == 1)
+        lossless = [row for name, row in rows.items() if row["ours"] and name != "auto:typical"]
+        assert all(row["identical"] == row["prompts"] == 3 for row in lossless)
+    assert set(report["runs"][0]["rows"][0]["kinds"]) == {"qa", "mt_bench", "prompts"}
+    assert "| auto:typical (LOSSY) |" in (tmp_path / "new" / "run.md").read_text()
+    assert (tmp_path / "new" / "run.png").stat().st_size > 10_000
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 prompts, temperature 0.7, batch 2" in shown
+    assert shown.rindex("tokens/s (over plain decoding of this engine), 3 prompts") > shown.rindex("per pass")
+
+
+def test_questions_that_are_none_are_one_message(base_directory, tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text('{"text": "why"}\n')
+    assert main(["run", "--base", str(base_directory), "--questions", str(tmp_path / "x.jsonl")]) == 1
+    assert "is no question" in capsys.readouterr().err
