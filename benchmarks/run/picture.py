@@ -42,7 +42,7 @@ def _draw_methods(axes: Any, report: Mapping[str, Any]) -> None:
     )
     axes.bar_label(bars, [f"{v['value']:.0f}" for v in values], padding=6)
     axes.set_xlim(right=1.12 * max(value["high"] for value in values))
-    axes.set_xlabel("tokens per second, whole calls, batch and rule of the first run; blue: this engine; 95 % intervals")
+    axes.set_xlabel("tokens per second, whole calls, the first run; blue: this engine; 95 % intervals")
 
 
 def _draw_kinds(axes: Any, report: Mapping[str, Any]) -> None:
