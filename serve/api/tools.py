@@ -22,11 +22,13 @@ class Calls(NamedTuple):
         tools: As the template gets them; None = it gets none.
         schema: What the whole answer must be; None = the model may also just talk.
         name: The one function whose arguments the answer is; empty = the answer names it.
+        single: Only the first call of an answer counts.
     """
 
     tools: list[dict[str, Any]] | None = None
     schema: dict[str, Any] | None = None
     name: str = ""
+    single: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -51,6 +53,8 @@ class Calls(NamedTuple):
                 return text, []
             calls.append(found)
             _, _, rest = rest.partition(BEGIN)
+            if self.single:
+                break
         return (said.strip() if calls else text), calls
 
 
@@ -77,7 +81,7 @@ def calls_of(body: ChatRequest) -> Calls:
         return Calls(described, _parameters(named[0]), named[0].function.name)
     if choice == "required":
         return Calls(described, {"anyOf": [_call_schema(tool) for tool in tools]})
-    return Calls(described)
+    return Calls(described, single=body.parallel_tool_calls is False)
 
 
 def held(text: str) -> int:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from serve.api.tools import Calls, held
+from serve.api.protocol import ChatRequest
+from serve.api.tools import Calls, calls_of, held
 
 TALKING = Calls(tools=[{}])
 
@@ -26,6 +27,15 @@ def test_calls_are_found(text, said, called):
     content, calls = TALKING.read(text)
     assert content == said
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == called
+
+
+def test_one_call_counts_where_several_are_not_wanted():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = ChatRequest(messages=[{"role": "user", "content": "hi"}], tools=tools, parallel_tool_calls=False)
+    content, calls = calls_of(asked).read(
+        'So: <tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    )
+    assert (content, [call["function"]["name"] for call in calls]) == ("So:", ["f"])
 
 
 def test_what_may_become_a_call_is_held_back():
