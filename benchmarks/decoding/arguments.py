@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{run,tune,step,replay,trace,tree,attention}"
+        dest="command", required=True, metavar="{run,tune,step,scaling,replay,trace,tree,attention}"
     )
     for name, text, add_flags in (
         (
@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         ("tune", "who drafts best here and how much, beside plain decoding and what auto finds", _add_tune),
         ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
+        ("scaling", "cost of a pass as context, batch, tree, vocabulary or levels grow, beside a model", _add_scaling),
         ("replay", "a recorded acceptance trace, forced through the real step of any shape", _add_replay),
         ("trace", "record the acceptance of trained heads, for replay", _add_trace),
         ("tree", "the best static trees for trained heads, beside dynamic ones", _add_tree),
@@ -61,7 +62,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     text = "greedy (0) or sampled, one run each (default: 0)"
     add("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help=text)
     add("--batch", type=_numbers, default=[1], metavar="B,...", help="prompts that share a call (default: 1)")
-    text = "also measure the engines in DIR that benchmarks/peers/setup.sh has filled, greedily on smollm2"
+    text = "also measure, greedily, the engines in DIR that benchmarks/peers/setup.sh has filled"
     add("--peers", metavar="DIR", help=text)
     _add_lengths(command, count=12)
     _add_rounds(command, rounds=3)
@@ -107,14 +108,35 @@ def _add_step(command: argparse.ArgumentParser) -> None:
     _add_measuring(command, rounds=10)
 
 
+def _add_scaling(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--shape", default="smollm2-135m", metavar="NAME", help="random weights of this shape (default: %(default)s)")
+    _add_place(command)
+    for name, default, text in (
+        ("context", [256, 1024, 4096, 16_384], "cached tokens; all else is measured with the first"),
+        ("batch", [1, 4, 16, 64], "sequences"),
+        ("nodes", [1, 4, 8, 16, 32, 64], "tree sizes with the root"),
+        ("vocabulary", [4096, 32_768, 151_936], "tokens of the output layer"),
+        ("levels", [1, 2, 4, 8], "levels of a draft"),
+    ):
+        shown = ",".join(map(str, default))
+        add(f"--{name}", type=_numbers, default=default, metavar="N,...", help=f"{text} (default: {shown})")
+    text = "nodes of the tree beside plain decoding (default: %(default)s)"
+    add("--tree", type=at_least(2), default=16, metavar="N", help=text)
+    _add_rounds(command, rounds=5)
+    _add_report(command)
+
+
 def _add_replay(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add_subject(command)
     _add_heads(command)
-    add("--trace", metavar="FILE", help="made by medusa-bench trace (default: one of the embedded base's heads)")
+    add("--trace", metavar="FILE", help="made by medusa-bench trace (default: one of smollm2's heads)")
     text = "tree size with the root (default: 16 on a CPU, 64 on a GPU)"
     add("--nodes", type=at_least(2), metavar="N", help=text)
     add("--steps", type=at_least(1), default=64, metavar="N", help="steps per measurement (default: %(default)s)")
+    text = "also time plain decoding of the engines in DIR that benchmarks/peers/setup.sh has filled, at batch 1"
+    add("--peers", metavar="DIR", help=text)
     _add_measuring(command, rounds=3)
 
 
@@ -196,6 +218,8 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
     text = "heads, the depth of trees (default: %(default)s)"
     add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)
+    text = "tokens that heads can draft (default: the whole vocabulary)"
+    add("--draft-vocab", type=at_least(1), default=0, metavar="N", help=text)
     add("--feature-layers", type=at_least(0), default=0, metavar="N", help="layers that heads read (default: none)")
 
 

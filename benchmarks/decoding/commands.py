@@ -1,6 +1,9 @@
 """The commands of ``medusa-bench``: from flags to a report."""
 
 import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,15 @@ from benchmarks.decoding.report import publish
 from benchmarks.decoding.tree import describe_tree, measure_trees
 from benchmarks.decoding.tune import best_settings, measure_arms, others_of_transformers
 from benchmarks.machine import choose_device
+from benchmarks.peers.process import PLAIN, Engine, places
 from benchmarks.replay.replay import CPU_NODES, GPU_NODES, measure_replay
-from benchmarks.replay.trace import EMBEDDED_TRACE, load_trace, record, save_trace
+from benchmarks.replay.trace import SMOLLM2_TRACE, load_trace, record, save_trace
 from benchmarks.run.command import run
 from benchmarks.step.attention import measure_attention
 from benchmarks.step.baseline import TOKENS, measure_baseline
 from benchmarks.step.inside import profile_steps, watch_memory
 from benchmarks.step.rig import Rig, room_for
+from benchmarks.step.scaling import Sizes, measure_scaling
 from benchmarks.step.shapes import random_model, shape_config
 from benchmarks.step.step import measure_steps
 from data import resolve_base_name, shipped_heads
@@ -62,14 +67,24 @@ def _baseline(options: argparse.Namespace, base: BaseModel, heads: DraftHeads) -
     return [measure_baseline(rig, model, options.rounds) for rig in rigs]
 
 
+def _scaling(options: argparse.Namespace) -> None:
+    device, dtype = choose_device(options.device), given_dtype(options) or torch.bfloat16
+    dtype = choose_dtype(dtype, device)
+    sizes = Sizes(options.context, options.batch, options.nodes, options.vocabulary, options.levels, options.tree)
+    figures = measure_scaling(shape_config(options.shape), dtype, device, sizes, options.rounds)
+    publish(options, device, dtype, figures)
+
+
 def _replay(options: argparse.Namespace) -> None:
-    trace = load_trace(options.trace or EMBEDDED_TRACE)
+    trace = load_trace(options.trace or SMOLLM2_TRACE)
     base, heads = with_random_heads(options)
     nodes = options.nodes or (CPU_NODES if base.device.type == "cpu" else GPU_NODES)
-    rows = [
-        measure_replay(base, heads, trace, nodes, batch, options.context, options.steps, options.rounds, options.seed)
-        for batch in options.batch
-    ]
+    rows = []
+    with ExitStack() as stack:
+        others = _others(options, base, stack) if options.peers else {}
+        for batch in options.batch:
+            sizes = (nodes, batch, options.context, options.steps, options.rounds, options.seed)
+            rows.append(measure_replay(base, heads, trace, *sizes, others=others if batch == 1 else None))
     figures = {
         "label": "replay",
         **describe(options, base),
@@ -79,6 +94,18 @@ def _replay(options: argparse.Namespace) -> None:
         "rows": rows,
     }
     publish(options, base.device, base.dtype, figures)
+
+
+def _others(options: argparse.Namespace, base: BaseModel, stack: ExitStack) -> dict[str, Callable[[], float]]:
+    """Seconds per token of the plain decoding of other engines, which end with the stack."""
+    there = Path(options.peers)
+    found: dict[str, Callable[[], float]] = {}
+    prompt = torch.randint(base.vocab_size, (options.context,)).tolist()
+    for name, place in places(there, options.shape or base.name).items():
+        engine = Engine(name, PLAIN, place, there / f"{name}-{PLAIN}.log")
+        stack.callback(engine.close)
+        found[f"{name} {engine.version}"] = partial(engine.seconds_per_token, prompt, options.steps)
+    return found
 
 
 def _trace(options: argparse.Namespace) -> None:
@@ -154,5 +181,6 @@ def _attention(options: argparse.Namespace) -> None:
 
 COMMANDS = {
     "run": run,
-    "step": _step, "replay": _replay, "trace": _trace, "tree": _tree, "tune": _tune, "attention": _attention,
+    "step": _step, "scaling": _scaling, "attention": _attention,
+    "replay": _replay, "trace": _trace, "tree": _tree, "tune": _tune,
 }  # fmt: skip

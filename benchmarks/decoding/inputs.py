@@ -7,11 +7,11 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.machine import choose_device
-from benchmarks.step.shapes import random_base, random_heads, shape_config
+from benchmarks.step.shapes import as_loaded, random_base, random_heads, shape_config
 from data import resolve_base_name
 from data.prompts import embedded_prompts, file_prompts
 from medusa import BaseModel, DraftHeads, MedusaModel
-from medusa.loading.self_test import choose_decoding, fuse
+from medusa.loading.self_test import choose_decoding
 
 
 def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
@@ -66,16 +66,14 @@ def with_random_heads(options: argparse.Namespace) -> tuple[BaseModel, DraftHead
         base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how)
         base = choose_decoding(base)
         check_trees(base, options.base)
-    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers)
+    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers, options.draft_vocab)
     heads = random_heads(base, *shape)
-    base = base.tapped(heads.config.feature_layers)
-    model = MedusaModel(fuse(base), heads)
-    assert model.heads is not None, "given above"
-    return model.base, model.heads
+    return as_loaded(base, heads)
 
 
 def describe(options: argparse.Namespace, base: BaseModel) -> dict[str, Any]:
     """How steps with random heads are made, as reports say it."""
     heads = f"{options.num_heads} {options.architecture}, random"
+    heads += f", drafting {options.draft_vocab} tokens" if options.draft_vocab else ""
     heads += f", reading {options.feature_layers} layers" if options.feature_layers else ""
     return {"heads": heads, "attention": base.attention.name, "int8": base.int8, "fused": base.fused}

@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks.decoding.scaling_picture import draw_scaling
 from benchmarks.decoding.tables import REPLAYED, title
 from benchmarks.decoding.tree_picture import draw_tree
 from serve.demo.picture import BLUE, GREY, ORANGE
@@ -19,6 +20,9 @@ def draw(report: dict[str, Any], path: str | Path) -> None:
     """Draw a report into a PNG file."""
     if report["kind"] == "tree":
         draw_tree(report, path)
+        return
+    if report["kind"] == "scaling":
+        draw_scaling(report, path)
         return
     figure, axes = pyplot.subplots(figsize=(9, 5.2), layout="constrained")
     kinds = {"step": _draw_step, "replay": _draw_replay, "attention": _draw_attention, "tune": _draw_tune}

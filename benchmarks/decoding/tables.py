@@ -12,6 +12,7 @@ Columns = Sequence[tuple[str, str]]
 
 LONG_WORD = 10
 """Characters of a heading that is not broken."""
+KIBI = 1024
 REPLAYED = "REPLAY of an acceptance trace, not an acceptance of this shape"
 STEP: Columns = (
     ("B", "{batch}"), ("N", "{nodes}"), ("verify ms", "{verify_ms:.2f}"), ("over N = 1", "{verify_overhead:.2f}x"),
@@ -25,11 +26,20 @@ BASELINE: Columns = (
     ("over transformers generate", "{plain_over_transformers:.2f}x"),
 )
 PROFILE: Columns = (("operator", "{name:.60}"), ("share", "{share:.1%}"))
+SCALING: Columns = (
+    ("grows", "{size}"), ("to", "{value}"), ("plain ms", "{plain}"), ("model", "{plain_model}"),
+    ("tree ms", "{tree}"), ("model", "{tree_model}"), ("over", "{over}"),
+    ("draft ms", "{draft}"), ("model", "{draft_model}"),
+)  # fmt: skip
 REPLAY: Columns = (
     ("B", "{batch}"), ("N", "{nodes}"), ("tokens per step (replay)", "{replay_tokens_per_step:.2f}"),
     ("plain tokens/s", "{plain_tokens_per_s}"), ("replay tokens/s", "{replay_tokens_per_s}"),
     ("step overhead", "{step_overhead:.2f}x"), ("replay speedup", "{replay_speedup:.2f}x"),
     ("clamped", "{clamped_steps} of {all_steps}"),
+)  # fmt: skip
+OTHERS: Columns = (
+    ("engine, plain decoding", "{engine}"), ("tokens/s", "{tokens_per_s}"),
+    ("our plain decoding over it", "{plain_over:.2f}x"), ("replay over it", "{replay_over:.2f}x"),
 )  # fmt: skip
 ATTENTION: Columns = (
     ("backend", "{backend}"), ("B", "{batch}"), ("N", "{nodes}"), ("", "{mode}"), ("ms per layer", "{ms:.4f}"),
@@ -84,8 +94,34 @@ def _show_step(report: Report) -> None:
         _show("memory after many steps", columns, report["memory"])
 
 
+def _show_scaling(report: Report) -> None:
+    rates = f"{report['linear_gflops']} and {report['attention_gflops']} GFLOP/s in linear layers and attention"
+    what = f"scaling: {title(report)}; {_bandwidth(report)}, {rates}; trees of {report['tree']} nodes"
+    _show(what, SCALING, scaling_lines(report))
+
+
+def scaling_lines(report: Report) -> list[dict[str, Any]]:
+    """A line for each size: the passes of plain decoding and of a tree, and the draft, each with the model's time."""
+    cells = {(row["size"], row["value"], row["nodes"]): row for row in report["rows"]}
+    plain = next(row for row in report["rows"] if (row["size"], row["value"]) == ("tree", 1))
+    lines = []
+    for size, value in dict.fromkeys((row["size"], row["value"]) for row in report["rows"]):
+        line: dict[str, Any] = {"size": size, "value": value if value < KIBI else f"{value / KIBI:.0f}k"}
+        one, draft = cells.get((size, value, 1)), cells.get((size, value, 0))
+        tree = cells.get((size, value, value if size == "tree" else report["tree"]))
+        one = plain if size == "tree" else one
+        for name, row in (("plain", one), ("tree", tree), ("draft", draft)):
+            line[name], line[f"{name}_model"] = (f"{row['ms']:.3g}", f"{row['model_ms']:.3g}") if row else ("", "")
+        line["over"] = f"{tree['ms'] / one['ms']:.2f}x" if tree and one else ""
+        lines.append(line)
+    return lines
+
+
 def _show_replay(report: Report) -> None:
     rows = (row | {"all_steps": row["steps"] * row["batch"]} for row in report["rows"])
+    for row in report["rows"]:
+        if "others" in row:
+            _show(f"other engines with the same weights; {REPLAYED}", OTHERS, row["others"])
     _show(f"{REPLAYED}: {title(report)}", REPLAY, rows)
 
 
@@ -113,7 +149,8 @@ def _show_tree(report: Report) -> None:
 
 
 SHOW = {
-    "step": _show_step, "replay": _show_replay, "tree": _show_tree, "tune": _show_tune, "attention": _show_attention,
+    "step": _show_step, "scaling": _show_scaling, "attention": _show_attention,
+    "replay": _show_replay, "tree": _show_tree, "tune": _show_tune,
 }  # fmt: skip
 
 

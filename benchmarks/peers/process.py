@@ -4,15 +4,19 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers.copies import CHECKPOINT, GGUF, OPENVINO, directory_of
+
 SCRIPTS = Path(__file__).parent / "engines"
+PLAIN, MEDUSA = "plain", "medusa"
 MODES = {
-    "openvino": ("plain", "prompt-lookup"),
-    "llamacpp": ("plain", "prompt-lookup"),
-    "vllm": ("plain", "prompt-lookup"),
+    "openvino": (PLAIN, "prompt-lookup"),
+    "llamacpp": (PLAIN, "prompt-lookup"),
+    "vllm": (PLAIN, "prompt-lookup", MEDUSA),
 }
 """What each engine is measured with."""
 BATCHING = ("vllm",)
@@ -28,34 +32,47 @@ class Place(NamedTuple):
     model: str
 
 
-def places(environments: Path, model: str) -> dict[str, Place]:
-    """The engines with their copies of smollm2.
+def places(environments: Path, base: str) -> dict[str, Place]:
+    """The engines with their copies of a base.
 
     Args:
         environments: The directory that benchmarks/peers/setup.sh has filled.
-        model: Directory of smollm2.
+        base: Name of a base or shape.
+
+    Raises:
+        FileNotFoundError: There are no copies of this base.
     """
+    copies = directory_of(environments, base)
+    if not copies.is_dir():
+        raise FileNotFoundError(
+            f"peers ({environments}) have no copies of {base}; make them: benchmarks/peers/setup.sh {environments} NAME"
+        )
     return {
-        "openvino": Place(
-            str(environments / "openvino/bin/python"), "openvino_genai_.py", str(environments / "smollm2-openvino")
-        ),
-        "llamacpp": Place(str(environments / "llamacpp/bin/python"), "llamacpp.py", str(environments / "smollm2.gguf")),
-        "vllm": Place(str(environments / "vllm/bin/python"), "vllm_.py", model),
+        "openvino": Place(str(environments / "openvino/bin/python"), "openvino_genai_.py", str(copies / OPENVINO)),
+        "llamacpp": Place(str(environments / "llamacpp/bin/python"), "llamacpp.py", str(copies / GGUF)),
+        "vllm": Place(str(environments / "vllm/bin/python"), "vllm_.py", str(copies / CHECKPOINT)),
     }
 
 
 class Engine:
     """One engine in one mode, loaded.
 
+    Args:
+        name: Whose ``place`` it is.
+        mode: One of its ``MODES``.
+        place: Where it is.
+        log: File that gets what it says.
+        heads: Directory of the heads that ``MEDUSA`` drafts with.
+
     Raises:
         RuntimeError: It ends before it is ready; its last words are in the message.
     """
 
-    def __init__(self, name: str, mode: str, place: Place, log: Path) -> None:
+    def __init__(self, name: str, mode: str, place: Place, log: Path, heads: Path | None = None) -> None:
         self.name, self.mode, self._log = name, mode, log
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                [place.python, str(SCRIPTS / place.script), place.model, mode],
+                [place.python, str(SCRIPTS / place.script), place.model, mode, *([str(heads)] if heads else [])],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
                 env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
@@ -71,6 +88,14 @@ class Engine:
         outputs: list[list[int]] = self._answer()["outputs"]
         self._signal(signal.SIGSTOP)
         return outputs
+
+    def seconds_per_token(self, prompt: list[int], new: int) -> float:
+        """Of ``new`` tokens behind a first one: the prompt's own time is left out."""
+        clocks = [time.perf_counter()]
+        for count in (1, 1 + new):
+            self.complete([prompt], count, [])
+            clocks.append(time.perf_counter())
+        return (clocks[2] - 2 * clocks[1] + clocks[0]) / new
 
     def close(self) -> None:
         """End the process and what it has started."""

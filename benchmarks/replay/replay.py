@@ -6,6 +6,7 @@ verify, accept and commit are the real ones, only which tokens count as right is
 nothing about the acceptance that heads of this shape would reach, and everything that shows it says "replay".
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -69,6 +70,7 @@ def measure_replay(
     rounds: int,
     seed: int,
     record: Record | None = None,
+    others: Mapping[str, Callable[[], float]] | None = None,
 ) -> dict[str, Any]:
     """Time a replay and plain decoding, alternately, both for ``steps`` steps from ``context`` cached tokens.
 
@@ -81,6 +83,7 @@ def measure_replay(
         steps: Steps per sample.
         rounds: Measured repetitions.
         context, seed, record: As ``Rig`` takes them.
+        others: Seconds per token of plain decoding in other engines, measured in turn with these.
 
     Returns:
         A row of the report.
@@ -91,14 +94,15 @@ def measure_replay(
     drafter, plain = rig.drafter(nodes), rig.drafter(1)
     rule = ForcedRule(greedy, emitted_SB.to(base.device))  # one object: what is recorded belongs to it
     got = torch.tensor([[len(tokens) for tokens in step] for step in rig.run(drafter, rule, steps)])
-    samples = {
+    samples: dict[str, Callable[[], float]] = {
         "replay": partial(rig.step_seconds, drafter, rule, steps),
         "plain": partial(rig.step_seconds, plain, steps=steps),
+        **(others or {}),
     }
     times = alternate(samples, rounds)
     tokens = int(got.sum())
     per_step, overhead = tokens / (steps * batch), ratio(times["replay"], times["plain"])
-    return {
+    row: dict[str, Any] = {
         "batch": batch,
         "nodes": nodes,
         "graph": rig.graph,
@@ -110,3 +114,14 @@ def measure_replay(
         "step_overhead": round(overhead, 4),
         "replay_speedup": round(per_step / overhead, 4),
     }
+    if others:
+        row["others"] = [
+            {
+                "engine": name,
+                "tokens_per_s": round(batch / median(times[name]), 2),
+                "plain_over": round(ratio(times[name], times["plain"]), 4),
+                "replay_over": round(per_step * ratio(times[name], times["replay"]), 4),
+            }
+            for name in others
+        ]
+    return row

@@ -9,7 +9,7 @@ from typing import Any
 from medusa import MedusaModel, Output, Tree
 from medusa.files import read_object
 
-EMBEDDED_TRACE = Path(__file__).parent / "traces" / "embedded.json"
+SMOLLM2_TRACE = Path(__file__).parent / "traces" / "smollm2.json"
 FORMAT = "medusa-trace"
 
 

@@ -3,13 +3,14 @@
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
 from benchmarks.decoding.inputs import trained
 from benchmarks.decoding.report import environment
-from benchmarks.peers.process import BATCHING, MODES, Engine, places
+from benchmarks.peers.process import BATCHING, MEDUSA, MODES, Engine, places
 from benchmarks.run.measure import figures, measure
 from benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
 from benchmarks.run.report import markdown, show
@@ -17,11 +18,14 @@ from data import resolve_base_name, shipped_heads
 from medusa import MedusaModel
 from medusa.base import smollm2
 from medusa.files import replace_file, write_json
+from medusa.formats import Export, export_heads, refusal
 from serve.demo.compare import repeated_share
 from serve.demo.questions import questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
 """Drafters that are measured where they are asked for: they are slower than plain decoding, or need texts of before."""
+VLLM = "vllm"
+"""The format of heads that vLLM reads."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -79,18 +83,24 @@ def _usual(model: MedusaModel, temperature: float) -> list[str]:
 
 
 def _peers(options: argparse.Namespace, model: MedusaModel, stack: ExitStack, versions: dict[str, Any]) -> list[Method]:
-    """Other engines with the same weights, which end with the stack."""
-    there = Path(options.peers)
-    known, eos, found = places(there, smollm2.locate("smollm2")), sorted(model.base.eos_ids), []
-    for name, modes in MODES.items():
-        for mode in modes:
-            engine = Engine(name, mode, known[name], there / f"{name}-{mode}.log")
+    """Other engines with the same weights, which end with the stack; with these heads where they take such heads."""
+    there, eos, found = Path(options.peers), model.base.eos_ids, []
+    heads = None
+    if model.heads is not None and not refusal(VLLM, model.heads.config):
+        heads = export_heads(
+            Export(model.heads, model.base), VLLM, Path(stack.enter_context(TemporaryDirectory())) / VLLM
+        )
+    for name, place in places(there, model.base.name).items():
+        for mode in MODES[name]:
+            if mode == MEDUSA and heads is None:
+                continue
+            engine = Engine(name, mode, place, there / f"{name}-{mode}.log", heads if mode == MEDUSA else None)
             stack.callback(engine.close)
             versions[name] = engine.version
 
             def complete(prompts: Any, _: Any, engine: Engine = engine) -> Answers:
-                outputs = engine.complete(prompts, options.max_new_tokens, eos)
-                return Answers([ended(tokens, model.base.eos_ids) for tokens in outputs])
+                outputs = engine.complete(prompts, options.max_new_tokens, sorted(eos))
+                return Answers([ended(tokens, eos) for tokens in outputs])
 
             found.append(Method(f"{name} {mode}", complete, batches=name in BATCHING))
     return found

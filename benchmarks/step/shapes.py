@@ -17,11 +17,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
+from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
 from medusa.cpu.int8 import Int8Linear, round_linears
 from medusa.cpu.native import use_kernels
+from medusa.loading.self_test import fuse
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3
@@ -52,11 +53,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "smollm2-135m": _llama(576, 1536, 30, 9, 64, tied=True)
+    | {"vocab_size": 49_152, "num_key_value_heads": 3, "max_position_embeddings": 8192},
     "llama-1b": _llama(2048, 8192, 16, 32, 64, tied=True),
     "llama-3b": _llama(3072, 8192, 28, 24, 128, tied=True),
     "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
 }
-"""Values of the published configurations (Llama 3.1 and 3.2, Qwen3) that decide the time of a pass."""
+"""Values of the published configurations (Llama 3.1 and 3.2, Qwen3, SmolLM2) that decide the time of a pass."""
 
 
 def shape_config(name: str) -> PretrainedConfig:
@@ -108,17 +111,34 @@ def random_base(
 
 
 def random_heads(
-    base: BaseModel, architecture: str, num_heads: int, seed: int = 0, feature_layers: int = 0
+    base: BaseModel, architecture: str, num_heads: int, seed: int = 0, feature_layers: int = 0, draft_vocab: int = 0
 ) -> DraftHeads:
-    """Heads for ``base`` with small random weights, which read so many of its layers beside the last hidden state."""
+    """Heads for ``base`` with small random weights.
+
+    Args:
+        base: Prepared for decoding.
+        architecture: A name in ``medusa.heads.ARCHITECTURES``.
+        num_heads: Heads K.
+        seed: Of the weights.
+        feature_layers: How many of the base's layers they read beside the last hidden state.
+        draft_vocab: Tokens that they can draft; 0 = all.
+    """
     layers = spread_layers(feature_layers, base.num_layers)
     with torch.device(base.device):
         config = HeadsConfig(
-            base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers
-        )
+            base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers,
+            draft_vocab_size=draft_vocab,
+        )  # fmt: skip
         heads = build_heads(config).to(base.dtype)
     fill(heads, seed)
     return heads
+
+
+def as_loaded(base: BaseModel, heads: DraftHeads) -> tuple[BaseModel, DraftHeads]:
+    """Both as ``MedusaModel.from_pretrained`` would have them: with the base's fused pass where it has one."""
+    model = MedusaModel(fuse(base.tapped(heads.config.feature_layers)), heads)
+    assert model.heads is not None, "given"
+    return model.base, model.heads
 
 
 @torch.no_grad()

@@ -14,16 +14,16 @@ Complete = Callable[[list[list[int]], int, list[int]], list[list[int]]]
 """(prompts that share a batch, most new tokens of each, tokens that end an answer) -> the new tokens."""
 
 
-def serve(load: Callable[[str, str], Complete], package: str) -> None:
-    """Answer until the input ends; arguments are the model and the mode.
+def serve(load: Callable[..., Complete], package: str) -> None:
+    """Answer until the input ends; arguments are the model, the mode, and the heads where the mode has some.
 
     Args:
-        load: Model and mode -> what completes.
+        load: The arguments -> what completes.
         package: Whose version is told.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print what they like
-    complete = load(*sys.argv[1:3])
+    complete = load(*sys.argv[1:])
     print(json.dumps({"version": version(package)}), file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.replay.replay import ForcedRule, schedule
-from benchmarks.replay.trace import EMBEDDED_TRACE, Trace, emitted_per_step, load_trace, record, save_trace
+from benchmarks.replay.trace import SMOLLM2_TRACE, Trace, emitted_per_step, load_trace, record, save_trace
 from medusa.acceptance import greedy
 
 
@@ -56,7 +56,7 @@ def test_a_recorded_trace_survives_the_disk(model, tmp_path):
 
 
 def test_the_shipped_trace_can_be_replayed():
-    trace = load_trace(EMBEDDED_TRACE)
+    trace = load_trace(SMOLLM2_TRACE)
     assert len(trace.emitted) > 100
     assert 1 < trace.tokens_per_step < 6
     assert trace.provenance["drafter"] == "heads"
