@@ -132,12 +132,13 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     _add_subject(command)
     _add_heads(command)
     add("--trace", metavar="FILE", help="made by medusa-bench trace (default: one of smollm2's heads)")
-    text = "tree size with the root (default: 16 on a CPU, 64 on a GPU)"
+    text = "tree size with the root (default: that of the trace)"
     add("--nodes", type=at_least(2), metavar="N", help=text)
     add("--steps", type=at_least(1), default=64, metavar="N", help="steps per measurement (default: %(default)s)")
     text = "also time plain decoding of the engines in DIR that benchmarks/peers/setup.sh has filled, at batch 1"
     add("--peers", metavar="DIR", help=text)
     _add_measuring(command, rounds=3)
+    command.set_defaults(num_heads=4, draft_vocab=8192, feature_layers=2)  # as the heads of the default trace
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
@@ -178,7 +179,7 @@ def _add_answers(command: argparse.ArgumentParser, count: int) -> None:
     add = command.add_argument
     add("--heads", required=True, metavar="DIR", help="directory of trained heads")
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
-    text = "JSON lines of prompts or conversations, or heldout: the standard library (default: %(default)s)"
+    text = "JSON lines of prompts or conversations, or heldout: those of the repository (default: %(default)s)"
     add("--prompts", default="heldout", metavar="FILE", help=text)
     _add_lengths(command, count)
     _add_place(command)
@@ -218,9 +219,10 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
     add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
     text = "heads, the depth of trees (default: %(default)s)"
     add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)
-    text = "tokens that heads can draft (default: the whole vocabulary)"
-    add("--draft-vocab", type=at_least(1), default=0, metavar="N", help=text)
-    add("--feature-layers", type=at_least(0), default=0, metavar="N", help="layers that heads read (default: none)")
+    text = "tokens that heads can draft at most, 0 = all (default: %(default)s)"
+    add("--draft-vocab", type=at_least(0), default=0, metavar="N", help=text)
+    text = "layers that heads read (default: %(default)s)"
+    add("--feature-layers", type=at_least(0), default=0, metavar="N", help=text)
 
 
 def _add_place(command: argparse.ArgumentParser) -> None:

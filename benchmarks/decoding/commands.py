@@ -17,7 +17,7 @@ from benchmarks.decoding.tree import describe_tree, measure_trees
 from benchmarks.decoding.tune import best_settings, measure_arms, others_of_transformers
 from benchmarks.machine import choose_device
 from benchmarks.peers.process import PLAIN, Engine, places
-from benchmarks.replay.replay import CPU_NODES, GPU_NODES, measure_replay
+from benchmarks.replay.replay import NODES, measure_replay
 from benchmarks.replay.trace import SMOLLM2_TRACE, load_trace, record, save_trace
 from benchmarks.run.command import run
 from benchmarks.step.attention import measure_attention
@@ -78,7 +78,7 @@ def _scaling(options: argparse.Namespace) -> None:
 def _replay(options: argparse.Namespace) -> None:
     trace = load_trace(options.trace or SMOLLM2_TRACE)
     base, heads = with_random_heads(options)
-    nodes = options.nodes or (CPU_NODES if base.device.type == "cpu" else GPU_NODES)
+    nodes = options.nodes or trace.nodes or NODES
     rows = []
     with ExitStack() as stack:
         others = _others(options, base, stack) if options.peers else {}

@@ -9,9 +9,10 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.machine import choose_device
 from benchmarks.step.shapes import as_loaded, random_base, random_heads, shape_config
 from data import resolve_base_name
-from data.prompts import embedded_prompts, file_prompts
+from data.prompts import file_prompts
 from medusa import BaseModel, DraftHeads, MedusaModel
 from medusa.loading.self_test import choose_decoding
+from serve.demo.questions import questions
 
 
 def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
@@ -44,7 +45,7 @@ def check_trees(base: BaseModel, name: str | None = None) -> None:
 def named_prompts(options: argparse.Namespace, model: MedusaModel, count: int) -> list[list[int]]:
     """Token ids of the first ``count`` prompts, or of fewer where there are fewer."""
     if options.prompts == "heldout":
-        return embedded_prompts(model, "heldout", count)
+        return questions(model, None, count)[0]
     return file_prompts(model, options.prompts)[:count]
 
 
@@ -66,7 +67,8 @@ def with_random_heads(options: argparse.Namespace) -> tuple[BaseModel, DraftHead
         base = BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how)
         base = choose_decoding(base)
         check_trees(base, options.base)
-    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers, options.draft_vocab)
+    drafted = min(options.draft_vocab, base.vocab_size)
+    shape = (options.architecture, options.num_heads, options.seed, options.feature_layers, drafted)
     heads = random_heads(base, *shape)
     return as_loaded(base, heads)
 

@@ -23,8 +23,8 @@ from medusa.clock import alternate
 from medusa.engine.graph import Record
 from medusa.state import DecodeState
 
-CPU_NODES, GPU_NODES = 16, 64
-"""Tree sizes where none is given; the acceptance of a trace belongs to the size that it was recorded with."""
+NODES = 16
+"""Tree size where neither the user nor the trace names one: acceptance belongs to the size it was recorded with."""
 
 
 class ForcedRule:

@@ -27,6 +27,12 @@ class Trace:
         """Over the whole trace."""
         return sum(self.emitted) / len(self.emitted)
 
+    @property
+    def nodes(self) -> int | None:
+        """The tree size that it was recorded with; None = it was found out on the way."""
+        nodes = self.provenance.get("nodes")
+        return nodes if isinstance(nodes, int) else None
+
 
 def emitted_per_step(drafted: list[bool]) -> list[int]:
     """Tokens per step of an answer, from ``Output.drafted``; a last step that a limit cut is left out."""

@@ -23,19 +23,24 @@ static inline bool has_tiles() {
 // GCC does not know that these instructions read and write memory.
 #define MEMORY_SEEN asm volatile("" ::: "memory")
 
-// Sums of 2 x 2 tiles are in registers 0 .. 3: outputs n and n + SIDE, rows and the next SIDE rows.
-template <int GROUPS>
+// Adds to the sums in registers 0 .. 3: outputs n and n + SIDE, rows and the next SIDE rows.
 static inline void multiply(const bf16* weights, int64_t step, const bf16* more_weights, int64_t more_step, const bf16* x, int64_t group) {
     _tile_loadd(4, weights, step * 2);
     _tile_loadd(6, x, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, more_weights, more_step * 2);
     _tile_dpbf16ps(1, 5, 6);
-    if (GROUPS == 2) {
-        _tile_loadd(7, x + group, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-    }
+    _tile_loadd(7, x + group, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows.
+template <bool SECOND> static inline void multiply_one(const bf16* weights, int64_t step, const bf16* x) {
+    _tile_loadd(4, weights, step * 2);
+    _tile_loadd(6, x, 64);
+    if (SECOND) _tile_dpbf16ps(1, 4, 6);
+    else _tile_dpbf16ps(0, 4, 6);
 }
 
 // Outputs n .. n + 2 SIDE, of which the first `count` are there, of one or two groups of rows; meanwhile `lines` of memory
@@ -50,17 +55,21 @@ static inline void block(const Linear& at, int64_t n, int count, const bf16* x, 
     _tile_zero(2);
     _tile_zero(3);
     int64_t k = 0;
-    if (whole)
-        for (; k + DEPTH <= in; k += DEPTH) {
-            for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * DEPTH, 0, 2);
-            next += lines * DEPTH;
-            multiply<GROUPS>(weight + k, in, weight + SIDE * in + k, in, x + SIDE * k, group);
-        }
+    const auto fetch = [&](int count) {
+        for (int i = 0; i < count; i++) __builtin_prefetch(next + i * DEPTH, 0, 2);
+        next += count * DEPTH;
+    };
+    if (whole && GROUPS == 1) {  // one output tile after the other: memory gives 16 rows of weights sooner than 32
+        for (k = 0; k + DEPTH <= in; k += DEPTH) fetch(lines / 2), multiply_one<false>(weight + k, in, x + SIDE * k);
+        for (k = 0; k + DEPTH <= in; k += DEPTH) fetch(lines - lines / 2), multiply_one<true>(weight + SIDE * in + k, in, x + SIDE * k);
+    } else if (whole)
+        for (; k + DEPTH <= in; k += DEPTH) fetch(lines), multiply(weight + k, in, weight + SIDE * in + k, in, x + SIDE * k, group);
     for (; k < in; k += DEPTH) {  // what is not there is zero
         bf16 part[2 * SIDE][DEPTH] = {};
         for (int i = 0; i < count; i++) std::memcpy(part[i], weight + i * in + k, std::min<int64_t>(DEPTH, in - k) * 2);
         MEMORY_SEEN;
-        multiply<GROUPS>(part[0], DEPTH, part[SIDE], DEPTH, x + SIDE * k, group);
+        if (GROUPS == 2) multiply(part[0], DEPTH, part[SIDE], DEPTH, x + SIDE * k, group);
+        else multiply_one<false>(part[0], DEPTH, x + SIDE * k), multiply_one<true>(part[SIDE], DEPTH, x + SIDE * k);
     }
     alignas(64) float sums[2 * GROUPS][SIDE][SIDE];
     _tile_stored(0, sums[0], 64);
@@ -126,7 +135,8 @@ struct Tiles {
         for (int64_t from = 0; from < rows; from += most) {
             const int64_t to = std::min(rows, from + most), blocks = (to - from + 2 * SIDE - 1) / (2 * SIDE);
             for (int64_t n = first; n < last; n += OUTPUTS) {
-                const int count = int(std::min<int64_t>(OUTPUTS, last - n)), lines = n + 2 * OUTPUTS > last ? 0 : int((OUTPUTS + blocks - 1) / blocks);
+                const int count = int(std::min<int64_t>(OUTPUTS, last - n));
+                const int lines = n + 2 * OUTPUTS > last || rows <= SIDE ? 0 : int((OUTPUTS + blocks - 1) / blocks);
                 const bf16* next = (const bf16*)at.weight + (n + OUTPUTS) * at.in;
                 for (int64_t row = from; row < to; row += 2 * SIDE, next += lines * at.in) {
                     const bf16* here = x + row * wide_in;
