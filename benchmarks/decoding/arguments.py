@@ -138,7 +138,7 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     text = "also time plain decoding of the engines in DIR that benchmarks/peers/setup.sh has filled, at batch 1"
     add("--peers", metavar="DIR", help=text)
     _add_measuring(command, rounds=3)
-    command.set_defaults(num_heads=4, draft_vocab=8192, feature_layers=2)  # as the heads of the default trace
+    command.set_defaults(num_heads=4, draft_vocab=8192)  # as the heads of the default trace
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """The commands of ``medusa-bench``: from flags to a report."""
 
 import argparse
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from benchmarks.decoding.report import publish
 from benchmarks.decoding.tree import describe_tree, measure_trees
 from benchmarks.decoding.tune import best_settings, measure_arms, others_of_transformers
 from benchmarks.machine import choose_device
-from benchmarks.peers.process import PLAIN, Engine, places
+from benchmarks.peers.process import MODES, PLAIN, engines
 from benchmarks.replay.replay import NODES, measure_replay
 from benchmarks.replay.trace import SMOLLM2_TRACE, load_trace, record, save_trace
 from benchmarks.run.command import run
@@ -80,8 +80,7 @@ def _replay(options: argparse.Namespace) -> None:
     base, heads = with_random_heads(options)
     nodes = options.nodes or trace.nodes or NODES
     rows = []
-    with ExitStack() as stack:
-        others = _others(options, base, stack) if options.peers else {}
+    with _others(options, base) as others:
         for batch in options.batch:
             sizes = (nodes, batch, options.context, options.steps, options.rounds, options.seed)
             rows.append(measure_replay(base, heads, trace, *sizes, others=others if batch == 1 else None))
@@ -96,16 +95,17 @@ def _replay(options: argparse.Namespace) -> None:
     publish(options, base.device, base.dtype, figures)
 
 
-def _others(options: argparse.Namespace, base: BaseModel, stack: ExitStack) -> dict[str, Callable[[], float]]:
-    """Seconds per token of the plain decoding of other engines, which end with the stack."""
-    there = Path(options.peers)
-    found: dict[str, Callable[[], float]] = {}
+@contextmanager
+def _others(options: argparse.Namespace, base: BaseModel) -> Iterator[dict[str, Callable[[], float]]]:
+    """Seconds per token of the plain decoding of other engines."""
+    if not options.peers:
+        yield {}
+        return
     prompt = torch.randint(base.vocab_size, (options.context,)).tolist()
-    for name, place in places(there, options.shape or base.name).items():
-        engine = Engine(name, PLAIN, place, there / f"{name}-{PLAIN}.log")
-        stack.callback(engine.close)
-        found[f"{name} {engine.version}"] = partial(engine.seconds_per_token, prompt, options.steps)
-    return found
+    room, plain = options.context + options.steps + 8, dict.fromkeys(MODES, (PLAIN,))
+    with engines(Path(options.peers), options.shape or base.name, room, plain) as found:
+        each = {f"{engine.name} {engine.version}": engine for engine in found}
+        yield {name: partial(engine.seconds_per_token, prompt, options.steps) for name, engine in each.items()}
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from benchmarks.decoding.tables import title
+from benchmarks.decoding.tables import shown_size, title
 from serve.demo.picture import BLUE, GREY, ORANGE
 
 AXES = {
@@ -23,11 +24,16 @@ def draw_scaling(report: dict[str, Any], path: str | Path) -> None:
             tree = [row for row in rows if row["nodes"] == (report["tree"] if size != "tree" else row["value"])]
             line = tree if nodes is None else [row for row in rows if row["nodes"] == nodes and size != "tree"]
             if line:
-                values = [row["value"] for row in line]
-                axes.plot(values, [row["ms"] for row in line], "o-", color=colour, label=name)
-                axes.plot(values, [row["model_ms"] for row in line], "--", color=colour, label="cost model")
+                at = [row["value"] for row in line]
+                axes.plot(at, [row["ms"] for row in line], "o-", color=colour, label=name)
+                axes.plot(at, [row["model_ms"] for row in line], "--", color=colour, label="cost model")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        values = sorted({row["value"] for row in rows})
+        axes.set_xticks(values, [shown_size(value) for value in values])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)

@@ -106,7 +106,7 @@ def scaling_lines(report: Report) -> list[dict[str, Any]]:
     plain = next(row for row in report["rows"] if (row["size"], row["value"]) == ("tree", 1))
     lines = []
     for size, value in dict.fromkeys((row["size"], row["value"]) for row in report["rows"]):
-        line: dict[str, Any] = {"size": size, "value": value if value < KIBI else f"{value / KIBI:.0f}k"}
+        line: dict[str, Any] = {"size": size, "value": shown_size(value)}
         one, draft = cells.get((size, value, 1)), cells.get((size, value, 0))
         tree = cells.get((size, value, value if size == "tree" else report["tree"]))
         one = plain if size == "tree" else one
@@ -115,6 +115,11 @@ def scaling_lines(report: Report) -> list[dict[str, Any]]:
         line["over"] = f"{tree['ms'] / one['ms']:.2f}x" if tree and one else ""
         lines.append(line)
     return lines
+
+
+def shown_size(value: int) -> str:
+    """A size in short, as 16k."""
+    return str(value) if value < KIBI else f"{value / KIBI:.0f}k"
 
 
 def _show_replay(report: Report) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 
 Report = dict[str, Any]
 
+ATTENTION = (("2k", "2048", "1,16,64"), ("8k", "8192", "1,16"), ("32k", "32768", "1"))
+"""Cached tokens, and the batch sizes that attention's backends are compared at."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -40,13 +43,20 @@ def parts(out: Path, work: Path) -> dict[str, Part]:
     """
     shape = ("--shape", "llama-8b", "--dtype", "bfloat16", "--device", "cuda")
     bench = ("-m", "benchmarks.decoding")
-    step, replay, attention, demo = (work / f"{name}.json" for name in ("step", "replay", "attention", "demo/report"))
-    step_words = ("step", *shape, "--batch", "1,4", "--baseline", "--profile", "--picture", str(out / "step.png"))
+    step, replay, demo = (work / f"{name}.json" for name in ("step", "replay", "demo/report"))
+    sizes = ("--batch", "1,16,64", "--nodes", "8,16,32,64", "--rounds", "5")
+    step_words = ("step", *shape, *sizes, "--baseline", "--profile", "--picture", str(out / "step.png"))
+
+    def attention(name: str, context: str, batch: str) -> Part:
+        report = work / f"attention-{name}.json"
+        words = (*shape, "--context", context, "--batch", batch, "--nodes", "1,64", "--rounds", "5")
+        return Part((*bench, "attention", *words, "--json", str(report)), 40, report, _attention_figure)
+
     small_demo = ("--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
     return {
         "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu"), 120),
         "step": Part((*bench, *step_words, "--json", str(step)), 120, step, _step_figure),
-        "attention": Part((*bench, "attention", *shape, "--json", str(attention)), 60, attention, _attention_figure),
+        **{f"attention-{name}": attention(name, context, batch) for name, context, batch in ATTENTION},
         "replay": Part((*bench, "replay", *shape, "--json", str(replay)), 60, replay, _replay_figure),
         "demo": Part(("-m", "serve.demo", "--run", str(demo.parent), *small_demo), 200, demo, _demo_figure, False),
     }

@@ -3,23 +3,50 @@
 A name is that of a base ("smollm2", "embedded", a directory) or of a shape ("llama-1b"), which gets random weights.
 """
 
+import filecmp
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.step.shapes import SHAPES, random_model, shape_config
 from data import EMBEDDED, load_tokenizer, resolve_base_name
 from medusa.base import smollm2
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT, OPENVINO, GGUF = "checkpoint", "openvino", "model.gguf"
 """What a copy's directory holds: the base as transformers has it, as OpenVINO has it, as llama.cpp has it."""
 
 
+def copies_of(environments: Path, base: str) -> Path:
+    """The directory of the copies of a base or shape.
+
+    Raises:
+        ValueError: There are none, or they are of other weights.
+    """
+    directory = directory_of(environments, base)
+    again = f"benchmarks/peers/setup.sh {environments} {base}"
+    if not directory.is_dir():
+        raise ValueError(f"peers ({environments}) have no copies of {base}; make them: {again}")
+    if base not in SHAPES:
+        checkpoint = Path(smollm2.locate(resolve_base_name(base))).resolve()
+        names = sorted(file.name for file in checkpoint.glob("*.safetensors"))
+        copied = (directory / CHECKPOINT).resolve()
+        made = directory.stat().st_mtime
+        if copied == checkpoint:
+            same = all((checkpoint / name).stat().st_mtime <= made for name in names)
+        else:
+            same = filecmp.cmpfiles(copied, checkpoint, names, shallow=False)[0] == names
+        if not same:
+            raise ValueError(f"copies ({directory}) are of other weights than {checkpoint}; remove them, run {again}")
+    return directory
+
+
 def directory_of(environments: Path, base: str) -> Path:
-    """Where the copies of a base or shape are, by its name or by that of ``BaseModel.name``."""
+    """Where the copies of a base or shape belong, by its name or by that of ``BaseModel.name``."""
     if resolve_base_name(base) == resolve_base_name(EMBEDDED):
         return environments / "models" / EMBEDDED
     return environments / "models" / Path(resolve_base_name(base)).name
@@ -28,10 +55,13 @@ def directory_of(environments: Path, base: str) -> Path:
 def copy_base(environments: Path, name: str) -> Path:
     """Make what is missing of the copies of a base; returns their directory.
 
+    llama.cpp's file is left out, and the log says so, where the base is no Llama.
+
     Raises:
-        ValueError: llama.cpp's file cannot be written for this architecture.
         subprocess.CalledProcessError: OpenVINO's tool has failed; its messages are above.
     """
+    from benchmarks.peers.gguf_file import write_gguf  # its package is not everywhere where benchmarks run
+
     directory = directory_of(environments, name)
     checkpoint = directory / CHECKPOINT
     directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +79,10 @@ def copy_base(environments: Path, name: str) -> Path:
         subprocess.run([*words, "--weight-format", "fp16", str(part)], check=True)
         part.rename(directory / OPENVINO)
     if not (directory / GGUF).exists():
-        write_gguf(checkpoint, directory / GGUF)
+        try:
+            write_gguf(checkpoint, directory / GGUF)
+        except ValueError as error:
+            logger.warning("no copy for llama.cpp: %s", error)
     return directory
 
 

@@ -1,16 +1,18 @@
 """``medusa-bench run``: from flags to the report."""
 
 import argparse
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.decoding.inputs import trained
 from benchmarks.decoding.report import environment
-from benchmarks.peers.process import BATCHING, MEDUSA, MODES, Engine, places
+from benchmarks.peers.process import BATCHING, MODES, Engine, engines
 from benchmarks.run.measure import figures, measure
 from benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
 from benchmarks.run.report import markdown, show
@@ -39,8 +41,8 @@ def run(options: argparse.Namespace) -> None:
         "dtype": str(model.base.dtype).removeprefix("torch."), **environment(model.base.device, options.words),
         "prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "runs": [],
     }  # fmt: skip
-    with ExitStack() as stack:
-        others = _peers(options, model, stack, report["versions"]) if options.peers else []
+    room = max(map(len, prompts)) + options.max_new_tokens + 8  # some want a little more than they use
+    with _peers(options, model, room, report["versions"]) as others:
         for temperature in options.temperature:
             methods = _methods(options, model, temperature) + ([] if temperature else others)
             for batch in options.batch:
@@ -49,8 +51,8 @@ def run(options: argparse.Namespace) -> None:
                 rows = figures(able, timings, kinds, batch)
                 report["runs"].append({"temperature": temperature, "batch": batch, "rows": rows})
                 report.setdefault("repeated_4grams", repeated_share(timings[PLAIN].outputs))
-    if options.json:
-        write_json(Path(options.json), report)
+                if options.json:  # after every run: nothing is lost where a later one fails
+                    write_json(Path(options.json), report)
     if options.markdown:
         replace_file(Path(options.markdown), lambda path: path.write_text(markdown(report), encoding="utf-8"))
     if options.picture:
@@ -82,25 +84,30 @@ def _usual(model: MedusaModel, temperature: float) -> list[str]:
     return [*names, AUTO, *([f"{AUTO}:{LOSSY}"] if temperature else [])]
 
 
-def _peers(options: argparse.Namespace, model: MedusaModel, stack: ExitStack, versions: dict[str, Any]) -> list[Method]:
-    """Other engines with the same weights, which end with the stack; with these heads where they take such heads."""
-    there, eos, found = Path(options.peers), model.base.eos_ids, []
-    heads = None
-    if model.heads is not None and not refusal(VLLM, model.heads.config):
-        heads = export_heads(
-            Export(model.heads, model.base), VLLM, Path(stack.enter_context(TemporaryDirectory())) / VLLM
-        )
-    for name, place in places(there, model.base.name).items():
-        for mode in MODES[name]:
-            if mode == MEDUSA and heads is None:
-                continue
-            engine = Engine(name, mode, place, there / f"{name}-{mode}.log", heads if mode == MEDUSA else None)
-            stack.callback(engine.close)
-            versions[name] = engine.version
+@contextmanager
+def _peers(
+    options: argparse.Namespace, model: MedusaModel, room: int, versions: dict[str, Any]
+) -> Iterator[list[Method]]:
+    """Other engines with the same weights, and with these heads where they take such heads."""
+    if not options.peers:
+        yield []
+        return
+    if model.base.dtype != torch.bfloat16 or model.base.device.type != "cpu":
+        where = f"{model.base.dtype} on {model.base.device}"
+        raise ValueError(f"--peers compute in bfloat16 on a CPU, and this base is in {where}; leave --peers out")
+    eos = model.base.eos_ids
 
-            def complete(prompts: Any, _: Any, engine: Engine = engine) -> Answers:
-                outputs = engine.complete(prompts, options.max_new_tokens, sorted(eos))
-                return Answers([ended(tokens, eos) for tokens in outputs])
+    def method(engine: Engine) -> Method:
+        def complete(prompts: Sequence[list[int]], _: Sequence[int]) -> Answers:
+            outputs = engine.complete(prompts, options.max_new_tokens, sorted(eos))
+            return Answers([ended(tokens, eos) for tokens in outputs])
 
-            found.append(Method(f"{name} {mode}", complete, batches=name in BATCHING))
-    return found
+        return Method(f"{engine.name} {engine.mode}", complete, batches=engine.name in BATCHING)
+
+    with TemporaryDirectory() as directory:
+        heads = None
+        if model.heads is not None and not refusal(VLLM, model.heads.config):
+            heads = export_heads(Export(model.heads, model.base), VLLM, Path(directory) / VLLM)
+        with engines(Path(options.peers), model.base.name, room, MODES, heads) as found:
+            versions.update({engine.name: engine.version for engine in found})
+            yield [method(engine) for engine in found]

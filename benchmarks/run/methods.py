@@ -49,6 +49,8 @@ def ours(model: MedusaModel, name: str, new_tokens: int, temperature: float) -> 
     drafter, _, rule = name.partition(":")
     if rule and rule not in RULES:
         raise ValueError(f"method ({name}) names no rule; choose one of: {', '.join(RULES)}")
+    if "ngram" in drafter.split("+"):
+        raise ValueError(f"method ({name}) would remember its answers of the round before; leave it out")
     named = None if drafter in (PLAIN, AUTO) else drafter
     speculation = Speculation(drafter=named, acceptance=rule or None, nodes=1 if drafter == PLAIN else None)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)

@@ -92,7 +92,8 @@ class Watch:
 def draw(samples: Sequence[dict[str, Any]], path: Path) -> None:
     """The curves as a PNG file."""
     shown = [name for name in FIGURES if any(name in sample for sample in samples)]
-    figure, fields = pyplot.subplots(2, -(-len(shown) // 2), figsize=(12, 5), layout="constrained", sharex=True)
+    columns = max(1, -(-len(shown) // 2))
+    figure, fields = pyplot.subplots(2, columns, figsize=(12, 5), layout="constrained", sharex=True, squeeze=False)
     for axes, name in zip(fields.flat, shown, strict=False):
         points = [(sample["seconds"], sample[name]) for sample in samples if name in sample]
         axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1)

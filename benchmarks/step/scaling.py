@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -71,10 +72,17 @@ def measure_scaling(
         sizes: What grows.
         rounds: Measured repetitions.
 
+    Raises:
+        ValueError: No context is short.
+
     Returns:
-        The report's own part: the rates, and rows of {size, value, nodes, ms, model_ms}; nodes 0 are drafts.
+        The report's own part: the rates (None = too high to be told), and rows of
+        {size, value, nodes, ms, model_ms}; nodes 0 are drafts.
     """
-    shape, short = _Shape(config, dtype, device, sizes), sizes.contexts[0]
+    short = sizes.contexts[0]
+    if short >= LONG:
+        raise ValueError(f"context ({short}) is where other sizes are measured; begin with one below {LONG}")
+    shape = _Shape(config, dtype, device, sizes)
     plain = shape.rig(short)
     rigs = {("context", value): shape.rig(value, rig=plain) for value in {*sizes.contexts, LONG}}
     rigs |= {("batch", value): shape.rig(short, value, rig=plain) for value in sizes.batches}
@@ -96,7 +104,7 @@ def measure_scaling(
             add(size, value, rig, nodes)
         if size == "vocabulary":
             add_draft(size, value, rig, sizes.levels[-1])
-    for nodes in {*sizes.nodes, MANY}:
+    for nodes in {1, *sizes.nodes, MANY}:
         add("tree", nodes, plain, nodes)
     for levels in sizes.levels:
         add_draft("levels", levels, plain, levels)
@@ -113,7 +121,8 @@ def measure_scaling(
     return {
         "context": short, "tree": sizes.tree, "draft_levels": sizes.levels[-1],
         "bandwidth_gb_per_s": round(rates.bandwidth / 1e9, 1), "bandwidth_method": best_bandwidth(times)[0],
-        "linear_gflops": round(rates.linear / 1e9), "attention_gflops": round(rates.attention / 1e9),
+        "linear_gflops": round(rates.linear / 1e9),
+        "attention_gflops": round(rates.attention / 1e9) if isfinite(rates.attention) else None,
         "heads": f"{max(sizes.levels)} recurrent, random", "rows": rows,
     }  # fmt: skip
 

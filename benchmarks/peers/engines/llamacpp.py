@@ -1,19 +1,22 @@
 """llama.cpp, through llama-cpp-python."""
 
+import os
+
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from loop import Complete, serve
 
 
-def load(file: str, mode: str) -> Complete:
+def load(file: str, mode: str, room: str) -> Complete:
     """``plain`` or ``prompt-lookup``; one prompt after the other."""
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=2) if mode == "prompt-lookup" else None  # 2: as it says for CPUs
+    threads = int(os.environ["OMP_NUM_THREADS"])
     model = llama_cpp.Llama(
         file,
-        n_ctx=2048,
+        n_ctx=int(room),
         n_batch=512,
-        n_threads=2,
-        n_threads_batch=2,
+        n_threads=threads,
+        n_threads_batch=threads,
         draft_model=lookup,
         logits_all=lookup is not None,
         verbose=False,

@@ -15,7 +15,9 @@ Complete = Callable[[list[list[int]], int, list[int]], list[list[int]]]
 
 
 def serve(load: Callable[..., Complete], package: str) -> None:
-    """Answer until the input ends; arguments are the model, the mode, and the heads where the mode has some.
+    """Answer until the input ends.
+
+    Arguments are the model, the mode, the most tokens of a prompt and its answer, and heads where the mode has some.
 
     Args:
         load: The arguments -> what completes.

@@ -1,20 +1,25 @@
 """OpenVINO GenAI."""
 
+import os
+
 import numpy
 import openvino
 import openvino_genai
 from loop import Complete, serve
 
 
-def load(directory: str, mode: str) -> Complete:
+def load(directory: str, mode: str, _: str) -> Complete:
     """``plain`` or ``prompt-lookup``; one prompt after the other."""
     how = {"prompt_lookup": True} if mode == "prompt-lookup" else {}
+    threads = int(os.environ["OMP_NUM_THREADS"])
     pipeline = openvino_genai.LLMPipeline(
-        directory, "CPU", INFERENCE_NUM_THREADS=2, INFERENCE_PRECISION_HINT="bf16", **how
+        directory, "CPU", INFERENCE_NUM_THREADS=threads, INFERENCE_PRECISION_HINT="bf16", **how
     )
 
     def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
-        config = openvino_genai.GenerationConfig(max_new_tokens=new, stop_token_ids=set(eos), do_sample=False)
+        config = openvino_genai.GenerationConfig(
+            max_new_tokens=new, stop_token_ids=set(eos), ignore_eos=not eos, do_sample=False
+        )
         if how:
             config.num_assistant_tokens, config.max_ngram_size = 5, 3
         outputs = []

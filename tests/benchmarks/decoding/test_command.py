@@ -85,7 +85,7 @@ def test_replay_says_so_everywhere(base_directory, tmp_path, capsys):
     assert report["trace"] == {"drafter": "heads", "tokens_per_step": 4.3333, "steps": 3}
     for row in report["rows"]:
         assert row["clamped_steps"] == 2 * row["batch"]
-        assert row["replay_tokens_per_step"] == round((2 * (1 + 3) + 2 * (typical_tree(8, 5).tree.depth + 1)) / 6, 4)
+        assert row["replay_tokens_per_step"] == round((2 * (1 + 3) + 2 * (typical_tree(8, 4).tree.depth + 1)) / 6, 4)
         expected = row["replay_tokens_per_step"] / row["step_overhead"]
         assert row["replay_speedup"] == pytest.approx(expected, rel=1e-3)
     assert "REPLAY" in capsys.readouterr().out

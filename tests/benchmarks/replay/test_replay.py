@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.replay.replay import ForcedRule, schedule
+from benchmarks.replay.replay import ForcedRule, measure_replay, schedule
 from benchmarks.replay.trace import SMOLLM2_TRACE, Trace, emitted_per_step, load_trace, record, save_trace
+from benchmarks.step.shapes import random_heads
 from medusa.acceptance import greedy
 
 
@@ -59,7 +60,23 @@ def test_the_shipped_trace_can_be_replayed():
     trace = load_trace(SMOLLM2_TRACE)
     assert len(trace.emitted) > 100
     assert 1 < trace.tokens_per_step < 6
-    assert trace.provenance["drafter"] == "heads"
+    assert (trace.provenance["drafter"], trace.nodes) == ("heads", 8)
+
+
+def test_other_engines_are_timed_in_turn_with_ours(tiny):
+    asked = []
+
+    def theirs():
+        asked.append(1)
+        return 2.0  # seconds per token
+
+    heads = random_heads(tiny, "recurrent", 4)
+    row = measure_replay(tiny, heads, Trace((1, 3), {}), 8, 1, 20, 4, 3, 0, others={"other 1.0": theirs})
+    (other,) = row["others"]
+    assert len(asked) >= 3
+    assert (other["engine"], other["tokens_per_s"]) == ("other 1.0", 0.5)
+    assert other["plain_over"] == pytest.approx(2 * row["plain_tokens_per_s"], rel=0.5)
+    assert other["replay_over"] == pytest.approx(2 * row["replay_tokens_per_s"], rel=0.5)
 
 
 @pytest.mark.parametrize(

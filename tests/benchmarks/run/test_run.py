@@ -1,12 +1,19 @@
 """The benchmark: every method on the same prompts, what is told of them, and what the command writes."""
 
+import argparse
 import json
+import sys
 
 import pytest
+import torch
 
 from benchmarks.decoding.__main__ import main
+from benchmarks.peers.process import MODES, SCRIPTS, Place
+from benchmarks.run.command import _peers
 from benchmarks.run.measure import figures, measure
 from benchmarks.run.methods import Answers, Method, ended, of_transformers, ours
+from benchmarks.step.shapes import random_heads
+from medusa import BaseModel, MedusaModel
 
 PROMPTS = [[5, 9, 7], [30, 2], [8, 8, 8, 3]]
 
@@ -27,7 +34,10 @@ def test_a_batch_of_transformers_is_ours(model):
         assert said == plain.complete(PROMPTS, [0, 0, 0]).tokens, method.name
 
 
-@pytest.mark.parametrize(("name", "message"), [("heads:fast", "names no rule"), ("guessing", "is not known")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("heads:fast", "names no rule"), ("guessing", "is not known"), ("heads+ngram", "would remember")],
+)
 def test_methods_that_there_are_not_are_refused(model, name, message):
     with pytest.raises(ValueError, match=message):
         ours(model, name, 4, 0.8)
@@ -84,7 +94,43 @@ def test_the_command_writes_tables_and_a_picture(model, base_directory, tmp_path
     assert shown.rindex("tokens/s (over plain decoding of this engine), 3 prompts") > shown.rindex("per pass")
 
 
+FAKE = f"""
+import json, sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from loop import serve
+
+def load(model, mode, room, heads=None):
+    drafts = json.load(open(heads + "/config.json"))["num_heads"] if heads else 1
+    return lambda prompts, new, eos: [[drafts] * new + eos + [9] for _ in prompts]
+
+serve(load, "pytest")
+"""
+
+
+@pytest.mark.parametrize(("architecture", "names"), [("medusa", ["plain", "medusa"]), ("recurrent", ["plain"])])
+def test_peers_draft_with_heads_that_they_take(base_directory, tmp_path, monkeypatch, architecture, names):
+    (tmp_path / "fake.py").write_text(FAKE)
+    place = Place(sys.executable, str(tmp_path / "fake.py"), "some/model")
+    monkeypatch.setattr("benchmarks.peers.process.places", lambda *_: {"vllm": place})
+    monkeypatch.setitem(MODES, "vllm", ("plain", "medusa"))
+    base = BaseModel.load(base_directory, dtype=torch.bfloat16, device="cpu")
+    model, versions = MedusaModel(base, random_heads(base, architecture, 2)), {}
+    options = argparse.Namespace(peers=str(tmp_path), max_new_tokens=3)
+    with _peers(options, model, 99, versions) as methods:
+        assert [method.name for method in methods] == [f"vllm {name}" for name in names]
+        told = [method.complete([[5], [6]], [0, 0]).tokens for method in methods]
+        assert told == [[[drafts] * 3 + [0]] * 2 for drafts in (1, 2)][: len(names)]  # 0 ends a text
+    assert versions == {"vllm": pytest.__version__}
+
+
 def test_questions_that_are_none_are_one_message(base_directory, tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"text": "why"}\n')
     assert main(["run", "--base", str(base_directory), "--questions", str(tmp_path / "x.jsonl")]) == 1
     assert "is no question" in capsys.readouterr().err
+
+
+def test_peers_with_other_numbers_are_refused(model, base_directory, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "heads")
+    words = ["--heads", str(tmp_path / "heads"), "--base", str(base_directory), "--dtype", "float32"]
+    assert main(["run", *words, "--count", "1", "--peers", str(tmp_path)]) == 1
+    assert "--peers compute in bfloat16 on a CPU, and this base is in torch.float32 on cpu" in capsys.readouterr().err

@@ -12,6 +12,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("smollm2-135m", 134_515_008),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-4b", 4_022_468_096),
         ("qwen3-8b", 8_190_735_360),
