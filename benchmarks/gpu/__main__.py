@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.dry_run:
             for name, part in chosen.items():
-                print(f"{name:<10} at most {part.limit:.0f} s: {part.command}")
+                print(f"{name:<13} at most {part.limit:.0f} s: {part.command}")
             return 0
         return check(chosen, out, options.limit)
     except (OSError, ValueError) as error:
