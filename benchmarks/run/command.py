@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.decoding.inputs import trained
 from benchmarks.decoding.report import environment
@@ -21,7 +21,7 @@ from medusa import MedusaModel
 from medusa.base import smollm2
 from medusa.files import replace_file, write_json
 from medusa.formats import Export, export_heads, refusal
-from serve.demo.compare import repeated_share
+from serve.demo.compare import repeated_share, unpacked_copy
 from serve.demo.questions import questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
@@ -43,8 +43,13 @@ def run(options: argparse.Namespace) -> None:
     }  # fmt: skip
     room = max(map(len, prompts)) + options.max_new_tokens + 8  # some want a little more than they use
     with _peers(options, model, room, report["versions"]) as others:
+        copy, draft = unpacked_copy(model.base), _draft_model(options, model)
         for temperature in options.temperature:
-            methods = _methods(options, model, temperature) + ([] if temperature else others)
+            methods = [
+                *_ours(options, model, temperature),
+                *of_transformers(copy, model.base.eos_ids, options.max_new_tokens, temperature, draft),
+                *([] if temperature else others),
+            ]
             for batch in options.batch:
                 able = [method for method in methods if batch == 1 or method.batches]
                 timings = measure(able, prompts, batch, options.rounds)
@@ -65,18 +70,19 @@ def run(options: argparse.Namespace) -> None:
         print(f"written: {', '.join(written)}")
 
 
-def _methods(options: argparse.Namespace, model: MedusaModel, temperature: float) -> list[Method]:
-    """This engine's, plain decoding first, and those of transformers."""
+def _ours(options: argparse.Namespace, model: MedusaModel, temperature: float) -> list[Method]:
+    """This engine's methods, plain decoding first."""
     names = [name for name in options.methods or _usual(model, temperature) if name != PLAIN]
-    new = options.max_new_tokens
-    draft = None
-    if options.draft_model:
-        small = smollm2.locate(resolve_base_name(options.draft_model))
-        draft = AutoModelForCausalLM.from_pretrained(small, dtype=model.base.dtype).to(model.base.device).eval()
-    return [
-        *(ours(model, name, new, temperature) for name in (PLAIN, *names)),
-        *of_transformers(model, new, temperature, draft),
-    ]
+    return [ours(model, name, options.max_new_tokens, temperature) for name in (PLAIN, *names)]
+
+
+def _draft_model(options: argparse.Namespace, model: MedusaModel) -> PreTrainedModel | None:
+    """What assists transformers."""
+    if not options.draft_model:
+        return None
+    small = smollm2.locate(resolve_base_name(options.draft_model))
+    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(small, dtype=model.base.dtype)
+    return found.to(model.base.device).eval()
 
 
 def _usual(model: MedusaModel, temperature: float) -> list[str]:

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from medusa import MedusaModel, SamplingParams, Speculation
 from medusa.acceptance import build_rule
 from medusa.sampling import RULES
-from serve.demo.compare import unpacked_copy
 
 PLAIN, AUTO = "plain", "auto"
 LOSSY = "typical"
@@ -65,10 +64,13 @@ def ours(model: MedusaModel, name: str, new_tokens: int, temperature: float) -> 
 
 
 def of_transformers(
-    model: MedusaModel, new_tokens: int, temperature: float, draft_model: PreTrainedModel | None = None
+    copy: PreTrainedModel,
+    eos: frozenset[int],
+    new_tokens: int,
+    temperature: float,
+    draft_model: PreTrainedModel | None = None,
 ) -> list[Method]:
     """transformers' ``generate`` on a copy of the weights: as it is, with prompt lookup, and assisted by a model."""
-    copy, eos = unpacked_copy(model.base), model.base.eos_ids
     ways: dict[str, dict[str, Any]] = {"": {}, " prompt lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
     if draft_model is not None:
         ways[" assisted"] = {"assistant_model": draft_model}

@@ -27,7 +27,6 @@ def measure(
     kinds: Mapping[str, Sequence[int]],
     rounds: int,
     new_tokens: int,
-    temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Decode held-out prompts in all ways, alternated; all sides hold the same weights in the same dtype.
 
@@ -37,7 +36,6 @@ def measure(
         kinds: Groups of prompts, by index.
         rounds: Measured repetitions; medians count.
         new_tokens: Limit per answer.
-        temperature: 0 = greedy; above, ours are sampled with one seed, so that their tokens can be compared.
 
     Returns:
         Values for JSON: speeds in tokens per second over whole calls, tokens per step, and how many outputs of each
@@ -45,12 +43,9 @@ def measure(
     """
     base = model.base
     engines = {
-        "transformers": transformers_engine(unpacked_copy(base), new_tokens, temperature),
-        "plain": medusa_engine(model, new_tokens, nodes=1, temperature=temperature),
-        **{
-            name: medusa_engine(model, new_tokens, drafter=None if name == AUTO else name, temperature=temperature)
-            for name in LABELS
-        },
+        "transformers": transformers_engine(unpacked_copy(base), new_tokens),
+        "plain": medusa_engine(model, new_tokens, nodes=1),
+        **{name: medusa_engine(model, new_tokens, drafter=None if name == AUTO else name) for name in LABELS},
     }
     timings = compare(engines, prompts, rounds, shown=True)
     plain, transformers = timings["plain"], timings["transformers"]
@@ -68,7 +63,7 @@ def measure(
             "count": drafters[AUTO]["identical_outputs"],
             "total": len(prompts),
             "dtype": str(base.dtype).removeprefix("torch."),
-            "against": f"plain at temperature {temperature}" if temperature else "plain greedy",
+            "against": "plain greedy",
         },
         "drafters": drafters,
         "rates": {name: [round(rate, 1) for rate in timing.rates] for name, timing in timings.items()},
@@ -77,7 +72,6 @@ def measure(
         "max_new_tokens": new_tokens,
         "rounds": rounds,
         "nodes": "auto",
-        "temperature": temperature,
         "dtype": str(base.dtype).removeprefix("torch."),
         "fused": base.fused,
         "device": str(base.device),

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve.demo.labels import KIND, LABELS
+from serve.demo.labels import LABELS
 
 
 def publish(run: Path, report: dict[str, Any]) -> None:
@@ -35,8 +35,7 @@ def show(base: str, figures: dict[str, Any]) -> None:
     from rich.table import Table
 
     engine = f"{figures['dtype']}, {'fused pass, ' if figures['fused'] else ''}{figures['threads']} threads"
-    rule = f"temperature {figures['temperature']}" if figures.get("temperature") else "greedy"
-    table = Table(title=f"{base}: {figures['prompts']} prompts, {rule}, {engine}")
+    table = Table(title=f"{base}: {figures['prompts']} prompts, greedy, {engine}")
     for heading in ("decoding", "tokens/s", "tokens per step", "over plain", "over transformers"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
     over = figures["plain_speedup_over_transformers"]
@@ -56,20 +55,3 @@ def show(base: str, figures: dict[str, Any]) -> None:
     print(f"identical to plain decoding, of {figures['prompts']} outputs: {same}")
     share = figures["repeated_4grams"]
     print(f"{share:.0%} of the 4-grams repeat the same answer: the more, the better lookup works")
-
-
-def show_kinds(figures: dict[str, Any]) -> None:
-    """Print tokens per step and speed over plain decoding by kind of prompt."""
-    from rich.console import Console
-    from rich.table import Table
-
-    drafters = figures["drafters"]
-    kinds = [key.removeprefix(KIND) for key in drafters["heads"] if key.startswith(KIND)]
-    table = Table(title="tokens per step and speed over plain decoding, by kind of prompt")
-    table.add_column("prompts")
-    for name in drafters:
-        table.add_column(LABELS[name], justify="right")
-    for kind in kinds:
-        cells = (f"{row[KIND + kind]:.2f}  {row[f'speedup_{kind}']:.2f}x" for row in drafters.values())
-        table.add_row(kind, *cells)
-    Console().print(table)

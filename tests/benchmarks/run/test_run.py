@@ -14,6 +14,7 @@ from benchmarks.run.measure import figures, measure
 from benchmarks.run.methods import Answers, Method, ended, of_transformers, ours
 from benchmarks.step.shapes import random_heads
 from medusa import BaseModel, MedusaModel
+from serve.demo.compare import unpacked_copy
 
 PROMPTS = [[5, 9, 7], [30, 2], [8, 8, 8, 3]]
 
@@ -28,7 +29,7 @@ def test_our_methods_say_what_plain_decoding_says(model):
 
 def test_a_batch_of_transformers_is_ours(model):
     plain = ours(model, "plain", 12, 0.0)
-    for method in of_transformers(model, 12, 0.0):
+    for method in of_transformers(unpacked_copy(model.base), model.base.eos_ids, 12, 0.0):
         groups = [PROMPTS] if method.batches else [[prompt] for prompt in PROMPTS]
         said = [tokens for group in groups for tokens in method.complete(group, [0] * len(group)).tokens]
         assert said == plain.complete(PROMPTS, [0, 0, 0]).tokens, method.name
