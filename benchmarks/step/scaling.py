@@ -41,23 +41,26 @@ class Sizes:
     """Nodes of the tree beside plain decoding."""
 
 
-class _Shape:
-    """Bases and heads of one shape, made when they are needed."""
+def short_rig(
+    config: PretrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    sizes: Sizes,
+    vocabulary: int | None = None,
+) -> Rig:
+    """One sequence with the first context, of a base that has this vocabulary (None = the shape's own)."""
+    config = copy.deepcopy(config)
+    config.vocab_size = vocabulary or config.vocab_size
+    longest = max(*sizes.contexts, LONG) + 2 * MANY
+    config.max_position_embeddings = max(config.max_position_embeddings, longest)
+    base = random_base(config, dtype, device)
+    heads = random_heads(base, "recurrent", max(sizes.levels))
+    return Rig(*as_loaded(base, heads), batch=1, context=sizes.contexts[0], room=2 * MANY)
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, sizes: Sizes) -> None:
-        self._dtype, self._device, self._levels = dtype, device, max(sizes.levels)
-        self._config = copy.deepcopy(config)
-        longest = max(*sizes.contexts, LONG) + 2 * MANY
-        self._config.max_position_embeddings = max(config.max_position_embeddings, longest)
 
-    def rig(self, context: int, batch: int = 1, vocabulary: int | None = None, rig: Rig | None = None) -> Rig:
-        """Sequences of a base with this vocabulary (None = the shape's own); with those of ``rig`` the same base."""
-        if rig is not None:
-            return Rig(rig.base, rig.heads, batch, context, 2 * MANY)
-        config = copy.deepcopy(self._config)
-        config.vocab_size = vocabulary or config.vocab_size
-        base = random_base(config, self._dtype, self._device)
-        return Rig(*as_loaded(base, random_heads(base, "recurrent", self._levels)), batch, context, 2 * MANY)
+def resized(rig: Rig, context: int, batch: int) -> Rig:
+    """Other sequences of the same base."""
+    return Rig(rig.base, rig.heads, batch, context, room=2 * MANY)
 
 
 def measure_scaling(
@@ -82,11 +85,10 @@ def measure_scaling(
     short = sizes.contexts[0]
     if short >= LONG:
         raise ValueError(f"context ({short}) is where other sizes are measured; begin with one below {LONG}")
-    shape = _Shape(config, dtype, device, sizes)
-    plain = shape.rig(short)
-    rigs = {("context", value): shape.rig(value, rig=plain) for value in {*sizes.contexts, LONG}}
-    rigs |= {("batch", value): shape.rig(short, value, rig=plain) for value in sizes.batches}
-    rigs |= {("vocabulary", value): shape.rig(short, vocabulary=value) for value in sizes.vocabularies}
+    plain = short_rig(config, dtype, device, sizes)
+    rigs = {("context", value): resized(plain, value, batch=1) for value in {*sizes.contexts, LONG}}
+    rigs |= {("batch", value): resized(plain, short, value) for value in sizes.batches}
+    rigs |= {("vocabulary", value): short_rig(config, dtype, device, sizes, value) for value in sizes.vocabularies}
     works: dict[Any, Work] = {}
     samples = bandwidth_samples(device)
 

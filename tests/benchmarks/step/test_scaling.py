@@ -8,7 +8,7 @@ import torch
 from benchmarks.decoding.__main__ import main
 from benchmarks.decoding.tables import scaling_lines
 from benchmarks.step.cost import Rates, Work, draft_work, pass_work
-from benchmarks.step.scaling import LONG, MANY, Sizes, find_rates
+from benchmarks.step.scaling import LONG, MANY, Sizes, find_rates, resized, short_rig
 from benchmarks.step.shapes import SHAPES, random_heads, weight_bytes
 
 
@@ -67,12 +67,10 @@ def test_the_command_reports_every_size(tiny_config, monkeypatch, tmp_path, caps
 
 
 def test_passes_of_other_vocabularies_have_other_bases(tiny_config):
-    from benchmarks.step.scaling import _Shape
-
-    shape = _Shape(tiny_config, torch.float32, torch.device("cpu"), Sizes([8], [1], [1], [64], [1], tree=4))
-    assert shape.rig(8, vocabulary=128).base.vocab_size == 128
-    first = shape.rig(8)
-    assert shape.rig(16, rig=first).base is first.base
+    shape = (tiny_config, torch.float32, torch.device("cpu"), Sizes([8], [1], [1], [64], [1], tree=4))
+    assert short_rig(*shape, vocabulary=128).base.vocab_size == 128
+    first = short_rig(*shape)
+    assert resized(first, 16, batch=1).base is first.base
     assert first.base.context_length >= LONG + MANY
 
 
