@@ -8,37 +8,63 @@
 //
 // Rows of all query heads that share a key head share each load of a key.
 #pragma once
+#include <memory>
+
 #include "team.h"
 #include "vectors.h"
 
 constexpr int SEGMENT = 128;  // positions; a multiple of LANES
 constexpr int BLOCK = 48;     // rows (nodes x query heads of a key head) that share a segment's keys
-constexpr int TILE = 6;       // rows in registers
+constexpr int TILE = 6;       // rows in registers, times so many vectors:
+constexpr int VECTORS = LANES == 8 ? 2 : 4;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-static inline void spread(vu words, float, float* to, int) { store(to, words); }
-static inline void spread(vu words, bf16, float* to, int stride) {  // two numbers to a word, the first low
-    store(to, words << 16), store(to + stride, words & 0xffff0000u);
+// How queries meet keys of type T: a word of either, and its products added to a sum.
+template <class T> struct Score {
+    static constexpr int PER_WORD = 1;  // numbers
+    static vf add(vf sum, vu query, vu key) { return fma(vf(query), vf(key), sum); }
+};
+#if defined(__AVX512BF16__)
+template <> struct Score<bf16> {
+    static constexpr int PER_WORD = 2;
+    static vf add(vf sum, vu query, vu key) { return vf(_mm512_dpbf16_ps(__m512(sum), __m512bh(query), __m512bh(key))); }
+};
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+template <> struct Score<bf16> {
+    static constexpr int PER_WORD = 2;
+    static vf add(vf sum, vu query, vu key) {
+        return vf(vbfdotq_f32(float32x4_t(sum), vreinterpretq_bf16_u32(uint32x4_t(query)), vreinterpretq_bf16_u32(uint32x4_t(key))));
+    }
+};
+#endif
+template <class T> constexpr bool PAIRS = Score<T>::PER_WORD * sizeof(T) == 4 && sizeof(T) == 2;
+template <class T> static int words(int64_t dim) { return int(dim + Score<T>::PER_WORD - 1) / Score<T>::PER_WORD; }
+
+// A word as it stands, or two numbers to a word, the first low.
+template <class T> static inline void spread(vu word, uint32_t* to, int stride) {
+    if constexpr (sizeof(T) == 4 || PAIRS<T>) store(to, word);
+    else store(to, word << 16), store(to + stride, word & 0xffff0000u);
 }
 
-// Keys [count, dim] to columns of floats [dim][stride]; columns up to a multiple of LANES, and rows behind dim up to a
+// Keys [count, dim] to columns of words [words][stride]; columns up to a multiple of LANES, and rows behind dim up to a
 // multiple of 2 LANES, are written.
-template <class T> static void turn(const T* keys, int64_t step, int count, int dim, float* to, int stride) {
-    constexpr int PER_WORD = 4 / sizeof(T), WIDE = LANES * PER_WORD;
+template <class T> static void turn(const T* keys, int64_t step, int count, int dim, uint32_t* to, int stride) {
+    constexpr int PER_VECTOR = LANES * 4 / sizeof(T), ROWS_OF_WORD = sizeof(T) == 4 || PAIRS<T> ? 1 : 2;
     for (int first = 0; first < count; first += LANES)
-        for (int d = 0; d < dim; d += WIDE) {
+        for (int d = 0; d < dim; d += PER_VECTOR) {
             vu rows[LANES];
             const T* key = keys + first * step + d;
-            if (first + LANES <= count && d + WIDE <= dim)
+            if (first + LANES <= count && d + PER_VECTOR <= dim)
                 for (int i = 0; i < LANES; i++) rows[i] = load<vu>(key + i * step);
             else
                 for (int i = 0; i < LANES; i++) {
-                    T part[WIDE] = {};
-                    if (first + i < count) std::memcpy(part, key + i * step, std::min(WIDE, dim - d) * sizeof(T));
+                    T part[PER_VECTOR] = {};
+                    if (first + i < count) std::memcpy(part, key + i * step, std::min(PER_VECTOR, dim - d) * sizeof(T));
                     rows[i] = load<vu>(part);
                 }
             transpose(rows);
-            for (int i = 0; i < LANES; i++) spread(rows[i], T(), to + int64_t(d + i * PER_WORD) * stride + first, stride);
+            uint32_t* words = to + int64_t(d / Score<T>::PER_WORD) * stride + first;
+            for (int i = 0; i < LANES; i++) spread<T>(rows[i], words + int64_t(i) * ROWS_OF_WORD * stride, stride);
         }
 }
 
@@ -49,42 +75,46 @@ template <class T> static inline void expect(const T* rows, int64_t step, int co
 }
 
 // Products [R, C x LANES] of R queries with turned keys: each a chain along dim.
-template <int R, int C> static void products(const float* query, const float* keys, int dim, int stride, float* out) {
+template <class T, int R, int C> static void products(const uint32_t* query, const uint32_t* keys, int words, int stride, float* out) {
     vf sums[R][C] = {};
-    for (int d = 0; d < dim; d++) {
-        vf key[C];
-        for (int c = 0; c < C; c++) key[c] = load<vf>(keys + int64_t(d) * stride + c * LANES);
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) sums[r][c] += splat(query[r * dim + d]) * key[c];
+    for (int d = 0; d < words; d++) {
+        vu key[C];
+        UNROLLED for (int c = 0; c < C; c++) key[c] = load<vu>(keys + int64_t(d) * stride + c * LANES);
+        UNROLLED for (int r = 0; r < R; r++) {
+            const vu word = vu{} + query[r * words + d];
+            UNROLLED for (int c = 0; c < C; c++) sums[r][c] = Score<T>::add(sums[r][c], word, key[c]);
+        }
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(out + r * stride + c * LANES, sums[r][c]);
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c++) store(out + r * stride + c * LANES, sums[r][c]);
 }
-template <int R> static void products(const float* query, const float* keys, int dim, int stride, int count, float* out) {
+template <class T, int R>
+static void products(const uint32_t* query, const uint32_t* keys, int words, int stride, int count, float* out) {
     int k = 0;
-    for (; k + 3 * LANES < count; k += 4 * LANES) products<R, 4>(query, keys + k, dim, stride, out + k);
-    for (; k < count; k += LANES) products<R, 1>(query, keys + k, dim, stride, out + k);
+    for (; k + (VECTORS - 1) * LANES < count; k += VECTORS * LANES) products<T, R, VECTORS>(query, keys + k, words, stride, out + k);
+    for (; k < count; k += LANES) products<T, R, 1>(query, keys + k, words, stride, out + k);
 }
 
 // Adds weights [R, count] times values [count, C x LANES] to sums: each a chain along positions.
 template <int R, int C, class T>
 static void weigh(const float* weights, const T* values, int64_t step, int count, int room, float* sums, int width) {
     vf total[R][C];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) total[r][c] = load<vf>(sums + r * width + c * LANES);
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c++) total[r][c] = load<vf>(sums + r * width + c * LANES);
     for (int j = 0; j < count; j++) {
         vf value[C];
-        for (int c = 0; c < C; c++) value[c] = C > 1 ? wide(values + j * step + c * LANES) : wide(values + j * step, room);
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) total[r][c] += splat(weights[r * SEGMENT + j]) * value[c];
+        UNROLLED for (int c = 0; c < C; c++) value[c] = C > 1 ? wide(values + j * step + c * LANES) : wide(values + j * step, room);
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int c = 0; c < C; c++) total[r][c] = fma(splat(weights[r * SEGMENT + j]), value[c], total[r][c]);
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(sums + r * width + c * LANES, total[r][c]);
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c++) store(sums + r * width + c * LANES, total[r][c]);
 }
 template <int R, class T>
 static void weigh(const float* weights, const T* values, int64_t step, int count, int dim, float* sums, int width) {
+    constexpr int WIDE = VECTORS * LANES;
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) weigh<R, 4>(weights, values + d, step, count, 0, sums + d, width);
+    for (; d + WIDE <= dim; d += WIDE) weigh<R, VECTORS>(weights, values + d, step, count, 0, sums + d, width);
     for (; d < dim; d += LANES) weigh<R, 1>(weights, values + d, step, count, dim - d, sums + d, width);
 }
 
@@ -134,7 +164,8 @@ struct Rows {
 };
 
 struct Scratch {
-    std::vector<float> query, keys, weights, tails, tree_keys, tree_scores, sums, all;
+    Buffer<uint32_t> query, keys, tree_keys;
+    Buffer<float> weights, tree_scores, sums, all;
     std::vector<int64_t> depth, leading;
 };
 
@@ -146,20 +177,24 @@ struct Unit {
 // How a team shares a layer. Few rows: segments are spread over the threads too. Either way the same numbers are merged
 // in the same order.
 struct Work {
+    static constexpr int STAGES = 2;
     std::vector<Unit> units;
-    int64_t segments = 1;
+    int64_t segments = 1, rows = 0;  // of a unit, at most
     bool apart;
-    std::vector<float> partial;
+    std::unique_ptr<float[]> partial;
 
     Work(const Layer& at, int threads) {
         for (int64_t b = 0; b < at.batch; b++) {
+            const int64_t count = at.count(b) * at.groups();
             segments = std::max(segments, (at.lengths[b] + at.count(b) - 1) / SEGMENT + 1);
+            rows = std::max(rows, std::min<int64_t>(BLOCK, count));
             for (int64_t kv = 0; kv < at.kv_heads; kv++)
-                for (int64_t block = 0; block * BLOCK < at.count(b) * at.groups(); block++) units.push_back({b, kv, block});
+                for (int64_t block = 0; block * BLOCK < count; block++) units.push_back({b, kv, block});
         }
         apart = int64_t(units.size()) < 4 * threads && threads > 1 && segments > 1;
-        if (apart) partial.resize(units.size() * segments * BLOCK * (at.width() + 2));
+        if (apart) partial.reset(new float[units.size() * segments * part(at)]);
     }
+    int64_t part(const Layer& at) const { return rows * (at.width() + 2); }  // numbers of one segment of a unit
 };
 
 template <class T> struct Attention {
@@ -190,7 +225,8 @@ template <class T> struct Attention {
         Rows rows;
         rows.length = at.lengths[b], rows.parents = at.parents_of(b);
         walk(b, s);
-        s.query.resize(BLOCK * at.dim);
+        const int size = words<T>(at.dim);
+        s.query.resize(BLOCK * size);
         int64_t first = block * BLOCK, groups = at.groups();
         rows.count = int(std::clamp<int64_t>(at.count(b) * groups - first, 0, BLOCK));
         const T* queries = query + (at.firsts ? at.firsts[b] * at.q_n : b * at.q_b);
@@ -202,7 +238,9 @@ template <class T> struct Attention {
             rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
             rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
             const T* q = queries + h * at.q_h + n * at.q_n;
-            for (int64_t d = 0; d < at.dim; d++) s.query[r * at.dim + d] = widen(q[d]);
+            uint32_t* to = &s.query[r * size];
+            if constexpr (PAIRS<T>) to[size - 1] = 0, std::memcpy(to, q, at.dim * sizeof(T));
+            else for (int64_t d = 0; d < at.dim; d++) to[d] = bits(widen(q[d]));
         }
         return rows;
     }
@@ -210,7 +248,7 @@ template <class T> struct Attention {
     // One segment: the largest score of each row, the sum of its weights, and the weighted sum of values [rows][width].
     void segment(const Rows& rows, int64_t b, int64_t kv, int64_t index, Scratch& s, float* top, float* total, float* sums) const {
         const int64_t start = index * SEGMENT, stop = start + SEGMENT;
-        const int dim = int(at.dim), width = at.width();
+        const int dim = int(at.dim), size = words<T>(dim), width = at.width();
         std::fill(top, top + rows.count, NOTHING), std::fill(total, total + rows.count, 0.f);
         std::fill(sums, sums + rows.count * width, 0.f);
         if (stop <= rows.from || start >= rows.to) return;
@@ -230,7 +268,7 @@ template <class T> struct Attention {
                 expect(value_at(b, kv, p), at.v_s, run, at.dim_v);
                 turn(key_at(b, kv, p), at.k_s, run, dim, s.keys.data() + (p - first), SEGMENT);
             });
-#define CALL(R) products<R>(&s.query[r * dim], s.keys.data(), dim, SEGMENT, count, &s.weights[r * SEGMENT + skipped])
+#define CALL(R) products<T, R>(&s.query[r * size], s.keys.data(), size, SEGMENT, count, &s.weights[r * SEGMENT + skipped])
             FOR_TILES(rows.count, CALL)
 #undef CALL
         }
@@ -240,7 +278,7 @@ template <class T> struct Attention {
             at.table.runs(rows.length, rows.length + nodes, [&](int64_t p, int run) {
                 turn(key_at(b, kv, p), at.k_s, run, dim, s.tree_keys.data() + (p - rows.length), stride);
             });
-#define CALL(R) products<R>(&s.query[r * dim], s.tree_keys.data(), dim, stride, nodes, &s.tree_scores[int64_t(r) * stride])
+#define CALL(R) products<T, R>(&s.query[r * size], s.tree_keys.data(), size, stride, nodes, &s.tree_scores[int64_t(r) * stride])
             FOR_TILES(rows.count, CALL)
 #undef CALL
         }
@@ -286,17 +324,31 @@ template <class T> struct Attention {
         for (int j = 0; j < LANES; j++) total += sum[j];
     }
 
+    // Positions from .. to - 1 for R rows from r on: what all of them see together, the rest of each by itself.
+    template <int R>
+    void weigh_run(const Rows& rows, int r, int64_t start, int64_t from, int64_t to, const T* values, const float* weights, float* sums) const {
+        const int width = at.width();
+        int64_t low = from, high = to;
+        for (int i = r; i < r + R; i++) low = std::max(low, rows.first[i]), high = std::min(high, rows.shared[i]);
+        low = std::min(low, to), high = std::max(high, low);
+        const auto some = [&](auto count, int row, int64_t first, int64_t end) {
+            if (first < end)
+                weigh<decltype(count)::value>(weights + row * SEGMENT + first - start, values + (first - from) * at.v_s, at.v_s, int(end - first),
+                                              int(at.dim_v), sums + row * width, width);
+        };
+        constexpr std::integral_constant<int, 1> one;
+        for (int i = r; i < r + R; i++) some(one, i, std::max(from, rows.first[i]), std::min(low, rows.shared[i]));
+        some(std::integral_constant<int, R>(), r, low, high);
+        for (int i = r; i < r + R; i++) some(one, i, std::max(high, rows.first[i]), std::min(to, rows.shared[i]));
+    }
+
     // Shared positions for all rows together, a row's own ancestors behind them.
     void accumulate(const Rows& rows, int64_t b, int64_t kv, int64_t start, int64_t stop, int skipped, int count, Scratch& s,
                     float* sums, int width) const {
-        s.tails.resize(BLOCK * SEGMENT);
-        for (int r = 0; r < rows.count; r++)
-            for (int64_t p = std::max(rows.shared[r], start); p <= rows.last[r] && p < stop; p++)
-                s.tails[r * SEGMENT + p - start] = std::exchange(s.weights[r * SEGMENT + p - start], 0.f);
         const int64_t from = start + skipped;
         at.table.runs(from, from + count, [&](int64_t p, int run) {
             const T* values = value_at(b, kv, p);
-#define CALL(R) weigh<R>(&s.weights[r * SEGMENT + p - start], values, at.v_s, run, int(at.dim_v), sums + r * width, width)
+#define CALL(R) weigh_run<R>(rows, r, start, p, p + run, values, s.weights.data(), sums)
             FOR_TILES(rows.count, CALL)
 #undef CALL
         });
@@ -310,9 +362,8 @@ template <class T> struct Attention {
             for (int64_t p = own; p < end; p++) {
                 const T* values = value_at(b, kv, rows.length + path[p - start]);
                 for (int d = 0; d < at.dim_v; d += LANES) {
-                    vf sum = load<vf>(sums + r * width + d);
-                    sum += splat(s.tails[r * SEGMENT + p - start]) * wide(values + d, int(at.dim_v) - d);
-                    store(sums + r * width + d, sum);
+                    const vf sum = load<vf>(sums + r * width + d);
+                    store(sums + r * width + d, fma(splat(s.weights[r * SEGMENT + p - start]), wide(values + d, int(at.dim_v) - d), sum));
                 }
             }
         }
@@ -328,7 +379,7 @@ template <class T> struct Attention {
             tops[r] = best;
             totals[r] = totals[r] * before + total[r] * now;
             for (int d = 0; d < width; d += LANES)
-                store(all + r * width + d, load<vf>(all + r * width + d) * splat(before) + load<vf>(sums + r * width + d) * splat(now));
+                store(all + r * width + d, fma(load<vf>(all + r * width + d), splat(before), load<vf>(sums + r * width + d) * splat(now)));
         }
     }
 
@@ -347,21 +398,17 @@ template <class T> struct Attention {
         }
     }
 
-    // The work of every thread of a team, which meets at the end.
-    void run(Work& work, Team& team, int threads) const {
+    // The part of one thread of a team.
+    void run(Work& work, Team::Member& member) const {
         const int width = at.width();
-        const int64_t part = BLOCK * (width + 2);
         thread_local Scratch s;
-        const auto place = [&](int64_t item, int64_t index) { return work.partial.data() + (item * work.segments + index) * part; };
-        const int64_t units = work.units.size();
-        if (work.apart)
-            team.divide(units * work.segments, 1, threads, [&](int64_t item) {
-                const Unit& unit = work.units[item / work.segments];
-                float* to = place(item / work.segments, item % work.segments);
-                segment(begin(unit, s), unit.b, unit.kv, item % work.segments, s, to, to + BLOCK, to + 2 * BLOCK);
-            });
-        // Heads of a cached row lie side by side: one thread reads them all, where there is enough for every thread.
-        team.divide(units, units < 4 * threads * at.kv_heads ? 1 : at.kv_heads, threads, [&](int64_t item) {
+        const int64_t units = work.units.size(), part = work.part(at);
+        member.share(work.apart ? units * work.segments : 0, [&](int64_t item) {
+            const Unit& unit = work.units[item / work.segments];
+            float *top = &work.partial[item * part], *total = top + work.rows;
+            segment(begin(unit, s), unit.b, unit.kv, item % work.segments, s, top, total, total + work.rows);
+        });
+        member.share(units, [&](int64_t item) {
             const Unit& unit = work.units[item];
             const Rows rows = begin(unit, s);
             float tops[BLOCK], totals[BLOCK] = {}, top[BLOCK], total[BLOCK];
@@ -369,8 +416,8 @@ template <class T> struct Attention {
             s.all.assign(rows.count * width, 0.f), s.sums.resize(BLOCK * width);
             for (int64_t index = rows.from / SEGMENT; index * SEGMENT < rows.to; index++) {
                 if (work.apart) {
-                    const float* from = place(item, index);
-                    merge(rows.count, from, from + BLOCK, from + 2 * BLOCK, tops, totals, s.all.data());
+                    const float* from = &work.partial[(item * work.segments + index) * part];
+                    merge(rows.count, from, from + work.rows, from + 2 * work.rows, tops, totals, s.all.data());
                 } else {
                     segment(rows, unit.b, unit.kv, index, s, top, total, s.sums.data());
                     merge(rows.count, top, total, s.sums.data(), tops, totals, s.all.data());

@@ -23,7 +23,6 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
     const int64_t wide_inner = W::room(at.inner), wide_both = W::room(2 * at.hidden), wide = W::room(at.hidden);
     std::vector<float> both, middle, added, logits;
     Buffer<typename W::number> x, gated;
-    Team team;
 
     // The state and the token's embedding at unit scale, side by side.
     void read(int64_t r) {
@@ -36,25 +35,24 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
         for (int64_t i = 0; i < at.hidden; i++) row[at.hidden + i] = rounded<T>(widen(embedding[i]) * factor);
     }
 
-    void block(const Linear& into, const Linear& out_of, int thread, int threads) {
-        const Share rows(at.rows, 1, thread, threads), inner(at.inner, W::UNIT, thread, threads);
-        for (int64_t r = rows.first; r < rows.last; r++) W::arrange(&both[r * 2 * at.hidden], 2 * at.hidden, x.data(), wide_both, r, 0);
-        team.meet(threads);
-        W::linear(into, x.data(), at.rows, middle.data(), at.inner, inner.first, inner.last);
-        for (int64_t r = 0; r < at.rows && inner.first < inner.last; r++) {
-            float* row = &middle[r * at.inner];
-            for (int64_t i = inner.first; i < inner.last; i++) row[i] = rounded<T>(row[i] * sigmoid(splat(row[i]))[0]);
-            W::arrange(row + inner.first, inner.last - inner.first, gated.data(), wide_inner, r, inner.first);
-        }
-        team.meet(threads);
-        const Share hidden(at.hidden, W::OUTPUTS, thread, threads);
-        W::linear(out_of, gated.data(), at.rows, added.data(), at.hidden, hidden.first, hidden.last);
-        for (int64_t r = 0; r < at.rows; r++)
-            for (int64_t i = hidden.first; i < hidden.last; i++) {
-                float& state = both[r * 2 * at.hidden + i];
-                state = rounded<T>(state + added[r * at.hidden + i]);
+    void block(const Linear& into, const Linear& out_of, Team::Member& member) {
+        member.share(at.rows, [&](int64_t r) { W::arrange(&both[r * 2 * at.hidden], 2 * at.hidden, x.data(), wide_both, r, 0); });
+        member.share(at.inner, W::UNIT, [&](int64_t first, int64_t last) {
+            W::linear(into, x.data(), at.rows, middle.data(), at.inner, first, last);
+            for (int64_t r = 0; r < at.rows; r++) {
+                float* row = &middle[r * at.inner];
+                for (int64_t i = first; i < last; i++) row[i] = rounded<T>(row[i] * sigmoid(splat(row[i]))[0]);
+                W::arrange(row + first, last - first, gated.data(), wide_inner, r, first);
             }
-        team.meet(threads);
+        });
+        member.share(at.hidden, W::OUTPUTS, [&](int64_t first, int64_t last) {
+            W::linear(out_of, gated.data(), at.rows, added.data(), at.hidden, first, last);
+            for (int64_t r = 0; r < at.rows; r++)
+                for (int64_t i = first; i < last; i++) {
+                    float& state = both[r * 2 * at.hidden + i];
+                    state = rounded<T>(state + added[r * at.hidden + i]);
+                }
+        });
     }
 
     void choose(int64_t r) {
@@ -91,22 +89,19 @@ template <class T, class W> class LevelRun {  // W: how its weights are met
     }
 
     void operator()() {
-#pragma omp parallel num_threads(int(at.threads))
-        {
-            const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        Team(int(at.threads), 4 + 3 * at.blocks).run([&](Team::Member& member) {
             const typename W::Thread equipped;
-            const Share rows(at.rows, 1, thread, threads), columns(at.output.outputs, W::OUTPUTS, thread, threads);
-            for (int64_t r = rows.first; r < rows.last; r++) read(r);
-            for (int64_t b = 0; b < at.blocks; b++) block(at.into[b], at.out_of[b], thread, threads);
-            for (int64_t r = rows.first; r < rows.last; r++) {
+            member.share(at.rows, [&](int64_t r) { read(r); });
+            for (int64_t b = 0; b < at.blocks; b++) block(at.into[b], at.out_of[b], member);
+            member.share(at.rows, [&](int64_t r) {
                 float* state = &both[r * 2 * at.hidden];
                 W::arrange(state, at.hidden, x.data(), wide, r, 0);
                 for (int64_t i = 0; i < at.hidden; i++) narrow(state[i], (T*)at.out + r * at.hidden + i);
-            }
-            team.meet(threads);
-            W::linear(at.output, x.data(), at.rows, logits.data(), at.output.outputs, columns.first, columns.last);
-            team.meet(threads);
-            for (int64_t r = rows.first; r < rows.last; r++) choose(r);
-        }
+            });
+            member.share(at.output.outputs, W::OUTPUTS, [&](int64_t first, int64_t last) {
+                W::linear(at.output, x.data(), at.rows, logits.data(), at.output.outputs, first, last);
+            });
+            member.share(at.rows, [&](int64_t r) { choose(r); });
+        });
     }
 };

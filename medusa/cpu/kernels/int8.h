@@ -22,6 +22,20 @@ struct alignas(64) Group {
 static inline vi multiply_add(vi sum, const uint8_t* weights, const int8_t* numbers) {
 #if defined(__AVX512VNNI__)
     return vi(_mm512_dpbusd_epi32(__m512i(sum), _mm512_loadu_si512(weights), _mm512_loadu_si512(numbers)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return vi(_mm256_dpbusd_avx_epi32(__m256i(sum), _mm256_loadu_si256((const __m256i*)weights), _mm256_loadu_si256((const __m256i*)numbers)));
+#elif defined(__AVX2__)
+    for (int i = 0; i < BYTES; i += 16) {  // in 16 bits: products of bytes would not fit into sums of two
+        const __m256i wide_weights = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(weights + i)));
+        const __m256i wide_numbers = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(numbers + i)));
+        const __m256i products = _mm256_madd_epi16(wide_weights, wide_numbers);
+#ifdef __AVX512F__
+        sum += vi(_mm512_zextsi256_si512(products));
+#else
+        sum += vi(products);
+#endif
+    }
+    return sum;
 #else
     for (int j = 0; j < LANES; j++) {
         int32_t products = 0;
@@ -81,18 +95,15 @@ template <class T> struct Rounded {
                 for (int c = 0; c < TILE8; c++) {
                     vi sum = group.start;
                     for (int k = 0; k < GROUP; k += BYTES) sum = multiply_add(sum, weight[c] + g * GROUP + k, group.numbers + k);
-                    sums[r][c] += __builtin_convertvector(sum, vf) * splat(group.scale);
+                    sums[r][c] = fma(__builtin_convertvector(sum, vf), splat(group.scale), sums[r][c]);
                 }
             }
         }
         v4 scales = {}, biases = {};
         for (int c = 0; c < count; c++) scales[c] = at.scales[n + c], biases[c] = at.bias ? widen(((const T*)at.bias)[n + c]) : 0;
         for (int r = 0; r < R; r++) {
-            const v4 all = rounded(added(sums[r]) * scales + biases, T());
-            if (count == TILE8)
-                for (int c = 0; c < TILE8; c++) put(all[c], out + r * stride + n + c);
-            else
-                for (int c = 0; c < count; c++) put(all[c], out + r * stride + n + c);
+            const v4 all = added(sums[r][0], sums[r][1], sums[r][2], sums[r][3]) * scales + biases;
+            for (int c = 0; c < count; c++) narrow(rounded<T>(all[c]), out + r * stride + n + c);
         }
     }
     template <int R, class O>
@@ -104,9 +115,9 @@ template <class T> struct Rounded {
     template <class O>
     static void linear(const Linear& at, const Group* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
         in_groups(rows, TILE8, room(at.in) * GROUP, TILE8, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-#define CALL(R) tiles<R>(at, from, to, x + row * room(at.in), out + row * stride, stride)
-            switch (count) { case 4: CALL(4); break; case 3: CALL(3); break; case 2: CALL(2); break; default: CALL(1); }
-#undef CALL
+            with_constant<TILE8>(int(count), [&](auto some) {
+                tiles<decltype(some)::value>(at, from, to, x + row * room(at.in), out + row * stride, stride);
+            });
         });
     }
 };

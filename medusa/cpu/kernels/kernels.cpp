@@ -15,13 +15,10 @@ extern "C" void medusa_attention(int half, int threads, const int64_t* shape, co
                       s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
                       Table{blocks, s[11], s[10]}};
     Work work(layer, threads);
-    Team team;
-#pragma omp parallel num_threads(threads)
-    {
-        const int count = omp_get_num_threads();
-        if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work, team, count);
-        else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work, team, count);
-    }
+    Team(threads, Work::STAGES).run([&](Team::Member& member) {
+        if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work, member);
+        else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work, member);
+    });
 }
 
 // Calls run(a number, how its weights are met) as is fastest on this processor.
@@ -48,20 +45,17 @@ template <class T, class W>
 static void whole_linear(int threads, const Linear& layer, int64_t rows, const T* x, T* out) {
     const int64_t in = layer.in, wide_in = W::room(in);
     Buffer<typename W::number> from(W::rows(rows) * wide_in);
-    Team team;
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num(), count = omp_get_num_threads();
-        const Share mine(rows, 1, thread, count), share(layer.outputs, W::OUTPUTS, thread, count);
+    Team(threads, 2).run([&](Team::Member& member) {
         const typename W::Thread equipped;
         std::vector<float> row(in);
-        for (int64_t r = mine.first; r < mine.last; r++) {
+        member.share(rows, [&](int64_t r) {
             for (int64_t i = 0; i < in; i++) row[i] = widen(x[r * in + i]);
             W::arrange(row.data(), in, from.data(), wide_in, r, 0);
-        }
-        team.meet(count);
-        W::linear(layer, from.data(), rows, out, layer.outputs, share.first, share.last);
-    }
+        });
+        member.share(layer.outputs, W::OUTPUTS, [&](int64_t first, int64_t last) {
+            W::linear(layer, from.data(), rows, out, layer.outputs, first, last);
+        });
+    });
 }
 
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
@@ -99,22 +93,22 @@ extern "C" void medusa_move(int64_t buffers, char* const* memory, const int64_t*
 
 // The first column with the largest number of each row of x [rows, columns].
 extern "C" void medusa_argmax(int half, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < rows; r++)
-        out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
+    Team(threads, 1).run([&](Team::Member& member) {
+        member.share(rows, [&](int64_t r) {
+            out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
+        });
+    });
 }
 
 extern "C" void medusa_draw(const Drawing* at) {
-#pragma omp parallel num_threads(int(at->threads))
-    {
+    Team(int(at->threads), 1).run([&](Team::Member& member) {
         Draw draw(*at);
-#pragma omp for schedule(dynamic)
-        for (int64_t r = 0; r < at->rows; r++) {
+        member.share(at->rows, [&](int64_t r) {
             const int64_t from = r * at->columns;
             const uint32_t key = uint32_t(at->keys[r]);
             at->out[r] = at->half ? draw((const bf16*)at->logits + from, key) : draw((const float*)at->logits + from, key);
-        }
-    }
+        });
+    });
 }
 
 extern "C" void medusa_level(const Level* level) {

@@ -4,19 +4,15 @@
 // chain of such vectors, whose lanes are added up at the end. So a row's sums do not depend on the rows beside it, nor
 // on the threads.
 #pragma once
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include "vectors.h"
 
-constexpr int ROWS = LANES == 16 ? 8 : 4;  // rows x OUTPUTS sums stay in registers
+constexpr int ROWS = LANES == 8 ? 4 : 8;  // rows x OUTPUTS sums stay in registers
 constexpr int OUTPUTS = 3;
+constexpr int STRIP = OUTPUTS * std::max(LANES, 8);  // outputs whose sums are finished together
 constexpr int NEAR = 3 * ROWS;            // so few rows stay in the nearest cache while weights pass by
+constexpr int MANY = 8;                   // rows for which weights are widened once
+constexpr int AHEAD = 4;                  // tiles whose weights are on their way
 constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache while more rows pass by
-
-typedef float v4 __attribute__((vector_size(16)));
-typedef uint32_t u4 __attribute__((vector_size(16)));
 
 template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
@@ -28,44 +24,82 @@ struct Linear {
 };
 
 // The nearest number that T holds.
-static inline v4 rounded(v4 x, float) { return x; }
-static inline v4 rounded(v4 x, bf16) {
-    u4 bits = u4(x);
-    return x != x ? x : v4((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
-}
 template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
 
-// How rows travel, and how a vector of them meets a vector of weights.
+// How rows travel, and how R of them meet a vector of C outputs' weights, `in` numbers apart. Rows are arranged, `room`
+// numbers apart.
 template <class T> struct Row {
     typedef float number;
-    typedef vf vector, weights;
-    static vector read(const number* x) { return load<vf>(x); }
-    static weights split(vu words) { return vf(words); }
-    static void add(vf& sum, vector x, weights w) { sum += x * w; }
+    static constexpr bool WIDENED = false;
+    template <int R, int C>
+    static void add(vf (&sums)[R][C], const number* x, int64_t room, const T* weights, int64_t in) {
+        vf w[C];
+        UNROLLED for (int c = 0; c < C; c++) w[c] = load<vf>(weights + c * in);
+        UNROLLED for (int r = 0; r < R; r++) {
+            const vf numbers = load<vf>(x + r * room);
+            UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
+        }
+    }
     static void arrange(const float* row, int64_t in, number* to) {
         std::memcpy(to, row, in * 4), std::fill(to + in, to + arranged<T>(in), 0.f);
     }
 };
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Row<bf16> {  // one instruction adds the products of pairs
     typedef bf16 number;
-    typedef __m512bh vector, weights;
-    static vector read(const number* x) { return load<vector>(x); }
-    static weights split(vu words) { return weights(words); }
-    static void add(vf& sum, vector x, weights w) { sum = vf(_mm512_dpbf16_ps(__m512(sum), x, w)); }
+    static constexpr bool WIDENED = false;
+    template <int R, int C>
+    static void add(vf (&sums)[R][C], const number* x, int64_t room, const bf16* weights, int64_t in) {
+#ifdef __AVX512BF16__
+        typedef __m512bh pairs;
+        const auto meet = [](vf sum, pairs a, pairs b) { return vf(_mm512_dpbf16_ps(__m512(sum), a, b)); };
+#else
+        typedef bfloat16x8_t pairs;
+        const auto meet = [](vf sum, pairs a, pairs b) { return vf(vbfdotq_f32(float32x4_t(sum), a, b)); };
+#endif
+        pairs w[C];
+        UNROLLED for (int c = 0; c < C; c++) w[c] = load<pairs>(weights + c * in);
+        UNROLLED for (int r = 0; r < R; r++) {
+            const pairs numbers = load<pairs>(x + r * room);
+            UNROLLED for (int c = 0; c < C; c++) sums[r][c] = meet(sums[r][c], numbers, w[c]);
+        }
+    }
     static void arrange(const float* row, int64_t in, number* to) {
-        for (int64_t k = 0; k < in; k++) narrow(row[k], to + k);
+        int64_t k = 0;
+        for (; k + LANES <= in; k += LANES) put(rounded(load<vf>(row + k), bf16()), to + k);
+        for (; k < in; k++) narrow(row[k], to + k);
         std::fill(to + in, to + arranged<bf16>(in), 0);
     }
 };
 #else
 template <> struct Row<bf16> {  // weights are widened: even numbers to one vector of floats, odd ones to another
     typedef float number;
-    struct vector { vf even, odd; };
-    typedef vector weights;
-    static vector read(const number* x) { return {load<vf>(x), load<vf>(x + LANES)}; }
-    static weights split(vu words) { return {vf(words << 16), vf(words & 0xffff0000u)}; }
-    static void add(vf& sum, vector x, weights w) { sum += x.even * w.even, sum += x.odd * w.odd; }
+    static constexpr bool WIDENED = LANES == 8;  // the first of them once for many rows, where registers are few
+    static vf even(const bf16* weights) { return vf(load<vu>(weights) << 16); }
+    static vf odd(const bf16* weights) { return vf(load<vu>(weights) & 0xffff0000u); }
+    static void widen(const bf16* row, int64_t in, float* to) {
+        int64_t k = 0;
+        for (; k + 2 * LANES <= in; k += 2 * LANES) {
+            __builtin_prefetch(row + k + STRIP * in, 0, 2);
+            store(to + k, even(row + k)), store(to + k + LANES, odd(row + k));
+        }
+        if (k == in) return;
+        bf16 part[2 * LANES] = {};
+        std::memcpy(part, row + k, (in - k) * sizeof(bf16));
+        store(to + k, even(part)), store(to + k + LANES, odd(part));
+    }
+    template <int R, int C>
+    static void add(vf (&sums)[R][C], const number* x, int64_t room, const bf16* weights, int64_t in) {
+        UNROLLED for (int half = 0; half < 2; half++) {
+            vf w[C];
+            UNROLLED for (int c = 0; c < C; c++) w[c] = half ? odd(weights + c * in) : even(weights + c * in);
+            UNROLLED for (int r = 0; r < R; r++) {
+                const vf numbers = load<vf>(x + r * room + half * LANES);
+                UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
+            }
+            FORGET(weights);  // read again: a register less than to keep it
+        }
+    }
     static void arrange(const float* row, int64_t in, number* to) {
         for (int64_t k = 0; k < in; k += 2 * LANES)
             for (int i = 0; i < LANES; i++) {
@@ -78,87 +112,89 @@ template <> struct Row<bf16> {  // weights are widened: even numbers to one vect
 template <class T> using number = typename Row<T>::number;
 
 // The lanes of four vectors added up, each in the same order.
-static inline v4 added(const vf* x) {
+static inline v4 added(vf a, vf b, vf c, vf d) {
 #if defined(__AVX512F__)
-    typedef float v8 __attribute__((vector_size(32)));
-    vf low = __builtin_shuffle(x[0], x[1], vi{0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}) +
-             __builtin_shuffle(x[0], x[1], vi{2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31});
-    vf high = __builtin_shuffle(x[2], x[3], vi{0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}) +
-              __builtin_shuffle(x[2], x[3], vi{2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31});
-    vf all = __builtin_shuffle(low, high, vi{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}) +
-             __builtin_shuffle(low, high, vi{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
-    v8 halves[2];
-    std::memcpy(halves, &all, sizeof all);
-    v8 half = halves[0] + halves[1];
-    v4 quarters[2];
-    std::memcpy(quarters, &half, sizeof half);
-    return quarters[0] + quarters[1];
+    const vf low = SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                   SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const vf high = SHUFFLE(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                    SHUFFLE(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const vf all = SHUFFLE(low, high, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                   SHUFFLE(low, high, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(__m512(all)), _mm512_extractf32x8_ps(__m512(all), 1));
+    return v4(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #else
-    v4 out;
-    for (int c = 0; c < 4; c++) {
-        v4 halves[2];
-        std::memcpy(halves, &x[c], sizeof x[c]);
-        v4 half = halves[0] + halves[1];
-        out[c] = (half[0] + half[2]) + (half[1] + half[3]);
+    vf x[4] = {a, b, c, d};
+    v4 part[4];
+    for (int i = 0; i < 4; i++) {
+        std::memcpy(&part[i], &x[i], sizeof part[i]);
+        if constexpr (LANES == 8) {
+            v4 upper;
+            std::memcpy(&upper, (const char*)&x[i] + sizeof upper, sizeof upper);
+            part[i] += upper;
+        }
     }
+    v4 out;
+    for (int i = 0; i < 4; i++) out[i] = (part[i][0] + part[i][2]) + (part[i][1] + part[i][3]);
     return out;
 #endif
 }
 
-static inline void put(float x, float* to) { *to = x; }
-static inline void put(float x, bf16* to) {
-    uint32_t bits; std::memcpy(&bits, &x, 4);
-    *to = uint16_t(bits >> 16);  // it is rounded
-}
-
-// Outputs n .. n + OUTPUTS, of which the first `count` are there, of R rows of x, arranged.
-template <class T, int R, class O>
-static inline void tile(const Linear& at, int64_t n, int count, const number<T>* x, O* out, int64_t stride) {
-    const int64_t in = at.in, wide_in = arranged<T>(in);
-    const T* weight[OUTPUTS];
-    for (int c = 0; c < OUTPUTS; c++) weight[c] = (const T*)at.weight + (n + std::min(c, count - 1)) * in;
-    vf sums[R][OUTPUTS + 1] = {};
-    const auto add = [&](int64_t k, const vu* words) {
-        typename Row<T>::weights w[OUTPUTS];
-        for (int c = 0; c < OUTPUTS; c++) w[c] = Row<T>::split(words[c]);
-        for (int r = 0; r < R; r++) {
-            const auto numbers = Row<T>::read(x + r * wide_in + k);
-            for (int c = 0; c < OUTPUTS; c++) Row<T>::add(sums[r][c], numbers, w[c]);
-        }
-    };
+// Sums of C outputs of R rows: to[r * STRIP + c].
+template <class T, int R, int C>
+static inline void tile(const T* weights, int64_t in, const number<T>* x, int64_t room, float* to) {
+    vf sums[R][C] = {};
     int64_t k = 0;
-    vu words[OUTPUTS];
     for (; k + STEP<T> <= in; k += STEP<T>) {
-        for (int c = 0; c < OUTPUTS; c++) {
-            words[c] = load<vu>(weight[c] + k);
-            __builtin_prefetch(weight[c] + k + OUTPUTS * in);
-        }
-        add(k, words);
+        UNROLLED for (int c = 0; c < C; c++) __builtin_prefetch(weights + k + (AHEAD * C + c) * in, 0, 2);
+        Row<T>::add(sums, x + k, room, weights + k, in);
     }
     if (k < in) {
-        for (int c = 0; c < OUTPUTS; c++) {
-            T part[STEP<T>] = {};
-            std::memcpy(part, weight[c] + k, (in - k) * sizeof(T));
-            words[c] = load<vu>(part);
-        }
-        add(k, words);
+        alignas(64) T part[C][STEP<T>] = {};
+        for (int c = 0; c < C; c++) std::memcpy(part[c], weights + k + c * in, (in - k) * sizeof(T));
+        Row<T>::add(sums, x + k, room, part[0], STEP<T>);
     }
-    for (int r = 0; r < R; r++) {
-        v4 all = added(sums[r]);
-        if (at.bias)
-            for (int c = 0; c < count; c++) all[c] += widen(((const T*)at.bias)[n + c]);
-        all = rounded(all, T());
-        if (count == OUTPUTS)
-            for (int c = 0; c < OUTPUTS; c++) put(all[c], out + r * stride + n + c);
-        else
-            for (int c = 0; c < count; c++) put(all[c], out + r * stride + n + c);
+    UNROLLED for (int r = 0; r < R; r++) {
+        const v4 all = added(sums[r][0], sums[r][C > 1], sums[r][C > 2 ? 2 : 0], vf{});
+        UNROLLED for (int c = 0; c < C; c++) to[r * STRIP + c] = all[c];
     }
 }
-template <class T, int R, class O>
-static void tiles(const Linear& at, int64_t first, int64_t last, const number<T>* x, O* out, int64_t stride) {
-    int64_t n = first;
-    for (; n + OUTPUTS <= last; n += OUTPUTS) tile<T, R>(at, n, OUTPUTS, x, out, stride);
-    if (n < last) tile<T, R>(at, n, int(last - n), x, out, stride);
+
+// Calls use(a constant from 1 to MOST) for a count.
+template <int MOST, class Use> static inline void with_constant(int count, Use use) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return with_constant<MOST - 1>(count, use);
+    use(std::integral_constant<int, MOST>());
+}
+
+// Outputs n .. n + count of some rows, at most STRIP: biases are added, and all are rounded as T is.
+template <class T, class O>
+static inline void finish(const Linear& at, int64_t n, int count, const float* sums, int64_t rows, O* out, int64_t stride) {
+    for (int i = 0; i < count; i += LANES) {
+        const vf bias = at.bias ? wide((const T*)at.bias + n + i, count - i) : vf{};
+        for (int64_t r = 0; r < rows; r++)
+            put(rounded(load<vf>(sums + r * STRIP + i) + bias, T()), out + r * stride + n + i, count - i);
+    }
+}
+
+// Outputs first .. last of at most NEAR rows, ROWS at a time: each weight comes from memory once.
+template <class T, class O>
+static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O* out, int64_t stride) {
+    alignas(64) float sums[NEAR * STRIP + LANES];
+    const int64_t room = arranged<T>(at.in), groups = (rows + ROWS - 1) / ROWS;
+    for (int64_t n = first; n < last; n += STRIP) {
+        const int count = int(std::min<int64_t>(STRIP, last - n));
+        for (int c = 0; c < count; c += c + OUTPUTS <= count ? OUTPUTS : 1)
+            for (int64_t group = 0; group < groups; group++) {
+                const int64_t row = group * rows / groups;
+                with_constant<ROWS>(int((group + 1) * rows / groups - row), [&](auto some) {
+                    constexpr int R = decltype(some)::value;
+                    const T* weights = (const T*)at.weight + (n + c) * at.in;
+                    if (c + OUTPUTS <= count) tile<T, R, OUTPUTS>(weights, at.in, x + row * room, room, sums + row * STRIP + c);
+                    else tile<T, R, 1>(weights, at.in, x + row * room, room, sums + row * STRIP + c);
+                });
+            }
+        finish<T>(at, n, count, sums, rows, out, stride);
+    }
 }
 
 // Calls run(row, count, from, to): at most `most` rows at a time, over blocks of outputs that stay near while more rows
@@ -166,27 +202,47 @@ static void tiles(const Linear& at, int64_t first, int64_t last, const number<T>
 template <class F>
 static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, int64_t first, int64_t last, F run) {
     const int64_t groups = (rows + most - 1) / most, fitting = FAR_BYTES / bytes / unit * unit;
-    const int64_t block = groups == 1 ? last : rows <= NEAR ? unit : std::max(unit, fitting);
+    const int64_t block = groups == 1 ? last : std::max(unit, fitting);
     for (int64_t from = first; from < last; from += block)
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = group * rows / groups, count = (group + 1) * rows / groups - row;
             run(row, count, from, std::min(from + block, last));
         }
 }
-#define FOR_ROWS(count, CALL)                                                          \
-    switch (count) {                                                                   \
-        case 8: CALL(8); break; case 7: CALL(7); break; case 6: CALL(6); break;        \
-        case 5: CALL(5); break; case 4: CALL(4); break; case 3: CALL(3); break;        \
-        case 2: CALL(2); break; default: CALL(1);                                      \
-    }
+
+// The same where weights are widened first, a strip at a time: 6 rows meet two outputs, as 16 registers want it.
+template <class T, class O>
+static void widened(const Linear& at, const float* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+    constexpr int MOST = 6, PAIR = 2;
+    const int64_t room = arranged<T>(at.in), near = std::max<int64_t>(MOST, FAR_BYTES / (4 * room) / MOST * MOST);
+    thread_local Buffer<float> panel;
+    panel.resize(STRIP * room);
+    alignas(64) float sums[MOST * STRIP + LANES];
+    for (int64_t from = 0; from < rows; from += near)
+        for (int64_t n = first; n < last; n += STRIP) {
+            const int count = int(std::min<int64_t>(STRIP, last - n));
+            for (int c = 0; c < count; c++) Row<T>::widen((const T*)at.weight + (n + c) * at.in, at.in, &panel[c * room]);
+            const int64_t here = std::min(near, rows - from), groups = (here + MOST - 1) / MOST;
+            for (int64_t group = 0; group < groups; group++) {
+                const int64_t row = from + group * here / groups;
+                with_constant<MOST>(int(from + (group + 1) * here / groups - row), [&](auto some) {
+                    constexpr int R = decltype(some)::value;
+                    int c = 0;
+                    for (; c + PAIR <= count; c += PAIR) tile<float, R, PAIR>(&panel[c * room], room, x + row * room, room, sums + c);
+                    if (c < count) tile<float, R, 1>(&panel[c * room], room, x + row * room, room, sums + c);
+                    finish<T>(at, n, count, sums, R, out + row * stride, stride);
+                });
+            }
+        }
+}
 
 // Outputs first .. last of all rows.
 template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
-    in_groups(rows, ROWS, at.in * sizeof(T), OUTPUTS, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-#define CALL(R) tiles<T, R>(at, from, to, x + row * arranged<T>(at.in), out + row * stride, stride)
-        FOR_ROWS(count, CALL)
-#undef CALL
+    if constexpr (Row<T>::WIDENED)
+        if (rows >= MANY) return widened<T>(at, x, rows, out, stride, first, last);
+    in_groups(rows, rows <= NEAR ? NEAR : ROWS, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+        strips<T>(at, from, to, x + row * arranged<T>(at.in), count, out + row * stride, stride);
     });
 }
 
@@ -205,14 +261,5 @@ template <class T> struct Plain {
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
         ::linear<T>(at, x, rows, out, stride, first, last);
-    }
-};
-
-// A thread's share of count things, in units of which none is divided.
-struct Share {
-    int64_t first, last;
-    Share(int64_t count, int64_t unit, int thread, int threads) {
-        const int64_t units = (count + unit - 1) / unit;
-        first = std::min(count, units * thread / threads * unit), last = std::min(count, units * (thread + 1) / threads * unit);
     }
 };

@@ -1,7 +1,7 @@
 // A decoder's whole pass over tree rows, for families whose layers are the usual block: norm, attention with rotary
 // positions, residual, norm, gated MLP, residual. Numbers are rounded to T where transformers rounds them.
 //
-// One team of threads runs through all layers, and meets where one stage reads what another thread wrote.
+// One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
 #include "attention.h"
 #include "int8.h"
@@ -31,6 +31,7 @@ struct Pass {
 constexpr int64_t SLAB = 256;      // rows whose inner numbers are kept at a time
 constexpr int64_t COLUMNS = 384;   // of gates that are computed at a time, at least: whole tiles of every kind
 constexpr int64_t MIDDLE = 65536;  // numbers that stay in a core's cache
+constexpr int64_t FEW = 16;        // rows that every thread arranges for itself: sooner done than waited for
 
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
@@ -38,18 +39,18 @@ template <class T, class W> class Run {  // W: how its weights are met
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
     Buffer<float> stream;
-    Buffer<T> projected, middle;
+    Buffer<T> projected;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
     std::vector<int64_t> places;  // of each row in the cache
-    Team team;
+    typedef Team::Member Member;
 
     // A row divided by its root mean square, times a weight.
     template <class N> static void normed(const N* from, const T* weight, int64_t count, float epsilon, float* to) {
         vf squares = {};
         for (int64_t i = 0; i < count; i += LANES) {
             const vf numbers = wide(from + i, int(count - i));
-            squares += numbers * numbers;
+            squares = fma(numbers, numbers, squares);
         }
         float sum = 0;
         for (int j = 0; j < LANES; j++) sum += squares[j];
@@ -60,28 +61,42 @@ template <class T, class W> class Run {  // W: how its weights are met
         }
     }
 
-    void norm_rows(const void* weight, int thread, int threads) {
-        const Share share(rows, 1, thread, threads);
-        float row[at.hidden];
-        for (int64_t r = share.first; r < share.last; r++) {
-            normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, row);
-            W::arrange(row, at.hidden, x.data(), wide_hidden, r, 0);
-        }
-        team.meet(threads);
+    // What gives a thread the rows that a linear layer reads, arranged; row(r, to) gives their numbers. Many are arranged
+    // by all threads, few by each thread for itself when it takes its first piece.
+    template <class Numbers> auto rows_for(Member& member, int64_t in, Numbers row) {
+        const auto arrange = [this, in, row](int64_t r, typename W::number* to) {
+            float numbers[in];
+            row(r, numbers), W::arrange(numbers, in, to, W::room(in), r, 0);
+        };
+        const bool many = rows > FEW;
+        if (many) member.share(rows, [&](int64_t r) { arrange(r, x.data()); });
+        return [this, in, arrange, many, ready = false]() mutable -> const typename W::number* {
+            thread_local Buffer<typename W::number> own;
+            if (many) return x.data();
+            if (!ready) grow(own, W::rows(rows) * W::room(in));
+            for (int64_t r = 0; r < rows && !ready; r++) arrange(r, own.data());
+            ready = true;
+            return own.data();
+        };
+    }
+    auto normed_rows(Member& member, const void* weight) {
+        return rows_for(member, at.hidden, [this, weight](int64_t r, float* to) {
+            normed(&stream[r * at.hidden], (const T*)weight, at.hidden, at.epsilon, to);
+        });
     }
 
-    // Layers that read the same rows, their outputs side by side.
-    template <size_t N>
-    void project(const Linear (&layers)[N], const typename W::number* from, T* to, int thread, int threads) {
-        int64_t total = 0, begin = 0;
-        for (const Linear& layer : layers) total += layer.outputs;
-        const Share share(total, W::OUTPUTS, thread, threads);
-        for (const Linear& layer : layers) {
-            const int64_t first = std::max(share.first, begin), last = std::min(share.last, begin + layer.outputs);
-            if (first < last) W::linear(layer, from, rows, to + begin, total, first - begin, last - begin);
-            begin += layer.outputs;
-        }
-        team.meet(threads);
+    // Queries, keys and values of all rows, side by side.
+    void project(const Block& block, Member& member) {
+        auto from = normed_rows(member, block.norm);
+        const int64_t total = queries + 2 * keys;
+        member.share(total, W::OUTPUTS, [&](int64_t begin, int64_t end) {
+            int64_t before = 0;
+            for (const Linear* layer : {&block.query, &block.key, &block.value}) {
+                const int64_t first = std::max(begin, before), last = std::min(end, before + layer->outputs);
+                if (first < last) W::linear(*layer, from(), rows, projected.data() + before, total, first - before, last - before);
+                before += layer->outputs;
+            }
+        });
     }
 
     // One head's numbers, normed where the family does so, turned by the row's position.
@@ -103,10 +118,9 @@ template <class T, class W> class Run {  // W: how its weights are met
         for (int64_t d = at.rotated; d < at.dim; d++) narrow(head[d], to + d);
     }
 
-    void place_heads(const Block& block, int thread, int threads) {
+    void place_heads(const Block& block, Member& member) {
         const int64_t total = queries + 2 * keys;
-        const Share share(rows, 1, thread, threads);
-        for (int64_t r = share.first; r < share.last; r++) {
+        member.share(rows, [&](int64_t r) {
             const int64_t row = places[r];
             const T* from = &projected[r * total];
             for (int64_t h = 0; h < at.heads; h++)
@@ -114,75 +128,84 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t h = 0; h < at.kv_heads; h++)
                 turned(from + queries + h * at.dim, block.key_norm, at.positions[r], (T*)block.keys + row * keys + h * at.dim);
             std::memcpy((T*)block.values + row * keys, from + queries + keys, keys * sizeof(T));
-        }
-        team.meet(threads);
+        });
     }
 
-    void attend(const Block& block, Work& work, int thread, int threads) {
+    void attend(const Block& block, Work& work, Member& member) {
         const int64_t slot = at.capacity * keys;
         const Layer layer{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents, 0, 0, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
                           nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
-        Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work, team, threads);
-        const Share share(rows, 1, thread, threads);
-        float row[queries];
-        for (int64_t r = share.first; r < share.last; r++) {
-            for (int64_t i = 0; i < queries; i++) row[i] = widen(attended[r * queries + i]);
-            W::arrange(row, queries, x.data(), wide_queries, r, 0);
-        }
-        team.meet(threads);
-    }
-
-    // Adds a layer's output for `count` rows to those of the residual stream from `first` on.
-    void add(const Linear& layer, const typename W::number* from, int64_t first, int64_t count, int thread, int threads) {
-        const Share share(at.hidden, W::OUTPUTS, thread, threads);
-        W::linear(layer, from, count, projected.data(), at.hidden, share.first, share.last);
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t i = share.first; i < share.last; i += LANES) {
-                const int here = int(std::min<int64_t>(LANES, share.last - i));
-                float* sum = &stream[(first + r) * at.hidden + i];
-                const vf more = wide(&projected[r * at.hidden + i], here);
-                put(rounded(wide(sum, here) + rounded(more * splat(at.residual), T()), T()), sum, here);
-            }
-        team.meet(threads);
+        Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work, member);
     }
 
     // Columns of gates and of what they let through at a time.
     int64_t columns(int64_t count) const { return std::min(at.inner, std::max<int64_t>(1, MIDDLE / (count * COLUMNS)) * COLUMNS); }
 
-    void gate(const Block& block, int64_t first, int64_t count, int thread, int threads) {
-        const Share share(at.inner, W::UNIT, thread, threads);
-        const int64_t most = columns(count);
-        T *gates = &middle[thread * 2 * count * most], *ups = gates + count * most;
-        const typename W::number* from = x.data() + first * wide_hidden;
+    // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
+    void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
+        const int64_t most = std::min(columns(count), end - begin);
+        thread_local Buffer<T> middle;
+        grow(middle, 2 * count * most);
+        T *gates = middle.data(), *ups = gates + count * most;
         float row[most];
-        for (int64_t begin = share.first; begin < share.last; begin += most) {
-            const int64_t end = std::min(begin + most, share.last);
-            W::linear(block.gate, from, count, gates - begin, most, begin, end);
-            W::linear(block.up, from, count, ups - begin, most, begin, end);
+        for (; begin < end; begin += most) {
+            const int64_t stop = std::min(begin + most, end);
+            W::linear(block.gate, from, count, gates - begin, most, begin, stop);
+            W::linear(block.up, from, count, ups - begin, most, begin, stop);
             for (int64_t r = 0; r < count; r++) {
-                for (int64_t i = 0; i < end - begin; i += LANES) {
-                    const int here = int(std::min<int64_t>(LANES, end - begin - i));
+                for (int64_t i = 0; i < stop - begin; i += LANES) {
+                    const int here = int(std::min<int64_t>(LANES, stop - begin - i));
                     const vf g = wide(gates + r * most + i, here), up = wide(ups + r * most + i, here);
                     put(rounded(rounded(g * sigmoid(g), T()) * up, T()), row + i, here);
                 }
-                W::arrange(row, end - begin, gated.data(), wide_inner, r, begin);
+                W::arrange(row, stop - begin, gated.data(), wide_inner, r, begin);
             }
         }
-        team.meet(threads);
     }
 
-    void tap(int64_t column, int thread, int threads) {
-        const Share share(rows, 1, thread, threads);
-        for (int64_t r = share.first; r < share.last; r++)
-            for (int64_t i = 0; i < at.hidden; i++) narrow(stream[r * at.hidden + i], (T*)at.out + r * at.width + column + i);
+    // Adds a layer's output for `count` rows to those of the residual stream from `row` on.
+    template <class From> void add(const Linear& layer, From from, int64_t row, int64_t count, Member& member) {
+        member.share(at.hidden, W::OUTPUTS, [&](int64_t begin, int64_t end) {
+            W::linear(layer, from(), count, projected.data(), at.hidden, begin, end);
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t i = begin; i < end; i += LANES) {
+                    const int here = int(std::min<int64_t>(LANES, end - i));
+                    float* sum = &stream[(row + r) * at.hidden + i];
+                    const vf more = wide(&projected[r * at.hidden + i], here);
+                    put(rounded(wide(sum, here) + rounded(more * splat(at.residual), T()), T()), sum, here);
+                }
+        });
     }
+
+    void layer(const Block& block, Work& work, Member& member) {
+        project(block, member);
+        place_heads(block, member);
+        attend(block, work, member);
+        const auto attended_rows = rows_for(member, queries, [this](int64_t r, float* to) {
+            for (int64_t i = 0; i < queries; i += LANES) put(wide(&attended[r * queries + i], int(queries - i)), to + i, int(queries - i));
+        });
+        add(block.output, attended_rows, 0, rows, member);
+        auto from = normed_rows(member, block.mlp_norm);
+        for (int64_t first = 0; first < rows; first += SLAB) {
+            const int64_t count = std::min(SLAB, rows - first);
+            member.share(at.inner, W::UNIT, [&](int64_t begin, int64_t end) { gate(block, from() + first * wide_hidden, count, begin, end); });
+            add(block.down, [this] { return gated.data(); }, first, count, member);
+        }
+        if (block.tap) member.share(rows, [&](int64_t r) { hand_over(&stream[r * at.hidden], r, block.tap); });
+    }
+
+    void hand_over(const float* numbers, int64_t r, int64_t column) {
+        for (int64_t i = 0; i < at.hidden; i += LANES)
+            put(load<vf>(numbers + i), (T*)at.out + r * at.width + column + i, int(at.hidden - i));
+    }
+
+    int64_t stages() const { return 2 + at.layers * (7 + Work::STAGES + 2 * ((rows + SLAB - 1) / SLAB)); }
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        stream.resize(rows * at.hidden), x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
-        projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
-        const int64_t slab = std::min(rows, SLAB);
-        gated.resize(W::rows(slab) * wide_inner), middle.resize(at.threads * 2 * slab * columns(slab));
+        stream.resize(rows * at.hidden + LANES), projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
+        if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
+        gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);
         for (int64_t b = 0; b < at.batch; b++)
             for (int64_t n = 0; n < at.firsts[b + 1] - at.firsts[b]; n++)
@@ -193,33 +216,20 @@ template <class T, class W> class Run {  // W: how its weights are met
         Layer any{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths};
         any.firsts = at.firsts;
         Work work(any, int(at.threads));
-#pragma omp parallel num_threads(int(at.threads))
-        {
-            const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
-            const Share share(rows * at.hidden, 1, thread, threads);
-            for (int64_t i = share.first; i < share.last; i++) stream[i] = widen(((const T*)at.embedded)[i]);
-            team.meet(threads);
-            for (const Block* block = at.blocks; block < at.blocks + at.layers; block++) {
-                norm_rows(block->norm, thread, threads);
-                project({block->query, block->key, block->value}, x.data(), projected.data(), thread, threads);
-                place_heads(*block, thread, threads);
-                attend(*block, work, thread, threads);
-                add(block->output, x.data(), 0, rows, thread, threads);
-                norm_rows(block->mlp_norm, thread, threads);
-                for (int64_t first = 0; first < rows; first += SLAB) {
-                    const int64_t count = std::min(SLAB, rows - first);
-                    gate(*block, first, count, thread, threads);
-                    add(block->down, gated.data(), first, count, thread, threads);
+            member.share(rows, [&](int64_t r) {
+                for (int64_t i = 0; i < at.hidden; i += LANES) {
+                    const int here = int(at.hidden - i);
+                    put(wide((const T*)at.embedded + r * at.hidden + i, here), &stream[r * at.hidden + i], here);
                 }
-                if (block->tap) tap(block->tap, thread, threads);
-            }
-            const Share mine(rows, 1, thread, threads);
-            for (int64_t r = mine.first; r < mine.last; r++) {
+            });
+            for (int64_t i = 0; i < at.layers; i++) layer(at.blocks[i], work, member);
+            member.share(rows, [&](int64_t r) {
                 float* row = &stream[r * at.hidden];
                 normed(row, (const T*)at.norm, at.hidden, at.epsilon, row);
-                for (int64_t i = 0; i < at.hidden; i++) narrow(row[i], (T*)at.out + r * at.width + i);
-            }
-        }
+                hand_over(row, r, 0);
+            });
+        });
     }
 };

@@ -98,8 +98,6 @@ struct Tiles {
     typedef bf16 number;
     static constexpr int64_t UNIT = DEPTH, OUTPUTS = 2 * SIDE;
 
-    static constexpr vi EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-
     struct Thread {  // has the unit while it lives
         Thread() {
             struct alignas(64) {
@@ -121,8 +119,9 @@ struct Tiles {
         for (int64_t k = 0; k < count; k += DEPTH, pairs += SIDE * DEPTH) {
             const int here = int(std::min<int64_t>(DEPTH, count - k));
             const vf low = wide(numbers + k, here), high = here > LANES ? wide(numbers + k + LANES, here - LANES) : vf{};
-            const vu even = vu(rounded(__builtin_shuffle(low, high, EVEN), bf16())) >> 16;
-            const vu both = even | vu(rounded(__builtin_shuffle(low, high, EVEN + 1), bf16()));
+            const vf even = SHUFFLE(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            const vf odd = SHUFFLE(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            const vu both = vu(rounded(even, bf16())) >> 16 | vu(rounded(odd, bf16()));
             for (int i = 0; i < SIDE; i++) std::memcpy(pairs + i * DEPTH, (char*)&both + 4 * i, 4);
         }
     }

@@ -1,5 +1,14 @@
-// Vectors of floats, and of bfloat16 numbers read as floats. Needs GCC's vector extensions (g++, clang++).
+// Vectors of floats, and of bfloat16 numbers read as floats. Needs GCC's vector extensions (g++ 11, clang++ 14).
+//
+// The compiler must not contract a product and a sum by itself (-ffp-contract=off): it does so in one place and not in
+// another, and rows would differ in their last bits. Where one operation is meant, fma() says so.
 #pragma once
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,8 +18,10 @@
 #include <utility>
 #include <vector>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4;
 #else
 constexpr int LANES = 8;
 #endif
@@ -19,7 +30,12 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef float v4 __attribute__((vector_size(16)));
 typedef uint16_t bf16;
+
+#define UNROLLED _Pragma("GCC unroll 16")
+// The compiler takes what a pointer points to for unknown.
+#define FORGET(pointer) asm volatile("" : "+r"(pointer))
 
 // Memory that begins at a cache line: a vector read from it lies in one.
 template <class T> struct Aligned {
@@ -32,17 +48,38 @@ template <class T> struct Aligned {
     bool operator!=(const Aligned&) const { return false; }
 };
 template <class T> using Buffer = std::vector<T, Aligned<T>>;
+template <class T> static inline void grow(Buffer<T>& buffer, size_t count) { if (buffer.size() < count) buffer.resize(count); }
 
 template <class V, class T> static inline V load(const T* from) { V x; std::memcpy(&x, from, sizeof x); return x; }
 template <class V, class T> static inline void store(T* to, V x) { std::memcpy(to, &x, sizeof x); }
 static inline vf splat(float x) { return x - vf{}; }
 
+// a * b + c, rounded once where the processor can do so.
+static inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return vf(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__FMA__)
+    return vf(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__ARM_NEON)
+    return vf(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+    return a * b + c;
+#endif
+}
+
+// Words of a and b by their numbers, which are constants.
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
+static inline uint32_t bits(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
 static inline void narrow(float x, float* to) { *to = x; }
 static inline void narrow(float x, bf16* to) {
-    uint32_t bits; std::memcpy(&bits, &x, 4);
-    *to = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    *to = x != x ? 0x7fc0 : uint16_t((bits(x) + 0x7fff + (bits(x) >> 16 & 1)) >> 16);
 }
 // The nearest numbers that T holds, and they alone.
 static inline vf rounded(vf x, float) { return x; }
@@ -68,17 +105,17 @@ template <class T> static inline vf wide(const T* from, int count) {  // the fir
 
 // e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
 static inline vf exponential(vf x) {
-    vf whole = (x * splat(1.44269504f) + splat(12582912.f)) - splat(12582912.f);
+    vf whole = fma(x, splat(1.44269504f), splat(12582912.f)) - splat(12582912.f);
     vf kept = x < splat(-87.f) ? vf{} : whole;
-    vf r = x - kept * splat(0.693359375f) - kept * splat(-2.12194440e-4f);
+    vf r = fma(kept, splat(2.12194440e-4f), fma(kept, splat(-0.693359375f), x));
     r = x < splat(-87.f) ? vf{} : r;
     vf y = splat(1.9875691500e-4f);
-    y = y * r + splat(1.3981999507e-3f);
-    y = y * r + splat(8.3334519073e-3f);
-    y = y * r + splat(4.1665795894e-2f);
-    y = y * r + splat(1.6666665459e-1f);
-    y = y * r + splat(5.0000001201e-1f);
-    y = y * r * r + r + splat(1.f);
+    y = fma(y, r, splat(1.3981999507e-3f));
+    y = fma(y, r, splat(8.3334519073e-3f));
+    y = fma(y, r, splat(4.1665795894e-2f));
+    y = fma(y, r, splat(1.6666665459e-1f));
+    y = fma(y, r, splat(5.0000001201e-1f));
+    y = fma(y * r, r, r) + splat(1.f);
     vf scale = vf((__builtin_convertvector(kept, vi) + 127) << 23);
     return x < splat(-87.f) ? vf{} : y * scale;
 }
@@ -91,16 +128,16 @@ static inline vf logarithm(vf x) {
     m = (small ? m + m : m) - splat(1.f);
     const vf e = __builtin_convertvector(power, vf), z = m * m;
     vf y = splat(7.0376836292e-2f);
-    y = y * m - splat(1.1514610310e-1f);
-    y = y * m + splat(1.1676998740e-1f);
-    y = y * m - splat(1.2420140846e-1f);
-    y = y * m + splat(1.4249322787e-1f);
-    y = y * m - splat(1.6668057665e-1f);
-    y = y * m + splat(2.0000714765e-1f);
-    y = y * m - splat(2.4999993993e-1f);
-    y = y * m + splat(3.3333331174e-1f);
-    y = y * m * z + e * splat(-2.12194440e-4f) - splat(0.5f) * z;
-    return m + y + e * splat(0.693359375f);
+    y = fma(y, m, splat(-1.1514610310e-1f));
+    y = fma(y, m, splat(1.1676998740e-1f));
+    y = fma(y, m, splat(-1.2420140846e-1f));
+    y = fma(y, m, splat(1.4249322787e-1f));
+    y = fma(y, m, splat(-1.6668057665e-1f));
+    y = fma(y, m, splat(2.0000714765e-1f));
+    y = fma(y, m, splat(-2.4999993993e-1f));
+    y = fma(y, m, splat(3.3333331174e-1f));
+    y = fma(splat(-0.5f), z, fma(e, splat(-2.12194440e-4f), y * m * z));
+    return fma(e, splat(0.693359375f), m + y);
 }
 static inline float exponential(float x) { return exponential(splat(x))[0]; }
 static inline vf sigmoid(vf x) {
@@ -109,16 +146,17 @@ static inline vf sigmoid(vf x) {
 }
 
 // LANES vectors of LANES words change rows for columns.
-template <int S> static inline void swap_blocks(vu* rows) {
-    vu low, high;
-    for (int j = 0; j < LANES; j++) low[j] = j & S ? LANES + j - S : j, high[j] = j & S ? LANES + j : j + S;
+template <int S, int... J> static inline void swap_blocks(vu* rows, std::integer_sequence<int, J...>) {
     for (int i = 0; i < LANES; i++)
         if (!(i & S)) {
-            vu a = rows[i], b = rows[i + S];
-            rows[i] = __builtin_shuffle(a, b, low), rows[i + S] = __builtin_shuffle(a, b, high);
+            const vu a = rows[i], b = rows[i + S];
+            rows[i] = SHUFFLE(a, b, (J & S ? LANES + J - S : J)...);
+            rows[i + S] = SHUFFLE(a, b, (J & S ? LANES + J : J + S)...);
         }
 }
 static inline void transpose(vu* rows) {
-    swap_blocks<1>(rows), swap_blocks<2>(rows), swap_blocks<4>(rows);
-    if constexpr (LANES == 16) swap_blocks<8>(rows);
+    constexpr std::make_integer_sequence<int, LANES> all;
+    swap_blocks<1>(rows, all), swap_blocks<2>(rows, all);
+    if constexpr (LANES >= 8) swap_blocks<4>(rows, all);
+    if constexpr (LANES >= 16) swap_blocks<8>(rows, all);
 }
