@@ -30,8 +30,7 @@ class ExactAttention:
             self._kernel = native.kernels().medusa_attention
         except NativeUnavailableError as error:
             raise BackendUnavailableError(f"attention (exact): {error}; or choose reference") from error
-        self._kernel.restype = None
-        self._kernel.argtypes = [_INT, _INT, NUMBERS, *[_POINTER] * 8, _FLOAT, _FLOAT]
+        native.declare(self._kernel, [_INT, _INT, NUMBERS, *[_POINTER] * 8, _FLOAT, _FLOAT])
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
         """Dtypes that the kernel does not know."""

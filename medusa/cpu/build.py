@@ -1,13 +1,17 @@
 """Small C++ kernels: built once with the system's compiler, kept in the user's cache, called through ctypes."""
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -16,11 +20,12 @@ from medusa.files import cache_directory, replace_file
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("g++", "clang++", "c++")
+"""Where ``$CXX`` names none."""
 EXTRA_FLAGS = "MEDUSA_CXXFLAGS"
-"""Environment variable with more flags for the compiler; "-mno-avx512f" hides what a processor has."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-ignored-attributes")
-TIMEOUT = 120
-"""Seconds; a kernel compiles in a few."""
+"""Environment variable with more flags for the compiler; "-march=x86-64-v3" hides what a processor has beyond AVX2."""
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-w")
+TIMEOUT = 600
+"""Seconds; a quick machine needs ten."""
 
 
 class NativeUnavailableError(RuntimeError):
@@ -34,50 +39,83 @@ def load(source: Path) -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: There is no compiler, it fails, or what it makes cannot be loaded.
     """
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise NativeUnavailableError(f"no C++ compiler ({', '.join(COMPILERS)}) is on the path; install one")
+    compiler = _compiler()
     try:
-        library = cache_directory() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
+        version = _run([*compiler, "--version"])
+        flags = _flags(version)
+        name = f"{source.stem}-{_fingerprint(source, compiler, flags, version)}"
+        library = _writable(cache_directory(), name) / f"{name}.so"
         if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
             with library.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
                 if not library.exists():
                     logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
-                    replace_file(library, lambda beside: _build(source, compiler, beside))
+                    replace_file(library, lambda beside: _build(source, compiler, flags, beside))
                     logger.info("kernel %s is built: %s", source.name, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        raise NativeUnavailableError(f"kernel ({source.name}) does not build or load: {said.strip()[-500:]}") from error
+        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        first = next((index for index, line in enumerate(said) if "error" in line), 0)
+        told = "\n".join(said[first:])[:500]
+        raise NativeUnavailableError(f"kernel ({source.name}) does not build or load: {told}") from error
 
 
-def _build(source: Path, compiler: str, library: Path) -> None:
+def _compiler() -> list[str]:
+    """The command of the compiler, ``$CXX`` first."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named and shutil.which(named[0]):
+        return named
+    found = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if found is None:
+        raise NativeUnavailableError(f"no C++ compiler ({', '.join(COMPILERS)}) is on the path; install one")
+    return [found]
+
+
+def _writable(directory: Path, name: str) -> Path:
+    """The directory, or one of this user's among temporary files where nothing can be kept in it, nor is."""
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+    if (directory / f"{name}.so").exists() or os.access(directory, os.W_OK | os.X_OK):
+        return directory
+    temporary = Path(tempfile.gettempdir()) / f"medusa-{os.getuid()}"
+    temporary.mkdir(mode=0o700, exist_ok=True)
+    if temporary.is_symlink() or temporary.stat().st_uid != os.getuid():
+        raise PermissionError(f"neither {directory} nor {temporary} is ours to write; set XDG_CACHE_HOME")
+    logger.info("kernels: %s cannot be written, they are kept in %s", directory, temporary)
+    return temporary
+
+
+def _build(source: Path, compiler: list[str], flags: list[str], library: Path) -> None:
     objects = library.with_name(f"{library.name}.o")
     try:
-        _run([compiler, *_flags(), "-c", str(source), "-o", str(objects)])
+        _run([*compiler, *flags, "-c", str(source), "-o", str(objects)])
         # Linked without OpenMP: it shares the threads of torch's, which is loaded; two sets would wait for each other.
-        _run([compiler, "-shared", str(objects), "-o", str(library)])
+        _run([*compiler, "-shared", str(objects), "-o", str(library)])
     finally:
         objects.unlink(missing_ok=True)
 
 
-def _flags() -> list[str]:
-    return [*FLAGS, *os.environ.get(EXTRA_FLAGS, "").split()]
+def _flags(version: str) -> list[str]:
+    """For a compiler that says this of itself."""
+    here = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    # GCC's OpenMP is torch's own on Linux. Another one would be a second set of threads; then the kernels have theirs.
+    openmp = [] if "clang" in version or sys.platform != "linux" else ["-fopenmp"]
+    return [*FLAGS, here, *openmp, *os.environ.get(EXTRA_FLAGS, "").split()]
 
 
 def _run(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT).stdout
 
 
-def _fingerprint(source: Path, compiler: str) -> str:
+def _fingerprint(source: Path, compiler: list[str], flags: list[str], version: str) -> str:
     """A name that changes with the source, the compiler, its flags and the CPU that "native" means."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = (
-        *(file.read_bytes() for file in files), _run([compiler, "--version"]).encode(), " ".join(_flags()).encode(),
+        *(file.read_bytes() for file in files),
+        version.encode(),
+        " ".join([*compiler, *flags]).encode(),
         _cpu().encode(),
-    )  # fmt: skip
+    )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

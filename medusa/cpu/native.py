@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def kernels() -> ctypes.CDLL:
     """
     library = build.load(SOURCE)
     number, pointer = ctypes.c_int64, ctypes.c_void_p
-    arguments = {
+    arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
         "move": [number, pointer, pointer, number, pointer, pointer],
@@ -62,9 +62,20 @@ def kernels() -> ctypes.CDLL:
         "gumbel": [number, pointer, number, pointer, pointer],
     }
     for name, types in arguments.items():
-        function = getattr(library, f"medusa_{name}")
-        function.restype, function.argtypes = None, types
+        declare(getattr(library, f"medusa_{name}"), types)
+    library.medusa_flavour.restype = ctypes.c_char_p
+    logger.info("CPU kernels: %s", library.medusa_flavour().decode())
     return library
+
+
+def declare(function: Any, arguments: Sequence[Any]) -> None:
+    """Set the types of a kernel, which answers whether there was memory enough."""
+    function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _check
+
+
+def _check(enough: int, *_: object) -> None:
+    if not enough:
+        raise MemoryError("a CPU kernel had not enough memory; give fewer or shorter prompts at a time")
 
 
 @cache

@@ -1,23 +1,34 @@
-// What Python calls, see medusa/cpu/native.py.
+// What Python calls, see medusa/cpu/native.py. Functions answer whether there was memory enough.
 #include "draw.h"
 #include "heads.h"
 #include "pass.h"
 #include "tree.h"
 
+template <class Use> static int with_memory(Use use) {
+    try {
+        use();
+        return 1;
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
+
 // shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
 // query [batch, head, node], key and value [batch, head, row]; rows of a block, and its table's stride. The output is
 // [batch, node, head, Dv], contiguous. Without blocks there is no table; with them, keys and values have no batch.
-extern "C" void medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
+extern "C" int medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
                                  const int64_t* blocks, const void* query, const void* key, const void* value, void* out, const float* sinks,
                                  float scaling, float softcap) {
-    const int64_t* s = shape + 8;
-    const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
-                      s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
-                      Table{blocks, s[11], s[10]}};
-    Work work(layer, threads);
-    Team(threads, Work::STAGES).run([&](Team::Member& member) {
-        if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work, member);
-        else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work, member);
+    return with_memory([&] {
+        const int64_t* s = shape + 8;
+        const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
+                          s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
+                          Table{blocks, s[11], s[10]}};
+        Work work(layer, threads);
+        Team(threads, Work::STAGES).run([&](Team::Member& member) {
+            if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work, member);
+            else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work, member);
+        });
     });
 }
 
@@ -30,6 +41,31 @@ template <class Use> static void as_usual(int half, int int8, Use run) {
     else if (half) run(bf16(), Plain<bf16>());
     else if (int8) run(float(), Rounded<float>());
     else run(float(), Plain<float>());
+}
+
+// What the kernels were built for.
+extern "C" const char* medusa_flavour() {
+#ifdef _OPENMP
+#define THREADS ", OpenMP"
+#else
+#define THREADS ", own threads"
+#endif
+#ifdef MEDUSA_TILES
+    if (has_tiles()) return "AMX" THREADS;
+#endif
+#if defined(__AVX512BF16__)
+    return "AVX512-BF16" THREADS;
+#elif defined(__AVX512F__)
+    return "AVX-512" THREADS;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "AVX2" THREADS;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return "NEON with bfloat16" THREADS;
+#elif defined(__ARM_NEON)
+    return "NEON" THREADS;
+#else
+    return "no vector instructions that it knows" THREADS;
+#endif
 }
 
 // Whether a matrix unit computes linear layers in bfloat16.
@@ -59,58 +95,76 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 }
 
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
-extern "C" void medusa_linear(int half, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
-    as_usual(half, layer->scales != nullptr, [&](auto number, auto how) {
-        using T = decltype(number);
-        whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
+extern "C" int medusa_linear(int half, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
+    return with_memory([&] {
+        as_usual(half, layer->scales != nullptr, [&](auto number, auto how) {
+            using T = decltype(number);
+            whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
+        });
     });
 }
 
-extern "C" void medusa_pass(const Pass* pass) {
-    as_usual(int(pass->half), int(pass->int8), [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
+extern "C" int medusa_pass(const Pass* pass) {
+    return with_memory([&] {
+        as_usual(int(pass->half), int(pass->int8), [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
+    });
 }
 
-extern "C" void medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, const int64_t* tokens, float* out) {
-    for (int64_t r = 0; r < rows; r++) gumbel(uint32_t(keys[r]), tokens, count, out + r * count);
+extern "C" int medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, const int64_t* tokens, float* out) {
+    return with_memory([&] {
+        for (int64_t r = 0; r < rows; r++) gumbel(uint32_t(keys[r]), tokens, count, out + r * count);
+    });
 }
 
-extern "C" void medusa_select_path(const Verdict* at) {
-    for (int64_t b = 0; b < at->batch; b++) select_path(*at, b);
+extern "C" int medusa_select_path(const Verdict* at) {
+    return with_memory([&] {
+        for (int64_t b = 0; b < at->batch; b++) select_path(*at, b);
+    });
 }
 
-extern "C" void medusa_depths(int64_t batch, int64_t nodes, const int64_t* parents, int64_t* out) {
-    for (int64_t b = 0; b < batch; b++, parents += nodes, out += nodes)
-        for (int64_t n = 0; n < nodes; n++) out[n] = n ? out[parents[n]] + 1 : 0;
+extern "C" int medusa_depths(int64_t batch, int64_t nodes, const int64_t* parents, int64_t* out) {
+    return with_memory([&] {
+        for (int64_t b = 0; b < batch; b++, parents += nodes, out += nodes)
+            for (int64_t n = 0; n < nodes; n++) out[n] = n ? out[parents[n]] + 1 : 0;
+    });
 }
 
 // Moves rows of so many buffers; no row's target stands behind its source, and sources ascend.
-extern "C" void medusa_move(int64_t buffers, char* const* memory, const int64_t* bytes, int64_t rows, const int64_t* sources,
+extern "C" int medusa_move(int64_t buffers, char* const* memory, const int64_t* bytes, int64_t rows, const int64_t* sources,
                             const int64_t* targets) {
-    for (int64_t b = 0; b < buffers; b++)
-        for (int64_t r = 0; r < rows; r++)
-            if (sources[r] != targets[r]) std::memmove(memory[b] + targets[r] * bytes[b], memory[b] + sources[r] * bytes[b], bytes[b]);
+    return with_memory([&] {
+        for (int64_t b = 0; b < buffers; b++)
+            for (int64_t r = 0; r < rows; r++)
+                if (sources[r] != targets[r]) std::memmove(memory[b] + targets[r] * bytes[b], memory[b] + sources[r] * bytes[b], bytes[b]);
+    });
 }
 
 // The first column with the largest number of each row of x [rows, columns].
-extern "C" void medusa_argmax(int half, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
-    Team(threads, 1).run([&](Team::Member& member) {
-        member.share(rows, [&](int64_t r) {
-            out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
+extern "C" int medusa_argmax(int half, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
+    return with_memory([&] {
+        Team(threads, 1).run([&](Team::Member& member) {
+            member.share(rows, [&](int64_t r) {
+                out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
+            });
         });
     });
 }
 
-extern "C" void medusa_draw(const Drawing* at) {
-    Team(int(at->threads), 1).run([&](Team::Member& member) {
-        Draw draw(*at);
-        member.share(at->rows, [&](int64_t r) {
-            const int64_t from = r * at->columns;
-            const uint32_t key = uint32_t(at->keys[r]);
-            at->out[r] = at->half ? draw((const bf16*)at->logits + from, key) : draw((const float*)at->logits + from, key);
+extern "C" int medusa_draw(const Drawing* at) {
+    return with_memory([&] {
+        Team(int(at->threads), 1).run([&](Team::Member& member) {
+            Draw draw(*at);
+            member.share(at->rows, [&](int64_t r) {
+                const int64_t from = r * at->columns;
+                const uint32_t key = uint32_t(at->keys[r]);
+                at->out[r] = at->half ? draw((const bf16*)at->logits + from, key) : draw((const float*)at->logits + from, key);
+            });
         });
     });
 }
 
-extern "C" void medusa_level(const Level* level) {
-    as_usual(int(level->half), 0, [&](auto number, auto how) { LevelRun<decltype(number), decltype(how)>{*level}(); });
+extern "C" int medusa_level(const Level* level) {
+    return with_memory([&] {
+        as_usual(int(level->half), 0, [&](auto number, auto how) { LevelRun<decltype(number), decltype(how)>{*level}(); });
+    });
 }

@@ -17,6 +17,9 @@ constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache
 template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // numbers in a vector of weights
 template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T> - 1) / STEP<T> * STEP<T>; }
 
+// Whether R x C sums, C vectors of weights and one of a row fit into the registers.
+template <int R, int C> constexpr bool IN_REGISTERS = R * C + C + 1 < (LANES == 8 ? 16 : 32);
+
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
     int64_t outputs, in;
@@ -35,8 +38,11 @@ template <class T> struct Row {
     static void add(vf (&sums)[R][C], const number* x, int64_t room, const T* weights, int64_t in) {
         vf w[C];
         UNROLLED for (int c = 0; c < C; c++) w[c] = load<vf>(weights + c * in);
+        if (IN_REGISTERS<R, C>)
+            UNROLLED for (int c = 0; c < C; c++) IN_REGISTER(w[c]);
         UNROLLED for (int r = 0; r < R; r++) {
-            const vf numbers = load<vf>(x + r * room);
+            vf numbers = load<vf>(x + r * room);
+            if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
             UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
         }
     }
@@ -79,10 +85,7 @@ template <> struct Row<bf16> {  // weights are widened: even numbers to one vect
     static vf odd(const bf16* weights) { return vf(load<vu>(weights) & 0xffff0000u); }
     static void widen(const bf16* row, int64_t in, float* to) {
         int64_t k = 0;
-        for (; k + 2 * LANES <= in; k += 2 * LANES) {
-            __builtin_prefetch(row + k + STRIP * in, 0, 2);
-            store(to + k, even(row + k)), store(to + k + LANES, odd(row + k));
-        }
+        for (; k + 2 * LANES <= in; k += 2 * LANES) store(to + k, even(row + k)), store(to + k + LANES, odd(row + k));
         if (k == in) return;
         bf16 part[2 * LANES] = {};
         std::memcpy(part, row + k, (in - k) * sizeof(bf16));
@@ -94,7 +97,8 @@ template <> struct Row<bf16> {  // weights are widened: even numbers to one vect
             vf w[C];
             UNROLLED for (int c = 0; c < C; c++) w[c] = half ? odd(weights + c * in) : even(weights + c * in);
             UNROLLED for (int r = 0; r < R; r++) {
-                const vf numbers = load<vf>(x + r * room + half * LANES);
+                vf numbers = load<vf>(x + r * room + half * LANES);
+                if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
                 UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
             }
             FORGET(weights);  // read again: a register less than to keep it
@@ -210,29 +214,50 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
         }
 }
 
-// The same where weights are widened first, a strip at a time: 6 rows meet two outputs, as 16 registers want it.
+// The same where weights are widened first, a panel of outputs x numbers along `in` at a time, which stays in the nearest
+// cache: 6 rows meet two outputs, as 16 registers want it. Sums wait in `partial` for the next numbers along `in`.
 template <class T, class O>
 static void widened(const Linear& at, const float* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
-    constexpr int MOST = 6, PAIR = 2;
-    const int64_t room = arranged<T>(at.in), near = std::max<int64_t>(MOST, FAR_BYTES / (4 * room) / MOST * MOST);
-    thread_local Buffer<float> panel;
-    panel.resize(STRIP * room);
-    alignas(64) float sums[MOST * STRIP + LANES];
-    for (int64_t from = 0; from < rows; from += near)
-        for (int64_t n = first; n < last; n += STRIP) {
-            const int count = int(std::min<int64_t>(STRIP, last - n));
-            for (int c = 0; c < count; c++) Row<T>::widen((const T*)at.weight + (n + c) * at.in, at.in, &panel[c * room]);
-            const int64_t here = std::min(near, rows - from), groups = (here + MOST - 1) / MOST;
-            for (int64_t group = 0; group < groups; group++) {
-                const int64_t row = from + group * here / groups;
-                with_constant<MOST>(int(from + (group + 1) * here / groups - row), [&](auto some) {
-                    constexpr int R = decltype(some)::value;
-                    int c = 0;
-                    for (; c + PAIR <= count; c += PAIR) tile<float, R, PAIR>(&panel[c * room], room, x + row * room, room, sums + c);
-                    if (c < count) tile<float, R, 1>(&panel[c * room], room, x + row * room, room, sums + c);
-                    finish<T>(at, n, count, sums, R, out + row * stride, stride);
-                });
+    constexpr int MOST = 6, PAIR = 2, PANEL = 2 * OUTPUTS, DEEP = 512, SLICE = 64;  // rows at a time
+    const int64_t room = arranged<T>(at.in), blocks = (room + DEEP - 1) / DEEP, deep = arranged<T>((room + blocks - 1) / blocks);
+    alignas(64) float panel[PANEL * DEEP] = {}, sums[SLICE * STRIP + LANES];
+    alignas(64) vf partial[SLICE][PANEL];
+    const auto meet = [&](auto some, const float* x, vf (*sums)[PANEL], int64_t count, bool begin, const T* next) {
+        constexpr int R = decltype(some)::value;
+        for (int c = 0; c < PANEL; c += PAIR) {
+            vf here[R][PAIR] = {};
+            UNROLLED for (int i = 0; i < R * PAIR && !begin; i++) here[i / PAIR][i % PAIR] = sums[i / PAIR][c + i % PAIR];
+            for (int64_t k = 0; k < count; k += 2 * LANES) {
+                for (int i = 0; i < PAIR && next; i++) __builtin_prefetch(next + (c + i) * at.in + k, 0, 2);
+                Row<float>::add(here, x + k, room, panel + c * DEEP + k, DEEP);
+                Row<float>::add(here, x + k + LANES, room, panel + c * DEEP + k + LANES, DEEP);
             }
+            UNROLLED for (int i = 0; i < R * PAIR; i++) sums[i / PAIR][c + i % PAIR] = here[i / PAIR][i % PAIR];
+        }
+    };
+    for (int64_t slice = 0; slice < rows; slice += SLICE, x += SLICE * room, out += SLICE * stride)
+        for (int64_t n = first; n < last; n += STRIP) {
+            const int64_t there = std::min<int64_t>(SLICE, rows - slice), groups = (there + MOST - 1) / MOST;
+            const int count = int(std::min<int64_t>(STRIP, last - n));
+            for (int c = 0; c < count; c += PANEL) {
+                for (int64_t k = 0; k < room; k += deep) {
+                    const T* weights = (const T*)at.weight + (n + c) * at.in + k;
+                    for (int i = 0; i < std::min(PANEL, count - c); i++)
+                        Row<T>::widen(weights + i * at.in, std::min(deep, at.in - k), panel + i * DEEP);
+                    for (int64_t group = 0; group < groups; group++) {
+                        const int64_t row = group * there / groups;
+                        with_constant<MOST>(int((group + 1) * there / groups - row), [&](auto some) {
+                            meet(some, x + row * room + k, partial + row, std::min(deep, room - k), k == 0, group ? nullptr : weights + PANEL * at.in);
+                        });
+                    }
+                }
+                for (int64_t r = 0; r < there; r++)
+                    for (int i = 0; i < PANEL; i += OUTPUTS) {
+                        const v4 all = added(partial[r][i], partial[r][i + 1], partial[r][i + 2], vf{});
+                        for (int j = 0; j < OUTPUTS; j++) sums[r * STRIP + c + i + j] = all[j];
+                    }
+            }
+            finish<T>(at, n, count, sums, there, out, stride);
         }
 }
 

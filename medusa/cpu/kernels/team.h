@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cassert>
 #include <cstdint>
+#include <new>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -43,6 +44,7 @@ template <class Use> static void on_threads(int threads, Use use) {
 class Team {
     struct alignas(64) Counter { std::atomic<int64_t> value{0}; };
     const int threads;
+    std::atomic<bool> failed{false};
     std::vector<Counter> counters;  // of each stage: pieces that are done, then those that were taken of every thread's share
 
   public:
@@ -69,7 +71,13 @@ class Team {
                 std::atomic<int64_t>& taken = at[1 + owner].value;
                 while (taken.load(std::memory_order_relaxed) < count) {
                     const int64_t piece = taken.fetch_add(1, std::memory_order_relaxed);
-                    if (piece < count) use(first + piece), done++;
+                    if (piece >= count) break;
+                    try {
+                        use(first + piece);
+                    } catch (const std::bad_alloc&) {
+                        team.failed = true;
+                    }
+                    done++;
                 }
             }
             if (done) at->value.fetch_add(done, std::memory_order_release);
@@ -85,11 +93,12 @@ class Team {
         }
     };
 
-    // Lets every thread go through the stages: work(its member).
+    // Lets every thread go through the stages: work(its member). Throws std::bad_alloc where one had no memory for a piece.
     template <class Work> void run(Work work) {
         on_threads(threads, [&](int thread) {
             Member member(*this, thread);
             work(member);
         });
+        if (failed) throw std::bad_alloc();
     }
 };

@@ -36,6 +36,14 @@ typedef uint16_t bf16;
 #define UNROLLED _Pragma("GCC unroll 16")
 // The compiler takes what a pointer points to for unknown.
 #define FORGET(pointer) asm volatile("" : "+r"(pointer))
+// A vector is read from memory once, not by every operation that takes it.
+#if defined(__AVX__)
+#define IN_REGISTER(vector) asm("" : "+v"(vector))
+#elif defined(__ARM_NEON)
+#define IN_REGISTER(vector) asm("" : "+w"(vector))
+#else
+#define IN_REGISTER(vector) (void)0
+#endif
 
 // Memory that begins at a cache line: a vector read from it lies in one.
 template <class T> struct Aligned {
