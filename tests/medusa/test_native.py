@@ -2,10 +2,6 @@
 
 import itertools
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -336,21 +332,6 @@ def test_a_level_of_recurrent_heads_is_what_the_module_computes(part, dtype):
             torch.tensor([[0, 0, 0], [0, 0, 0]]) if not head else torch.tensor([[2, 0, 1], [1, 1, 2]]),
             torch.tensor([[3, 4, 5], [6, 40, 8]]),
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx512f -mno-avx2 -mno-fma"]
-)
-def test_processors_that_have_less(flags):
-    """The same tests with kernels that are built without some of this processor's instructions."""
-    words = ["-m", "pytest", "-q", "-n", "0", "-m", "not slow", "-k", "not family and not usual"]
-    here = [sys.executable, *words, __file__, str(Path(__file__).with_name("test_int8.py"))]
-    done = subprocess.run(
-        here, env=os.environ | {"MEDUSA_CXXFLAGS": flags}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "skipped" not in done.stdout
 
 
 def test_a_quantised_end_of_a_base_is_no_plain_matrix():

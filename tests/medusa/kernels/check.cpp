@@ -1,0 +1,96 @@
+// The kernels without Python, for processors that only an emulator has and for sanitizers: numbers against sums in double
+// precision, and rows that must not depend on what stands beside them. Prints the flavour, then "ok".
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "kernels.cpp"
+
+#define REQUIRE(condition)                                                       \
+    do {                                                                         \
+        if (!(condition)) std::printf("%s:%d: %s\n", __FILE__, __LINE__, #condition), std::exit(1); \
+    } while (0)
+
+static std::mt19937 generator(7);
+static float noise() { return std::normal_distribution<float>()(generator); }
+template <class T> static std::vector<T> numbers(int64_t count) {
+    std::vector<T> out(count);
+    for (T& x : out) narrow(noise(), &x);
+    return out;
+}
+
+template <class T> static void check_linear(int64_t outputs, int64_t in) {
+    const auto weight = numbers<T>(outputs * in), bias = numbers<T>(outputs), x = numbers<T>(70 * in);
+    const Linear layer{weight.data(), bias.data(), outputs, in, nullptr};
+    const auto run = [&](int threads, int64_t first, int64_t rows) {
+        std::vector<T> out(rows * outputs);
+        REQUIRE(medusa_linear(sizeof(T) == 2, threads, &layer, rows, x.data() + first * in, out.data()));
+        return out;
+    };
+    const auto all = run(2, 0, 70);
+    for (int64_t r = 0; r < 70; r++)
+        for (int64_t n = 0; n < outputs; n++) {
+            double sum = widen(bias[n]), size = 1;
+            for (int64_t k = 0; k < in; k++) {
+                const double product = double(widen(x[r * in + k])) * widen(weight[n * in + k]);
+                sum += product, size += std::abs(product);
+            }
+            REQUIRE(std::abs(widen(all[r * outputs + n]) - sum) < (sizeof(T) == 2 ? 0.01 * (std::abs(sum) + 1) : 1e-6 * size));
+        }
+    for (int64_t rows : {1, 2, 3, 5, 8, 9, 13, 25, 64})
+        for (int threads : {1, 3}) {
+            const auto some = run(threads, 4, rows);
+            REQUIRE(!std::memcmp(some.data(), &all[4 * outputs], some.size() * sizeof(T)));
+        }
+}
+
+// A tree's rows, and each node once more as the end of a chain of its ancestors.
+template <class T> static void check_attention(int64_t groups, int64_t dim, int64_t length) {
+    const int64_t kv = 2, heads = kv * groups, nodes = 9, room = length + nodes;
+    std::vector<int64_t> parents = {0, 0, 0, 1, 3, 2, 4, 4, 0};
+    const auto query = numbers<T>(nodes * heads * dim);
+    auto key = numbers<T>(room * kv * dim), value = numbers<T>(room * kv * dim);
+    const auto run = [&](const std::vector<int64_t>& parents, const T* query, const T* key, const T* value, int threads) {
+        const int64_t count = parents.size(), step = kv * dim;
+        const int64_t shape[] = {1, heads, kv, count, dim, dim, 0, 0, count, count * heads * dim, dim, heads * dim,
+                                 room * step, dim, step, room * step, dim, step, 0, 0};
+        std::vector<T> out(count * heads * dim);
+        REQUIRE(medusa_attention(sizeof(T) == 2, threads, shape, &length, parents.data(), nullptr, query, key, value, out.data(), nullptr, 0.1f, 0.f));
+        return out;
+    };
+    const int64_t row = heads * dim, step = kv * dim;
+    const auto all = run(parents, query.data(), key.data(), value.data(), 2);
+    for (int64_t n = 0; n < nodes; n++) {
+        std::vector<int64_t> path = {n}, chain;
+        while (path[0]) path.insert(path.begin(), parents[path[0]]);
+        auto keys = key, values = value;
+        std::vector<T> queries;
+        for (size_t i = 0; i < path.size(); i++) {
+            chain.push_back(i ? i - 1 : 0);
+            std::copy_n(&key[(length + path[i]) * step], step, &keys[(length + i) * step]);
+            std::copy_n(&value[(length + path[i]) * step], step, &values[(length + i) * step]);
+            queries.insert(queries.end(), &query[path[i] * row], &query[path[i] * row] + row);
+        }
+        const auto alone = run(chain, queries.data(), keys.data(), values.data(), 1 + n % 3);
+        REQUIRE(!std::memcmp(&alone[(path.size() - 1) * row], &all[n * row], row * sizeof(T)));
+    }
+    for (int64_t i = 0; i < step; i++) narrow(INFINITY, &value[(length + 8) * step + i]), narrow(INFINITY, &key[(length + 8) * step + i]);
+    const auto beside = run(parents, query.data(), key.data(), value.data(), 2);
+    REQUIRE(!std::memcmp(beside.data(), all.data(), 8 * row * sizeof(T)));  // the last node is nobody's ancestor
+}
+
+static void check_functions() {
+    for (double x = -87; x <= 0; x += 0.0137) REQUIRE(std::abs(exponential(float(x)) - std::exp(double(float(x)))) <= 3e-7 * std::exp(x));
+    for (double x = 1e-30; x < 1e30; x *= 1.37) REQUIRE(std::abs(logarithm(splat(float(x)))[0] - std::log(double(float(x)))) <= 3e-7 * (1 + std::abs(std::log(x))));
+}
+
+int main() {
+    std::puts(medusa_flavour());
+    check_functions();
+    for (auto [outputs, in] : {std::pair{37, 100}, {96, 576}, {5, 33}, {1, 7}, {50, 1100}})
+        check_linear<float>(outputs, in), check_linear<bf16>(outputs, in);
+    for (int64_t groups : {1, 3})
+        for (int64_t dim : {64, 40, 33})
+            for (int64_t length : {0, 5, 127, 300}) check_attention<float>(groups, dim, length), check_attention<bf16>(groups, dim, length);
+    std::puts("ok");
+}

@@ -1,0 +1,85 @@
+"""The CPU kernels as other processors and compilers have them; ``-v`` names those that this machine runs."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa.cpu import native
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+TESTS = [str(HERE / f"test_{name}.py") for name in ("native", "exactness", "attention", "int8")]
+CHECK = [
+    "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{Path(native.__file__).with_name('kernels')}",
+    str(HERE / "kernels" / "check.cpp"),
+]  # fmt: skip
+X86 = platform.machine() == "x86_64"
+CLANG = f"{sys.executable} -m ziglang c++" if importlib.util.find_spec("ziglang") else "clang++"
+
+
+def run(command, **environment):
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def passes_the_tests(**environment):
+    """Exactness, kernels and the identity of texts, with kernels that are built so."""
+    done = run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", *TESTS], **environment)
+    return done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.skipif(not X86, reason="for x86-64")
+@pytest.mark.parametrize(
+    ("has", "flags"),
+    [
+        pytest.param("amx_bf16", "-mno-amx-tile", id="no matrix unit"),
+        pytest.param("avx512_bf16", "-march=x86-64-v4", id="AVX-512"),
+        pytest.param("avx2", "-march=x86-64-v3", id="AVX2"),
+        pytest.param("sse2", "-march=x86-64", id="SSE2"),
+        pytest.param("sse2", "-fno-openmp", id="own threads"),
+    ],
+)
+def test_processors_that_have_less(has, flags):
+    if f" {has}" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor has no {has}: that is how the other tests run")
+    passed, said = passes_the_tests(MEDUSA_CXXFLAGS=flags)
+    assert passed, said
+
+
+@pytest.mark.skipif(shutil.which(CLANG.split(maxsplit=1)[0]) is None, reason="there is no clang (pip install ziglang)")
+def test_clang():
+    passed, said = passes_the_tests(CXX=CLANG)
+    assert passed, said
+
+
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
+    reason="there is no emulator (Debian's g++-aarch64-linux-gnu and qemu-user)",
+)
+@pytest.mark.parametrize(
+    ("march", "flavour"), [("armv8.2-a", "NEON,"), ("armv8.6-a+bf16", "NEON with bfloat16,")], ids=str
+)
+def test_aarch64_in_an_emulator(march, flavour, tmp_path):
+    program = str(tmp_path / "check")
+    built = run(["aarch64-linux-gnu-g++", *CHECK, "-O2", "-static", f"-march={march}", "-o", program])
+    assert built.returncode == 0, built.stderr[-2000:]
+    done = run(["qemu-aarch64", program])
+    assert done.stdout.startswith(flavour)
+    assert done.stdout.endswith("ok\n"), done.stdout
+
+
+@pytest.mark.skipif(not X86 or shutil.which("g++") is None, reason="needs g++ with its sanitizers")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizer, tmp_path):
+    program = str(tmp_path / "check")
+    flags = ["-O1", "-march=native", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    built = run(["g++", *CHECK, *flags, "-o", program])
+    assert built.returncode == 0, built.stderr[-2000:]
+    done = run([program])
+    assert done.stdout.endswith("ok\n"), done.stdout + done.stderr[-2000:]
