@@ -55,7 +55,7 @@ def kernels() -> ctypes.CDLL:
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
         "move": [number, pointer, pointer, number, pointer, pointer],
         "pass": [pointer],
-        "level": [pointer],
+        "draft": [pointer],
         "draw": [pointer],
         "select_path": [pointer],
         "depths": [number, number, pointer, pointer],

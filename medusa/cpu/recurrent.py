@@ -1,8 +1,8 @@
-"""One level of recurrent heads as one C++ call (kernels/heads.h): block, output layer and the likeliest tokens."""
+"""A draft of recurrent heads as one C++ call (kernels/heads.h): the tree grows there level by level."""
 
 import ctypes
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,42 +10,97 @@ from torch import Tensor
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct
 
-_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
-class _Level(ctypes.Structure):
+class Growth(NamedTuple):
+    """How trees grow.
+
+    Attributes:
+        levels: Heads that are asked, at most.
+        width: Children that a node can have.
+        nodes: N, the root included.
+        beam: Nodes of a level that get children, at most.
+        level_floor: A level is drafted if a node above it has this log-probability.
+        node_floor: A node is kept if it has more than this log-probability.
+        lowest: Bound on a log-probability.
+        edge_cost: Is taken off every log-probability.
+        picks: Of a static tree: candidates of each level but the last that get children.
+        columns: Of a static tree: [N] which of all candidates are its nodes.
+    """
+
+    levels: int
+    width: int
+    nodes: int
+    beam: int
+    level_floor: float
+    node_floor: float
+    lowest: float
+    edge_cost: float
+    picks: Sequence[Tensor] = ()
+    columns: Tensor | None = None
+
+
+class Grown(NamedTuple):
+    """What has grown: tokens, parents and scores [B, N], nodes of each tree, and their largest depth."""
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    sizes: list[int]
+    depth: int
+
+
+class _Drafting(ctypes.Structure):
+    """``Drafting`` of heads.h."""
+
     _fields_ = [
-        *[(name, _INT) for name in ("half", "threads", "rows", "hidden", "inner", "blocks", "width")],
-        *[(name, _POINTER) for name in ("into", "out_of")],
-        ("output", LinearStruct),
-        *[
-            (name, _POINTER)
-            for name in ("embeddings", "states", "parents", "tokens", "noise")
-        ],
-        ("nodes", _INT),
-        *[(name, _POINTER) for name in ("out", "best", "logprobs")],
+        *[(name, _INT) for name in ("half", "threads", "batch", "hidden", "taps", "inner", "blocks")],
+        ("fusion", LinearStruct), ("into", _POINTER), ("out_of", _POINTER), ("output", LinearStruct),
+        ("embeddings", _POINTER), ("ids", _POINTER),
+        *[(name, _INT) for name in ("levels", "width", "nodes", "beam")],
+        *[(name, _FLOAT) for name in ("level_floor", "node_floor", "lowest", "edge_cost")],
+        *[(name, _POINTER) for name in ("picks", "picked", "chosen", "states", "roots", "active", "keys")],
+        ("temperature", _FLOAT),
+        *[(name, _POINTER) for name in ("tokens", "parents", "scores", "sizes", "depth")],
     ]  # fmt: skip
 
 
-class RecurrentLevel:
-    """The blocks of frozen heads with both ends of their base; no gradient passes through.
+class RecurrentWeights:
+    """Frozen heads with both ends of their base, as the kernel reads them.
 
     Args:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
+        fusion: [D, F - D], or None without feature layers.
         embeddings: [vocabulary, D].
         weight: [V, D] of the output layer.
         bias: [V] or None.
+        ids: int64 [V] tokens of its columns.
     """
 
-    def __init__(self, blocks: Iterable[Any], embeddings: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        blocks: Iterable[Any],
+        fusion: Tensor | None,
+        embeddings: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+    ) -> None:
         pairs = [(block.inner, block.outer) for block in blocks]
         layers = zip(*((LinearStruct.of(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
-        tensors = [weight, bias, *(parameter for pair in pairs for layer in pair for parameter in layer.parameters())]
+        self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
+        inside = [parameter for pair in pairs for layer in pair for parameter in layer.parameters()]
+        tensors = [embeddings, weight, bias, fusion, ids, *inside]
         # The memory itself: a module that is moved gets new one.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
-        self._embeddings = embeddings.detach()
-        self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
-        self._output, self._inner = LinearStruct.of(weight, bias), pairs[0][0].out_features
+        self._drafting = _Drafting(
+            half=weight.dtype == torch.bfloat16, hidden=weight.shape[1], inner=pairs[0][0].out_features,
+            taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
+            fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
+            out_of=ctypes.addressof(self._out_of), output=LinearStruct.of(weight, bias),
+            embeddings=embeddings.data_ptr(), ids=ids.data_ptr(),
+        )  # fmt: skip
 
     @classmethod
     def fits(cls, *tensors: Tensor | None) -> bool:
@@ -54,23 +109,48 @@ class RecurrentLevel:
         same = len({tensor.dtype for tensor in known}) == 1 and known[0].dtype in native.DTYPES
         return same and all(x.device.type == "cpu" and x.is_contiguous() for x in known) and native.available()
 
+    def drafts(self, growth: Growth) -> "RecurrentDrafts":
+        """What drafts with them."""
+        return RecurrentDrafts(self, self._drafting, growth)
+
+
+class RecurrentDrafts:
+    """Grows trees as ``HeadsDrafter.propose`` does."""
+
+    def __init__(self, weights: RecurrentWeights, drafting: _Drafting, growth: Growth) -> None:
+        self._weights, self._growth = weights, growth  # alive
+        self._drafting = _Drafting.from_buffer_copy(drafting)
+        for name in growth._fields[: growth._fields.index("picks")]:
+            setattr(self._drafting, name, getattr(growth, name))
+        if growth.columns is not None:
+            self._picks = (_POINTER * len(growth.picks))(*(picks.data_ptr() for picks in growth.picks))
+            self._picked = (_INT * len(growth.picks))(*map(len, growth.picks))
+            self._drafting.picks = ctypes.addressof(self._picks)
+            self._drafting.picked = ctypes.addressof(self._picked)
+            self._drafting.chosen = growth.columns.data_ptr()
+
     def __call__(
-        self, states_BnD: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, width: int, noise_BV: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``DraftHeads.best``."""
-        (batch, before, hidden), (_, nodes) = states_BnD.shape, tokens_Bm.shape
-        states, tokens = states_BnD.contiguous(), tokens_Bm.contiguous()
-        parents = (parents_Bm + before * torch.arange(batch)[:, None]).contiguous()
-        noise = None if noise_BV is None else noise_BV.contiguous()
-        out = states.new_empty(batch, nodes, hidden)
-        best, logprobs = parents.new_empty(batch, nodes, width), torch.empty(batch, nodes, width)
-        level = _Level(
-            half=states.dtype == torch.bfloat16, threads=torch.get_num_threads(), rows=batch * nodes, hidden=hidden,
-            inner=self._inner, blocks=len(self._into), width=width, into=ctypes.addressof(self._into),
-            out_of=ctypes.addressof(self._out_of), output=self._output, embeddings=self._embeddings.data_ptr(),
-            states=states.data_ptr(), parents=parents.data_ptr(), tokens=tokens.data_ptr(),
-            noise=None if noise is None else noise.data_ptr(), nodes=nodes, out=out.data_ptr(),
-            best=best.data_ptr(), logprobs=logprobs.data_ptr(),
-        )  # fmt: skip
-        native.kernels().medusa_level(ctypes.byref(level))
-        return best, logprobs, out
+        self, hidden_BF: Tensor, roots_B: Tensor, active_B: Tensor, keys_BK: Tensor | None, temperature: float
+    ) -> Grown:
+        """Trees below these roots.
+
+        Args:
+            hidden_BF: What ``DraftHeads.fuse`` reads, in the weights' dtype.
+            roots_B: int64.
+            active_B: bool.
+            keys_BK: int64, ``medusa.noise.keys`` of the draws that each level's tokens should follow; None = of none.
+            temperature: Of these draws.
+        """
+        hidden, roots, active = (x.contiguous() for x in (hidden_BF, roots_B, active_B))
+        keys = None if keys_BK is None else keys_BK.contiguous()
+        batch, nodes = len(roots), self._growth.nodes
+        tokens = roots.new_empty(2, batch, nodes)
+        scores, sizes, depth = torch.empty(batch, nodes), (_INT * batch)(), _INT()
+        at = _Drafting.from_buffer_copy(self._drafting)  # several threads may draft
+        at.threads, at.batch, at.states, at.roots = torch.get_num_threads(), batch, hidden.data_ptr(), roots.data_ptr()
+        at.active, at.keys, at.temperature = active.data_ptr(), None if keys is None else keys.data_ptr(), temperature
+        at.tokens, at.scores, at.sizes = tokens.data_ptr(), scores.data_ptr(), ctypes.addressof(sizes)
+        at.parents, at.depth = at.tokens + batch * nodes * tokens.element_size(), ctypes.addressof(depth)
+        native.kernels().medusa_draft(ctypes.byref(at))
+        largest = max(sizes)
+        return Grown(tokens[0, :, :largest], tokens[1, :, :largest], scores[:, :largest], list(sizes), depth.value)

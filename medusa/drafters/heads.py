@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from medusa.cache import SlotCache
+from medusa.cpu.recurrent import Growth, RecurrentDrafts
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import EDGE_COST
 from medusa.heads import DraftHeads, HeadsConfig, Vocabulary
 from medusa.noise import keys
 from medusa.state import DecodeState
-from medusa.tree import Draft, Tree
+from medusa.tree import Draft, Tree, ragged
 
 WIDTH = 16
 """Children that a node of a dynamic tree can have."""
@@ -85,13 +86,25 @@ class HeadsDrafter(Drafter):
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
+        self._native = heads.native.drafts(self._shape.growth()) if heads.native is not None else None
 
     def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
-        frontier_Bm = state.roots[:, None]
         if self.nodes == 1:
-            return Draft.chain(frontier_Bm)
-        shape = self._shape
+            return Draft.chain(state.roots[:, None])
+        return self._grow(state) if self._native is None else self._grow_natively(self._native, state)
+
+    def _grow_natively(self, native: RecurrentDrafts, state: DecodeState) -> Draft:
+        """``_grow`` in one call."""
+        ahead_K, keys_BK = torch.arange(self._shape.depth), None
+        if self._temperature:
+            keys_BK = keys(state.seeds, state.positions[:, None] + 1 + ahead_K)
+        hidden_BF, temperature = self.heads.own(state.hidden), self._temperature
+        tokens, parents, scores, sizes, depth = native(hidden_BF, state.roots, state.active, keys_BK, temperature)
+        return Draft(tokens, parents, depth, sizes=ragged(sizes), scores=scores)
+
+    def _grow(self, state: DecodeState) -> Draft:
+        frontier_Bm, shape = state.roots[:, None], self._shape
         # Columns number all candidates of the step, level by level; column 0 is the root.
         columns_Bm = slots_Bm = torch.zeros_like(frontier_Bm)
         # A finished sequence has no say in how far the others are drafted; within a row only differences count.
@@ -99,9 +112,10 @@ class HeadsDrafter(Drafter):
         tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
         heads_state = self.heads.begin(state.hidden, self.vocabulary)
         for head in range(shape.depth):
-            best_BmW, logprobs_BmW, heads_state = self.heads.best(
-                head, heads_state, slots_Bm, frontier_Bm, self.vocabulary, shape.width, self._noise(state, head)
-            )
+            logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
+            if self._temperature:
+                logits = logits.float() + self._noise(state, head)[:, None]
+            logprobs_BmW, best_BmW = logits.log_softmax(-1, dtype=torch.float32).topk(shape.width, dim=-1)
             logprobs_BmW = logprobs_BmW.nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=0.0) - EDGE_COST
             scores_BmW = scores_Bm[:, :, None] + logprobs_BmW
             tokens.append(self.heads.token_ids(best_BmW).expand_as(scores_BmW).flatten(1))
@@ -123,14 +137,12 @@ class HeadsDrafter(Drafter):
         draft, real_BN = dataclasses.replace(draft, scores=scores_BN), shape.real(scores_BN)
         return draft if real_BN is None else draft.keeping(real_BN)
 
-    def _noise(self, state: DecodeState, head: int) -> Tensor | None:
+    def _noise(self, state: DecodeState, head: int) -> Tensor:
         """[B, V] what is added to a head's logits: the noise of the base's draw of the token that it guesses.
 
         The base draws the best of z / T + g. Logits z' of a head are trained to say how likely each token is to be the
         base's best, noise aside; of z / T + g it is each one's share of softmax(z' + T g).
         """
-        if not self._temperature:
-            return None
         keyed_B1 = keys(state.seeds, state.positions[:, None] + 1 + head)
         return self._temperature * gumbel(keyed_B1[:, 0], self._tokens_V)
 
@@ -168,6 +180,9 @@ class _Shape(Protocol):
     def real(self, scores_BN: Tensor) -> Tensor | None:
         """[B, N] which of these stay in trees of several sizes; None where all do."""
 
+    def growth(self) -> Growth:
+        """The same for the kernel."""
+
 
 class _BestFirst:
     """The best by score: always as many as fit, or without those below the floors."""
@@ -198,6 +213,11 @@ class _BestFirst:
         real_BN[:, 0] = True
         return real_BN
 
+    def growth(self) -> Growth:
+        floors = self._floors or Floors(0.0, 0.0)
+        level, node = (math.log(floor) if floor else -math.inf for floor in (floors.level, floors.node))
+        return Growth(self.depth, self.width, self.nodes, self._beam, level, node, LOWEST, EDGE_COST)
+
 
 class _Static:
     """The paths of one tree."""
@@ -227,3 +247,8 @@ class _Static:
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
         return None
+
+    def growth(self) -> Growth:
+        beam, columns = max([1, *map(len, self._picks)]), self._columns
+        floor = -math.inf
+        return Growth(self.depth, self.width, self.nodes, beam, floor, floor, LOWEST, EDGE_COST, self._picks, columns)

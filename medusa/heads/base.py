@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from medusa.cpu.recurrent import RecurrentWeights
+
 
 class Vocabulary(Protocol):
     """Both ends of the base, as heads use them; ``BaseModel`` is one."""
@@ -114,6 +116,7 @@ class DraftHeads(nn.Module, ABC):
             such layers.
         reads: int64 [F], the columns of the base's hidden states that are these heads', where the base has more layers
             tapped, for others; None = all.
+        native: What a kernel drafts with, where one knows these heads; None = there is none.
     """
 
     draft_ids: Tensor | None
@@ -127,6 +130,7 @@ class DraftHeads(nn.Module, ABC):
         self._joined_output: Callable[[Tensor], Tensor] | None = None  # of heads that are frozen, see ``join``
         self.fusion: nn.Linear | None = None
         self.reads: Tensor | None = None
+        self.native: RecurrentWeights | None = None  # of heads that are frozen, see ``join``
         if config.feature_layers:
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)
@@ -140,8 +144,7 @@ class DraftHeads(nn.Module, ABC):
             ValueError: The hidden state is that of other layers.
         """
         dim, count = self.config.hidden_size, len(self.config.feature_layers)
-        if self.reads is not None:
-            hidden = hidden[..., self.reads]
+        hidden = self.own(hidden)
         if hidden.shape[-1] != dim * (1 + count):
             raise ValueError(
                 f"hidden state ({hidden.shape[-1]} numbers) must hold {dim} for the last layer and for each of the"
@@ -153,6 +156,10 @@ class DraftHeads(nn.Module, ABC):
         layers = nn.functional.rms_norm(layers.unflatten(-1, (count, dim)), (dim,)).flatten(-2)
         fused: Tensor = last + self.fusion(layers)
         return fused
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """What these heads read [..., F] of hidden states that more layers may stand in."""
+        return hidden if self.reads is None else hidden[..., self.reads]
 
     @abstractmethod
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -184,37 +191,6 @@ class DraftHeads(nn.Module, ABC):
         Returns:
             Logits of the children [B, m, V], or [B, 1, V] where they are the same for all m nodes; the new state.
         """
-
-    def best(
-        self,
-        head: int,
-        state: Tensor,
-        parents_Bm: Tensor,
-        tokens_Bm: Tensor,
-        vocabulary: Vocabulary,
-        width: int,
-        noise_BV: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The ``width`` likeliest children of m nodes per sequence.
-
-        Args:
-            head: This and the next four as for ``level``.
-            state: See there.
-            parents_Bm: See there.
-            tokens_Bm: See there.
-            vocabulary: See there.
-            width: W.
-            noise_BV: [B, V] float32, added to the logits of all nodes of a sequence.
-
-        Returns:
-            Columns [B, m, W] and their log-probabilities [B, m, W] in float32, or [B, 1, W] where they are the same for
-            all m nodes; the new state.
-        """
-        logits, state = self.level(head, state, parents_Bm, tokens_Bm, vocabulary)
-        if noise_BV is not None:
-            logits = logits.float() + noise_BV[:, None]
-        likeliest = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
-        return likeliest.indices, likeliest.values, state
 
     def with_config(self, **changes: Any) -> Self:
         """Heads with the same weights, in the same memory, and another config; these stay as they are."""

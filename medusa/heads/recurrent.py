@@ -8,7 +8,7 @@ embeddings; here they arrive one per level in a state that is handed down the tr
 import torch
 from torch import Tensor, nn
 
-from medusa.cpu.recurrent import RecurrentLevel
+from medusa.cpu.recurrent import RecurrentWeights
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
@@ -26,20 +26,21 @@ class RecurrentHeads(DraftHeads):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
         dim = config.hidden_size
-        self._level: RecurrentLevel | None = None  # of heads that are frozen, see ``join``
         self.blocks = nn.ModuleList(ResidualBlock(dim, dim, EXPANSION * dim) for _ in range(config.num_layers))
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """On a CPU a level becomes one call of C++, where both ends of the base are plain matrices."""
+        """On a CPU a draft becomes one call of C++, where both ends of the base are plain matrices."""
         super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.matrices is None:
             return
         embeddings, weight, bias = vocabulary.matrices
-        if not RecurrentLevel.fits(embeddings, weight, bias, *self.blocks.parameters()):
+        fusion = None if self.fusion is None else self.fusion.weight
+        if not RecurrentWeights.fits(embeddings, weight, bias, fusion, *self.blocks.parameters()):
             return
+        ids = torch.arange(self.config.output_size) if self.draft_ids is None else self.draft_ids
         if self.draft_ids is not None:
-            weight, bias = weight[self.draft_ids], None if bias is None else bias[self.draft_ids]
-        self._level = RecurrentLevel(self.blocks, embeddings, weight, bias)
+            weight, bias = weight[ids], None if bias is None else bias[ids]
+        self.native = RecurrentWeights(self.blocks, fusion, embeddings, weight, bias, ids)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Features [K, M, D] on the given path."""
@@ -59,21 +60,6 @@ class RecurrentHeads(DraftHeads):
         """Logits [B, m, V] and states [B, m, D] of the level's nodes."""
         state_BmD = self._advance(of_parents(state, parents_Bm), tokens_Bm, vocabulary)
         return self.head_logits(head, state_BmD, vocabulary), state_BmD
-
-    def best(
-        self,
-        head: int,
-        state: Tensor,
-        parents_Bm: Tensor,
-        tokens_Bm: Tensor,
-        vocabulary: Vocabulary,
-        width: int,
-        noise_BV: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns and log-probabilities [B, m, W], and states [B, m, D] of the level's nodes."""
-        if self._level is None:
-            return super().best(head, state, parents_Bm, tokens_Bm, vocabulary, width, noise_BV)
-        return self._level(state, parents_Bm, tokens_Bm, width, noise_BV)
 
     def _advance(self, state: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
         embeddings = unit_embeddings(tokens, vocabulary, state.dtype)

@@ -163,8 +163,8 @@ extern "C" int medusa_draw(const Drawing* at) {
     });
 }
 
-extern "C" int medusa_level(const Level* level) {
+extern "C" int medusa_draft(const Drafting* at) {
     return with_memory([&] {
-        as_usual(int(level->half), 0, [&](auto number, auto how) { LevelRun<decltype(number), decltype(how)>{*level}(); });
+        as_usual(int(at->half), 0, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
     });
 }
