@@ -216,7 +216,7 @@ class BaseModel:
         if self.attention.name != "exact" or self.explicit_mask:
             raise UnusualBlockError("each call carries its mask" if self.explicit_mask else "it has other attention")
         fused = copy.copy(self)
-        fused._fused = FusedPass(self.decoder, self.feature_layers)
+        fused._fused = FusedPass(self.decoder, self.feature_layers, self.spans, self.context_length)
         return fused
 
     def tapped(self, layers: Sequence[int]) -> "BaseModel":
@@ -336,7 +336,7 @@ class BaseModel:
                 (``joins``), and come one after the other elsewhere.
         """
         if self._fused is not None:
-            return self._fused(passes, self.context_length)
+            return self._fused(passes)
         return [self._tree_pass(cache, plan) for cache, plan in passes]
 
     def _tree_pass(self, cache: SlotCache, plan: TreePlan) -> Tensor:

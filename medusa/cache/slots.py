@@ -133,10 +133,21 @@ class SlotCache(Cache):
                 be i itself (that row then stays where it is).
             counts_B: [slots] accepted rows, 0 leaves a slot as it was.
         """
-        offsets_A, lengths_B1 = torch.arange(path_BA.shape[1], device=path_BA.device), self.lengths[:, None]
-        source_BA, target_BA = self.rows.places(lengths_B1 + path_BA), self.rows.places(lengths_B1 + offsets_A)
-        native.move_rows(list(self._buffers()), source_BA.flatten(), target_BA.flatten())
+        buffers = list(self._buffers())
+        if native.reads_indices(path_BA) and all(buffer.device.type == "cpu" for buffer in buffers):
+            native.keep_rows(buffers, path_BA, counts_B, self.lengths, self.table, self.capacity)
+        else:
+            self._move(buffers, path_BA)
         self.extend(counts_B)
+
+    def _move(self, buffers: Sequence[Tensor], path_BA: Tensor) -> None:
+        """The rows of paths, on any devices."""
+        offsets_A, lengths_B1 = torch.arange(path_BA.shape[1], device=path_BA.device), self.lengths[:, None]
+        places = self.rows.places(lengths_B1 + path_BA).flatten(), self.rows.places(lengths_B1 + offsets_A).flatten()
+        for device in {buffer.device for buffer in buffers}:
+            sources, targets = (rows.to(device) for rows in places)
+            for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):
+                rows.index_copy_(0, targets, rows.index_select(0, sources))
 
     def extend(self, counts_B: Tensor) -> None:
         """Count the first ``counts_B`` rows just written as committed; they already stand where they belong."""

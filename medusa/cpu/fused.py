@@ -5,14 +5,15 @@ A family is recognised by its modules; that it computes what they do is for the 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from medusa.attention import TreePlan
+from medusa.attention import Span, TreePlan
 from medusa.attention.contract import BlockTable
 from medusa.cache import SlotCache
 from medusa.cpu import native
@@ -50,7 +51,7 @@ class _Weights(NamedTuple):
 class _Block(ctypes.Structure):
     _fields_ = [
         *[(name, LinearStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")],
-        *[(name, _POINTER) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "keys", "values")],
+        *[(name, _POINTER) for name in ("norm", "mlp_norm", "query_norm", "key_norm")],
         *[(name, _INT) for name in ("window", "chunk", "tap")],
     ]
 
@@ -61,18 +62,16 @@ class _Pass(ctypes.Structure):
             (name, _INT)
             for name in (
                 "half", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "capacity", "width",
+                "layers", "capacity", "width", "vocabulary", "context",
             )
         ],
-        *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual")],
+        *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
+        *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "firsts")],
+        ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[
             (name, _POINTER)
-            for name in (
-                "lengths", "parents", "positions", "firsts",
-            )
+            for name in ("cosines", "sines", "norm", "embeddings", "out", "blocks", "keys", "values")
         ],
-        ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
-        *[(name, _POINTER) for name in ("cosines", "sines", "norm", "embedded", "out", "blocks")],
     ]  # fmt: skip
 
 
@@ -86,12 +85,16 @@ class FusedPass:
     Args:
         decoder: What is between token ids and the output layer, on a CPU.
         taps: Layers, counted from 1, whose outputs stand behind the last hidden state.
+        spans: What each layer sees, by its index; a layer that is missing sees all that stands before.
+        context_length: Positions behind it (drafts that can no longer be emitted) become its last one.
 
     Raises:
         UnusualBlockError: Its layers are something else, or hold something that the kernel does not know.
     """
 
-    def __init__(self, decoder: Any, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, decoder: Any, taps: Sequence[int], spans: Mapping[int | None, Span], context_length: int
+    ) -> None:
         _know(decoder, DECODER_PARTS, "the decoder")
         for layer in decoder.layers:
             _know(layer, BLOCK_PARTS, "a layer")
@@ -99,64 +102,83 @@ class FusedPass:
             _know(layer.mlp, MLP_PARTS, "its MLP")
         if not native.available():
             raise UnusualBlockError("there are no C++ kernels here")
-        self._decoder, self._taps = decoder, tuple(taps)
+        self._decoder, self._alive = decoder, list[Tensor]()
         layers = list(decoder.layers)
-        self._shape, self._alive = _shape(decoder, layers[0]), list[Tensor]()
-        self._dtype = decoder.norm.weight.dtype
+        self._shape, self._dtype = _shape(decoder, layers[0]), decoder.norm.weight.dtype
         self._int8 = isinstance(layers[0].mlp.down_proj, Int8Linear)
         self._blocks = (_Block * len(layers))(*[self._read(layer) for layer in layers])
-        for place, layer in enumerate(self._taps):
+        for place, layer in enumerate(taps):
             self._blocks[layer - 1].tap = (1 + place) * self._shape["hidden"]
-        self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
+        for index, block in enumerate(self._blocks):
+            window, chunk = spans.get(index, Span())
+            block.window, block.chunk = window or 0, chunk or 0
+        embeddings = self._embeddings()
+        self._alive += [embeddings, decoder.norm.weight.detach()]
+        self._fixed = _Pass(
+            half=self._dtype == torch.bfloat16, int8=self._int8, layers=len(layers), vocabulary=len(embeddings),
+            context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
+            multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)), norm=decoder.norm.weight.data_ptr(),
+            embeddings=embeddings.data_ptr(), blocks=ctypes.addressof(self._blocks), **self._shape,
+        )  # fmt: skip
         self._angles: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, passes: Sequence[tuple[SlotCache, TreePlan]], context_length: int) -> list[Tensor]:
+    def __call__(self, passes: Sequence[tuple[SlotCache, TreePlan]]) -> list[Tensor]:
         """Hidden states [B, N, F] of each, 0 behind the end of smaller trees; keys and values go into the caches.
 
         Args:
             passes: Caches, each with the plan of what is computed behind its rows. Those whose rows stand in the
                 blocks of one pool are one pass.
-            context_length: Positions behind it (drafts that can no longer be emitted) become its last one.
+
+        Raises:
+            IndexError: A token that the base does not have.
         """
-        pools = {None if cache.pool is None else id(cache.pool) for cache, _ in passes}
-        if len(passes) > 1 and (len(pools) > 1 or None in pools):
-            return [self([one], context_length)[0] for one in passes]
-        drafts, plans, cache = [plan.draft for _, plan in passes], [plan for _, plan in passes], passes[0][0]
-        tokens = torch.cat([draft.flat(draft.tokens) for draft in drafts])
-        parents = torch.cat([draft.flat(draft.parents) for draft in drafts])
-        positions = torch.cat([plan.draft.flat(plan.positions) for plan in plans]).clamp(max=context_length - 1)
-        firsts = pad(torch.tensor([size for draft in drafts for size in draft.row_sizes]).cumsum(0), (1, 0))
-        lengths, table = torch.cat([plan.lengths for plan in plans]), _table(plans)
-        cosines, sines = self._angles_of(max(cache.capacity for cache, _ in passes))
-        embedded = self._decoder.embed_tokens(tokens)
-        if self._multiplier != 1.0:
-            embedded = embedded * self._multiplier
-        embedded, shape = embedded.contiguous(), self._shape
-        out: Tensor = embedded.new_empty(len(embedded), shape["hidden"] * (1 + len(self._taps)))
-        blocks = type(self._blocks).from_buffer_copy(self._blocks)  # several threads may decode
-        for index, (block, layer) in enumerate(zip(blocks, cache.layers, strict=False)):
-            if not layer.is_initialized:
-                like = embedded.new_empty(1, shape["kv_heads"], 1, shape["dim"])
-                layer.lazy_initialization(like, like)
-            block.keys, block.values = layer.keys.data_ptr(), layer.values.data_ptr()
-            window, chunk = plans[0].span(index)
-            block.window, block.chunk = window or 0, chunk or 0
-        native.kernels().medusa_pass(
-            ctypes.byref(
-                _Pass(
-                    half=self._dtype == torch.bfloat16, int8=self._int8, threads=torch.get_num_threads(),
-                    batch=len(lengths), layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
-                    lengths=lengths.data_ptr(), parents=parents.data_ptr(), positions=positions.data_ptr(),
-                    firsts=firsts.data_ptr(), table=None if table is None else table.blocks.data_ptr(),
-                    table_stride=0 if table is None else table.blocks.stride(0),
-                    table_rows=0 if table is None else table.rows, cosines=cosines.data_ptr(), sines=sines.data_ptr(),
-                    rotated=cosines.shape[-1], norm=self._decoder.norm.weight.data_ptr(),
-                    embedded=embedded.data_ptr(), out=out.data_ptr(), blocks=ctypes.addressof(blocks), **shape,
-                )
-            )
-        )  # fmt: skip
-        parts = out.split([sum(draft.row_sizes) for draft in drafts])
-        return [draft.spread(part) for draft, part in zip(drafts, parts, strict=True)]
+        if len(passes) > 1:
+            pools = {None if cache.pool is None else id(cache.pool) for cache, _ in passes}
+            if len(pools) > 1 or None in pools:
+                return [self([one])[0] for one in passes]
+        drafts, plans = [plan.draft for _, plan in passes], [plan for _, plan in passes]
+        counts = [sum(draft.row_sizes) for draft in drafts]
+        tokens = _joined([draft.flat(draft.tokens) for draft in drafts])
+        parents = _joined([draft.flat(draft.parents) for draft in drafts])
+        lengths, table = _joined([plan.lengths for plan in plans]), _table(plans)
+        firsts = (_INT * (len(lengths) + 1))(0, *accumulate(size for draft in drafts for size in draft.row_sizes))
+        capacity = max(cache.capacity for cache, _ in passes)
+        cosines, sines = self._angles_of(capacity)
+        keys, values = self._cached(passes[0][0])
+        at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
+        out = torch.empty(sum(counts), at.width, dtype=self._dtype)
+        at.threads, at.batch, at.capacity, at.rotated = (
+            torch.get_num_threads(),
+            len(lengths),
+            capacity,
+            cosines.shape[1],
+        )
+        at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
+        at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
+        at.cosines, at.sines, at.out = cosines.data_ptr(), sines.data_ptr(), out.data_ptr()
+        if table is not None:
+            at.table, at.table_stride, at.table_rows = table.blocks.data_ptr(), table.blocks.stride(0), table.rows
+        native.kernels().medusa_pass(ctypes.byref(at))
+        return [draft.spread(part) for draft, part in zip(drafts, out.split(counts), strict=True)]
+
+    def _cached(self, cache: SlotCache) -> tuple[Any, Any]:
+        """Where each layer's keys and values begin."""
+        layers = cache.layers[: len(self._blocks)]
+        if not layers[-1].is_initialized:
+            like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
+            for layer in layers:
+                if not layer.is_initialized:
+                    layer.lazy_initialization(like, like)
+        addresses = _POINTER * len(layers)
+        return addresses(*(x.keys.data_ptr() for x in layers)), addresses(*(x.values.data_ptr() for x in layers))
+
+    def _embeddings(self) -> Tensor:
+        layer = self._decoder.embed_tokens
+        if type(layer) is not nn.Embedding or type(layer.weight) is not nn.Parameter or layer.max_norm is not None:
+            raise UnusualBlockError(f"its embeddings are {type(layer).__name__}")
+        if layer.weight.dtype != self._dtype or not layer.weight.is_contiguous():
+            raise UnusualBlockError(f"its embeddings are of {layer.weight.dtype}")
+        return layer.weight.detach()
 
     def _read(self, layer: Any) -> _Block:
         """The pointers of a layer's weights."""
@@ -239,8 +261,15 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
     }
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """All of them in one piece."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _table(plans: Sequence[TreePlan]) -> BlockTable | None:
     """Of the sequences of all plans."""
+    if len(plans) == 1:
+        return plans[0].table
     tables = [BlockTable(plan.table.blocks[: len(plan.lengths)], plan.table.rows) for plan in plans if plan.table]
     if len(tables) < 2:
         return tables[0] if tables else None

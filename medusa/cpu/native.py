@@ -53,7 +53,7 @@ def kernels() -> ctypes.CDLL:
     arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
-        "move": [number, pointer, pointer, number, pointer, pointer],
+        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number, number],
         "pass": [pointer],
         "draft": [pointer],
         "draw": [pointer],
@@ -69,13 +69,15 @@ def kernels() -> ctypes.CDLL:
 
 
 def declare(function: Any, arguments: Sequence[Any]) -> None:
-    """Set the types of a kernel, which answers whether there was memory enough."""
+    """Set the types of a kernel, which answers how it went (``Outcome`` of kernels.cpp)."""
     function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _check
 
 
-def _check(enough: int, *_: object) -> None:
-    if not enough:
+def _check(outcome: int, *_: object) -> None:
+    if outcome == 1:
         raise MemoryError("a CPU kernel had not enough memory; give fewer or shorter prompts at a time")
+    if outcome == 2:
+        raise IndexError("a draft or a prompt holds a token id that the base does not have; mend what made it")
 
 
 @cache
@@ -171,34 +173,35 @@ def reads_indices(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and x.dtype == torch.int64 for x in tensors) and available()
 
 
-def move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-    """Copy rows of each buffer [slots, rows, ...] to other places of it, counted over all slots.
-
-    On a CPU in one call of C++; the buffers may live on several devices.
+def keep_rows(
+    buffers: Sequence[Tensor],
+    path_BA: Tensor,
+    counts_B: Tensor,
+    lengths_B: Tensor,
+    table: tuple[Tensor, int] | None,
+    capacity: int,
+) -> None:
+    """Move the rows of accepted paths to where their sequences end, see ``SlotCache.commit``.
 
     Args:
-        buffers: Contiguous.
-        sources: int64 [R], ascending within a slot.
-        targets: int64 [R], ascending; none lies behind its source.
+        buffers: Keys and values of all layers, on a CPU: [slots, rows, ...], or blocks.
+        path_BA: int64, the node at each place of a path; none stands before its place.
+        counts_B: int64, nodes of each path.
+        lengths_B: int64, rows of each sequence before them.
+        table: Blocks of each sequence and rows of a block; None = slots of ``capacity`` rows each.
+        capacity: See there.
     """
-    if any(x.device.type != "cpu" for x in (sources, *buffers)) or not available():
-        for device in {buffer.device for buffer in buffers}:
-            theirs, ours = sources.to(device), targets.to(device)
-            for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):
-                rows.index_copy_(0, ours, rows.index_select(0, theirs))
-    else:
-        torch.ops.medusa.move_rows(buffers, sources, targets)
-
-
-def _move_rows(buffers: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    path, counts, lengths = path_BA.contiguous(), counts_B.contiguous(), lengths_B.contiguous()
     memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
-    kernels().medusa_move(len(buffers), memory, sizes, len(sources), sources.data_ptr(), targets.data_ptr())
+    blocks, rows = table or (None, 0)
+    kernels().medusa_keep(
+        len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),
+        None if blocks is None else blocks.data_ptr(), 0 if blocks is None else blocks.stride(0), rows, capacity,
+    )  # fmt: skip
 
 
-# Operators, so that profilers and whoever else listens to torch see them.
+# An operator, so that profilers and whoever else counts products see it.
 LIBRARY = torch.library.Library("medusa", "FRAGMENT")
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales=None) -> Tensor")
-LIBRARY.define("move_rows(Tensor(a!)[] buffers, Tensor sources, Tensor targets) -> ()")
-for _function in (_linear, _move_rows):
-    LIBRARY.impl(_function.__name__[1:], _function, "CPU")
+LIBRARY.impl("linear", _linear, "CPU")

@@ -14,7 +14,7 @@ from medusa.acceptance.logits import Warper
 from medusa.base.verify import verify
 from medusa.cpu import build, native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
-from medusa.cpu.native import NativeLinear, available, move_rows, use_kernels
+from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
 from medusa.cpu.selection import argmax, draw, gumbel
 from medusa.drafters.heads import Floors, HeadsDrafter
 from medusa.engine.prefill import prefill
@@ -295,16 +295,28 @@ def test_the_first_of_the_largest_is_found(columns, dtype):
     assert torch.equal(argmax(x), x.argmax(-1))
 
 
-def test_rows_move_to_the_front_of_their_slot():
+@pytest.mark.parametrize("table", [None, (torch.tensor([[2, 0], [1, 4], [3, 5]]), 5)], ids=["slots", "blocks"])
+def test_rows_of_accepted_paths_move_to_the_end_of_their_text(table):
     torch.manual_seed(0)
-    buffers = [torch.randn(3, 10, 2, width).to(dtype) for width in (4, 7) for dtype in (HALF, SINGLE)]
-    expected = [buffer.clone() for buffer in buffers]
-    sources, targets = torch.tensor([2, 4, 7, 13, 15, 29]), torch.tensor([2, 3, 4, 10, 11, 28])
-    for buffer in expected:
-        rows = buffer.view(30, *buffer.shape[2:])
-        rows[targets] = rows[sources]
-    move_rows(buffers, sources, targets)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(buffers, expected, strict=True))
+    shape = (3, 10) if table is None else (6, 5)
+    buffers = [torch.randn(*shape, 2, width).to(dtype) for width in (4, 7) for dtype in (HALF, SINGLE)]
+    before = [buffer.clone().flatten(0, 1) for buffer in buffers]
+    lengths, counts = torch.tensor([2, 3, 8]), torch.tensor([3, 4, 0])
+    path = torch.tensor([[0, 2, 5, 3], [0, 1, 3, 6], [0, 1, 2, 3]])
+
+    def place(slot, position):
+        return slot * 10 + position if table is None else int(table[0][slot, position // 5]) * 5 + position % 5
+
+    moved = {
+        place(slot, int(lengths[slot]) + at): place(slot, int(lengths[slot] + path[slot, at]))
+        for slot in range(3)
+        for at in range(counts[slot])
+    }
+    keep_rows(buffers, path, counts, lengths, table, 10)
+    for buffer, rows in zip(buffers, before, strict=True):
+        expected = rows.clone()
+        expected[list(moved)] = rows[list(moved.values())]
+        assert torch.equal(buffer.flatten(0, 1), expected)
 
 
 def recurrent_heads(base, dtype, part=0, feature_layers=()):
@@ -371,6 +383,13 @@ def test_heads_that_overflow_give_trees_too():
     assert draft.tokens.min() >= 0 and draft.tokens.max() < 50
     assert bool((draft.parents[:, 1:] < torch.arange(1, draft.tokens.shape[1])).all())
     assert not draft.scores[draft.scores > -1e3].isnan().any()
+
+
+def test_a_token_that_the_base_does_not_have_is_refused():
+    base = tiny("llama", "exact")[0].with_fused_pass()
+    for token in (-1, 50):
+        with pytest.raises(IndexError, match="token id"):
+            verify(base, base.new_cache(1, 8), Draft.chain(torch.tensor([[3, token]])))
 
 
 def test_a_quantised_end_of_a_base_is_no_plain_matrix():

@@ -1,15 +1,19 @@
-// What Python calls, see medusa/cpu/native.py. Functions answer whether there was memory enough.
+// What Python calls, see medusa/cpu/native.py. Functions answer how it went.
 #include "draw.h"
 #include "heads.h"
 #include "pass.h"
 #include "tree.h"
 
-template <class Use> static int with_memory(Use use) {
+enum Outcome { DONE, NO_MEMORY, NO_SUCH_TOKEN };
+
+template <class Use> static int outcome(Use use) {
     try {
         use();
-        return 1;
+        return DONE;
     } catch (const std::bad_alloc&) {
-        return 0;
+        return NO_MEMORY;
+    } catch (const std::out_of_range&) {
+        return NO_SUCH_TOKEN;
     }
 }
 
@@ -19,7 +23,7 @@ template <class Use> static int with_memory(Use use) {
 extern "C" int medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
                                  const int64_t* blocks, const void* query, const void* key, const void* value, void* out, const float* sinks,
                                  float scaling, float softcap) {
-    return with_memory([&] {
+    return outcome([&] {
         const int64_t* s = shape + 8;
         const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
                           s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
@@ -96,7 +100,7 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
 extern "C" int medusa_linear(int half, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
-    return with_memory([&] {
+    return outcome([&] {
         as_usual(half, layer->scales != nullptr, [&](auto number, auto how) {
             using T = decltype(number);
             whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
@@ -105,43 +109,50 @@ extern "C" int medusa_linear(int half, int threads, const Linear* layer, int64_t
 }
 
 extern "C" int medusa_pass(const Pass* pass) {
-    return with_memory([&] {
+    return outcome([&] {
         as_usual(int(pass->half), int(pass->int8), [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
     });
 }
 
 extern "C" int medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, const int64_t* tokens, float* out) {
-    return with_memory([&] {
+    return outcome([&] {
         for (int64_t r = 0; r < rows; r++) gumbel(uint32_t(keys[r]), tokens, count, out + r * count);
     });
 }
 
 extern "C" int medusa_select_path(const Verdict* at) {
-    return with_memory([&] {
+    return outcome([&] {
         for (int64_t b = 0; b < at->batch; b++) select_path(*at, b);
     });
 }
 
 extern "C" int medusa_depths(int64_t batch, int64_t nodes, const int64_t* parents, int64_t* out) {
-    return with_memory([&] {
+    return outcome([&] {
         for (int64_t b = 0; b < batch; b++, parents += nodes, out += nodes)
             for (int64_t n = 0; n < nodes; n++) out[n] = n ? out[parents[n]] + 1 : 0;
     });
 }
 
-// Moves rows of so many buffers; no row's target stands behind its source, and sources ascend.
-extern "C" int medusa_move(int64_t buffers, char* const* memory, const int64_t* bytes, int64_t rows, const int64_t* sources,
-                            const int64_t* targets) {
-    return with_memory([&] {
-        for (int64_t b = 0; b < buffers; b++)
-            for (int64_t r = 0; r < rows; r++)
-                if (sources[r] != targets[r]) std::memmove(memory[b] + targets[r] * bytes[b], memory[b] + sources[r] * bytes[b], bytes[b]);
+// Moves the rows of accepted paths [batch, width] of so many buffers to where their sequences end, the first counts[b] of
+// each; a node stands at its place in the path or behind it.
+extern "C" int medusa_keep(int64_t buffers, char* const* memory, const int64_t* bytes, int64_t batch, int64_t width, const int64_t* path,
+                           const int64_t* counts, const int64_t* lengths, const int64_t* blocks, int64_t stride, int64_t rows,
+                           int64_t capacity) {
+    return outcome([&] {
+        const Table table{blocks, stride, rows};
+        for (int64_t b = 0; b < batch; b++)
+            for (int64_t i = 0; i < counts[b]; i++) {
+                const int64_t node = path[b * width + i];
+                if (node == i) continue;
+                const int64_t from = table.row(b, lengths[b] + node, capacity), to = table.row(b, lengths[b] + i, capacity);
+                for (int64_t n = 0; n < buffers; n++) std::memcpy(memory[n] + to * bytes[n], memory[n] + from * bytes[n], bytes[n]);
+            }
     });
 }
 
 // The first column with the largest number of each row of x [rows, columns].
 extern "C" int medusa_argmax(int half, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
-    return with_memory([&] {
+    return outcome([&] {
         Team(threads, 1).run([&](Team::Member& member) {
             member.share(rows, [&](int64_t r) {
                 out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
@@ -151,7 +162,7 @@ extern "C" int medusa_argmax(int half, int threads, int64_t rows, int64_t column
 }
 
 extern "C" int medusa_draw(const Drawing* at) {
-    return with_memory([&] {
+    return outcome([&] {
         Team(int(at->threads), 1).run([&](Team::Member& member) {
             Draw draw(*at);
             member.share(at->rows, [&](int64_t r) {
@@ -164,7 +175,7 @@ extern "C" int medusa_draw(const Drawing* at) {
 }
 
 extern "C" int medusa_draft(const Drafting* at) {
-    return with_memory([&] {
+    return outcome([&] {
         as_usual(int(at->half), 0, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
     });
 }

@@ -3,6 +3,8 @@
 //
 // One team of threads runs through all layers; a stage ends where the next reads what another thread wrote.
 #pragma once
+#include <stdexcept>
+
 #include "attention.h"
 #include "int8.h"
 #include "tiles.h"
@@ -10,22 +12,22 @@
 struct Block {
     Linear query, key, value, output, gate, up, down;
     const void *norm, *mlp_norm, *query_norm, *key_norm;  // weights; the last two [D] or null
-    void *keys, *values;                                  // the layer's cache, [slots, capacity, kv heads, D], or blocks
     int64_t window, chunk;                                // 0 = none
     int64_t tap;                                          // where its output goes in a row of hidden states; 0 = nowhere
 };
 
 struct Pass {
     int64_t half, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
-    float epsilon, scaling, residual;
-    const int64_t *lengths, *parents, *positions;  // [batch], [rows], [rows]
-    const int64_t* firsts;                         // [batch + 1] where the rows of each sequence begin
+    int64_t vocabulary, context;  // positions behind the context become its last one
+    float epsilon, scaling, residual, multiplier;
+    const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [rows]
+    const int64_t* firsts;                      // [batch + 1] where the rows of each sequence begin
     Table table;
-    const void *cosines, *sines;                   // [positions, rotated]
-    const void* norm;
-    const void* embedded;  // [rows, hidden]
-    void* out;             // [rows, width]: the last hidden state, then what is tapped
+    const void *cosines, *sines;  // [positions, rotated]
+    const void *norm, *embeddings;  // the latter [vocabulary, hidden]
+    void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
+    void *const *keys, *const *values;  // of each layer's cache, [slots, capacity, kv heads, D], or blocks
 };
 
 constexpr int64_t SLAB = 256;      // rows whose inner numbers are kept at a time
@@ -42,7 +44,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     Buffer<T> projected;
     Buffer<typename W::number> x, gated;
     std::vector<T> query, attended;
-    std::vector<int64_t> places;  // of each row in the cache
+    std::vector<int64_t> positions, places;  // of each row in its text, and in the cache
     typedef Team::Member Member;
 
     // A row divided by its root mean square, times a weight.
@@ -118,24 +120,24 @@ template <class T, class W> class Run {  // W: how its weights are met
         for (int64_t d = at.rotated; d < at.dim; d++) narrow(head[d], to + d);
     }
 
-    void place_heads(const Block& block, Member& member) {
+    void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
         const int64_t total = queries + 2 * keys;
         member.share(rows, [&](int64_t r) {
             const int64_t row = places[r];
             const T* from = &projected[r * total];
             for (int64_t h = 0; h < at.heads; h++)
-                turned(from + h * at.dim, block.query_norm, at.positions[r], &query[r * queries + h * at.dim]);
+                turned(from + h * at.dim, block.query_norm, positions[r], &query[r * queries + h * at.dim]);
             for (int64_t h = 0; h < at.kv_heads; h++)
-                turned(from + queries + h * at.dim, block.key_norm, at.positions[r], (T*)block.keys + row * keys + h * at.dim);
-            std::memcpy((T*)block.values + row * keys, from + queries + keys, keys * sizeof(T));
+                turned(from + queries + h * at.dim, block.key_norm, positions[r], (T*)cached_keys + row * keys + h * at.dim);
+            std::memcpy((T*)cached_values + row * keys, from + queries + keys, keys * sizeof(T));
         });
     }
 
-    void attend(const Block& block, Work& work, Member& member) {
+    void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
         const int64_t slot = at.capacity * keys;
         const Layer layer{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents, 0, 0, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
                           nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
-        Attention<T>{layer, query.data(), (const T*)block.keys, (const T*)block.values, attended.data()}.run(work, member);
+        Attention<T>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
     }
 
     // Columns of gates and of what they let through at a time.
@@ -177,10 +179,11 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
-    void layer(const Block& block, Work& work, Member& member) {
+    void layer(int64_t index, Work& work, Member& member) {
+        const Block& block = at.blocks[index];
         project(block, member);
-        place_heads(block, member);
-        attend(block, work, member);
+        place_heads(block, at.keys[index], at.values[index], member);
+        attend(block, at.keys[index], at.values[index], work, member);
         const auto attended_rows = rows_for(member, queries, [this](int64_t r, float* to) {
             for (int64_t i = 0; i < queries; i += LANES) put(wide(&attended[r * queries + i], int(queries - i)), to + i, int(queries - i));
         });
@@ -207,9 +210,14 @@ template <class T, class W> class Run {  // W: how its weights are met
         if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);
+        std::vector<int64_t> depths;
         for (int64_t b = 0; b < at.batch; b++)
-            for (int64_t n = 0; n < at.firsts[b + 1] - at.firsts[b]; n++)
-                places.push_back(at.table.row(b, at.lengths[b] + n, at.capacity));
+            for (int64_t first = at.firsts[b], r = first; r < at.firsts[b + 1]; r++) {
+                if (at.tokens[r] < 0 || at.tokens[r] >= at.vocabulary) throw std::out_of_range("token");
+                depths.push_back(r > first ? depths[first + at.parents[r]] + 1 : 0);
+                positions.push_back(std::min(at.lengths[b] + depths[r], at.context - 1));
+                places.push_back(at.table.row(b, at.lengths[b] + r - first, at.capacity));
+            }
     }
 
     void operator()() {
@@ -219,12 +227,13 @@ template <class T, class W> class Run {  // W: how its weights are met
         Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
             member.share(rows, [&](int64_t r) {
+                const T* row = (const T*)at.embeddings + at.tokens[r] * at.hidden;
                 for (int64_t i = 0; i < at.hidden; i += LANES) {
                     const int here = int(at.hidden - i);
-                    put(wide((const T*)at.embedded + r * at.hidden + i, here), &stream[r * at.hidden + i], here);
+                    put(rounded(wide(row + i, here) * splat(at.multiplier), T()), &stream[r * at.hidden + i], here);
                 }
             });
-            for (int64_t i = 0; i < at.layers; i++) layer(at.blocks[i], work, member);
+            for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
             member.share(rows, [&](int64_t r) {
                 float* row = &stream[r * at.hidden];
                 normed(row, (const T*)at.norm, at.hidden, at.epsilon, row);
