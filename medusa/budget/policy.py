@@ -1,6 +1,8 @@
 """Which drafter and tree size is best here and now: the one that has brought the most tokens per second lately."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
@@ -14,12 +16,14 @@ SHORTEST_TRIAL = 2
 """Steps of a trial with a large batch, or of plain decoding, which always brings one token per step."""
 MEMORY = 256
 """Steps that speeds reach back, those of arms that were not taken too."""
+RECENT = 15
+"""Steps of an arm whose median says how long one takes usually."""
+LATE = 2.0
+"""A step that something else held up counts so many times the usual seconds at most."""
 MARGIN = 1.1
 """Another arm must be so much faster, plain decoding aside: the luck of a few steps is not enough."""
 DROP = 0.7
 """An arm that has become so much slower is compared at once."""
-LATE = 3.0
-"""A step that something else held up counts so many times its usual seconds at most."""
 
 
 class Arm(NamedTuple):
@@ -85,13 +89,13 @@ class Policy:
             return
         self._left -= steps
         if self._trial is None and self._speeds[arm].tokens_per_second < DROP * self._usual:
-            self._left = self._wait = 0
+            self._left = self._wait = self._turns = 0  # plain decoding first
         if self._left <= 0:
             self._take_turn()
 
     def __str__(self) -> str:
         """For logs and screens: the arm, and what is known of all in tokens per second of a sequence."""
-        speeds = {arm: speed.tokens_per_second for arm, speed in sorted(self._speeds.items()) if speed.seconds > 0}
+        speeds = {arm: speed.tokens_per_second for arm, speed in sorted(self._speeds.items()) if speed.seconds}
         seen = ", ".join(f"{arm}: {speed:.3g}" for arm, speed in speeds.items())
         known = f" (tokens per second: {seen})" if seen else ""
         return f"{self.arm} now, others are tried as it runs{known}"
@@ -102,16 +106,16 @@ class Policy:
             self._trial = self._next()
             self._left = SHORTEST_TRIAL if self._trial == PLAIN else self._trial_steps
             return
-        best = self._fastest()
+        best = self._faster(self._trial)
         wait = self._wait // 4 if best != self.arm else min(2 * self._wait, LONGEST_WAIT)
         self.arm, self._trial = best, None
         self._left = self._wait = max(wait, self._first_wait())
         self._usual = self._speeds[best].tokens_per_second
 
-    def _fastest(self) -> Arm:
-        speeds = {arm: speed.tokens_per_second for arm, speed in self._speeds.items()}
-        best = max(speeds, key=lambda arm: speeds[arm] * (MARGIN if arm == self.arm else 1.0))
-        return PLAIN if speeds.get(PLAIN, 0.0) > speeds[best] else best
+    def _faster(self, tried: Arm) -> Arm:
+        """Of the arm and the one that was tried: both ran just now, and what others took may be of another hour."""
+        here, there = (self._speeds[arm].tokens_per_second for arm in (self.arm, tried))
+        return tried if there > here * (1.0 if tried == PLAIN else MARGIN) else self.arm
 
     def _first_wait(self) -> int:
         return FIRST_WAIT if self.arm != PLAIN else PLAIN_WAIT
@@ -144,17 +148,20 @@ class _Speed:
     """Tokens per second of one arm, in which what is long ago counts less and less."""
 
     def __init__(self) -> None:
-        self.tokens = self.seconds = self.steps = 0.0
+        self.tokens = self.seconds = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)
 
     def fade(self, keep: float) -> None:
         """Let what was seen count less."""
-        self.tokens, self.seconds, self.steps = keep * self.tokens, keep * self.seconds, keep * self.steps
+        self.tokens, self.seconds = keep * self.tokens, keep * self.seconds
 
     def add(self, tokens: float, seconds: float, steps: int) -> None:
         """Observe steps."""
-        if self.steps:
-            seconds = min(seconds, LATE * steps * self.seconds / self.steps)
-        self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + steps
+        self._recent.append(seconds / steps)
+        self.tokens, self.seconds = (
+            self.tokens + tokens,
+            self.seconds + min(seconds, LATE * steps * median(self._recent)),
+        )
 
     @property
     def tokens_per_second(self) -> float:

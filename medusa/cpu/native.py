@@ -191,17 +191,33 @@ def keep_rows(
         table: Blocks of each sequence and rows of a block; None = slots of ``capacity`` rows each.
         capacity: See there.
     """
-    path, counts, lengths = path_BA.contiguous(), counts_B.contiguous(), lengths_B.contiguous()
+    torch.ops.medusa.keep_rows(buffers, path_BA, counts_B, lengths_B, *(table or (None, 0)), capacity)
+
+
+def _keep_rows(
+    buffers: Sequence[Tensor],
+    path: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    blocks: Tensor | None,
+    rows: int,
+    capacity: int,
+) -> None:
+    path, counts, lengths = path.contiguous(), counts.contiguous(), lengths.contiguous()
     memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
-    blocks, rows = table or (None, 0)
     kernels().medusa_keep(
         len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),
         None if blocks is None else blocks.data_ptr(), 0 if blocks is None else blocks.stride(0), rows, capacity,
     )  # fmt: skip
 
 
-# An operator, so that profilers and whoever else counts products see it.
+# Operators, so that profilers and whoever else listens to torch see them.
 LIBRARY = torch.library.Library("medusa", "FRAGMENT")
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales=None) -> Tensor")
-LIBRARY.impl("linear", _linear, "CPU")
+LIBRARY.define(
+    "keep_rows(Tensor(a!)[] buffers, Tensor path, Tensor counts, Tensor lengths, Tensor? blocks, int rows,"
+    " int capacity) -> ()"
+)
+for _function in (_linear, _keep_rows):
+    LIBRARY.impl(_function.__name__[1:], _function, "CPU")

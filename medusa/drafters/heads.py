@@ -86,7 +86,8 @@ class HeadsDrafter(Drafter):
         self._shape: _Shape = best_first if tree is None else _Static(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
-        self._native = heads.native.drafts(self._shape.growth()) if heads.native is not None else None
+        # A step that is recorded sees torch's operators alone.
+        self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
 
     def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""

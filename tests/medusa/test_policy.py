@@ -112,6 +112,32 @@ def test_the_size_follows_the_machine():
     assert policy.arm.nodes in (4, 8)
 
 
+class Held(dict):
+    """Seconds of a machine on which something else runs: a third of the steps is held up."""
+
+    chance = random.Random(1)
+
+    def __getitem__(self, nodes):
+        return super().__getitem__(nodes) * (self.chance.choice([3.0, 6.0, 20.0]) if self.chance.random() < 0.3 else 1)
+
+
+@pytest.mark.parametrize("seconds", [FLAT, KNEE, STEEP], ids=["flat", "knee", "steep"])
+def test_a_busy_neighbour_does_not_mislead(seconds):
+    quiet, machine, policy = Machine(seconds, GOOD), Machine(Held(seconds), GOOD), climber(8)
+    machine.speed(policy, 1000)
+    _, counts = machine.speed(policy, 3000)
+    expected = sum(quiet.fixed(nodes) * count for nodes, count in counts.items()) / sum(counts.values())
+    assert expected >= 0.9 * max(quiet.fixed(nodes) for nodes in SIZES)
+
+
+def test_all_that_becomes_slower_at_once_changes_nothing():
+    machine, policy = Machine(KNEE, GOOD), climber(8)
+    machine.speed(policy, 1000)
+    machine.seconds = {nodes: 2.5 * seconds for nodes, seconds in KNEE.items()}
+    _, counts = machine.speed(policy, 1000)
+    assert counts[6] + counts[8] + counts[4] >= 800
+
+
 def test_a_step_that_was_held_up_and_the_first_of_a_size_decide_nothing():
     policy = climber(8)
     policy.observe(arm(8), 2.0, 1000.0)  # compiles
