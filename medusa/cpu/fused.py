@@ -60,7 +60,7 @@ class _Pass(ctypes.Structure):
         *[
             (name, _INT)
             for name in (
-                "half", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
+                "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
                 "layers", "capacity", "width",
             )
         ],
@@ -144,7 +144,7 @@ class FusedPass:
         native.kernels().medusa_pass(
             ctypes.byref(
                 _Pass(
-                    half=self._dtype == torch.bfloat16, int8=self._int8, threads=torch.get_num_threads(),
+                    number_type=native.number_type(self._dtype), int8=self._int8, threads=torch.get_num_threads(),
                     batch=len(lengths), layers=len(blocks), capacity=cache.capacity, width=out.shape[-1],
                     lengths=lengths.data_ptr(), parents=parents.data_ptr(), positions=positions.data_ptr(),
                     firsts=firsts.data_ptr(), table=None if table is None else table.blocks.data_ptr(),

@@ -16,7 +16,7 @@ struct Block {
 };
 
 struct Pass {
-    int64_t half, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
+    int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
     float epsilon, scaling, residual;
     const int64_t *lengths, *parents, *positions;  // [batch], [rows], [rows]
     const int64_t* firsts;                         // [batch + 1] where the rows of each sequence begin
