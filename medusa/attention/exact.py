@@ -21,7 +21,7 @@ class ExactAttention:
 
     name = "exact"
     recordable = False
-    dtypes = frozenset({torch.float32, torch.bfloat16})
+    dtypes = frozenset(native.DTYPES)
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -51,7 +51,7 @@ class ExactAttention:
             0 if table is None else table.rows, 0 if table is None else table.blocks.stride(0),
         )  # fmt: skip
         self._kernel(
-            query.dtype == torch.bfloat16, torch.get_num_threads(), numbers, lengths.data_ptr(), parents.data_ptr(),
+            native.number_type(query.dtype), torch.get_num_threads(), numbers, lengths.data_ptr(), parents.data_ptr(),
             None if table is None else table.blocks.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
             out.data_ptr(), None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
         )  # fmt: skip

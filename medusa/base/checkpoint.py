@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from medusa.base import smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.cpu.int8 import round_linears
-from medusa.cpu.native import use_kernels
+from medusa.cpu.native import DTYPES, available, use_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ def read_checkpoint(
     path = smollm2.locate(name)
     try:
         config, options = AutoConfig.from_pretrained(path), dict(load_options or {})
-        dtype = dtype or choose_dtype(config.dtype, device)
         quantised = "quantization_config" in options or hasattr(config, "quantization_config")
+        dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and "device_map" not in options)
         if quantised and device.type == "cuda":
             options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
@@ -104,9 +104,15 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def choose_dtype(config_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; float32 where a CPU has no bfloat16 instructions."""
+def choose_dtype(config_dtype: torch.dtype | None, device: torch.device, pack: bool = False) -> torch.dtype:
+    """The checkpoint's dtype where our kernels compute the linear layers (``pack``), which are as fast in all.
+
+    Elsewhere on a CPU, and in training, bfloat16 for float16, and float32 where there are no bfloat16 instructions.
+    ``medusa.loading.dtype`` looks again at what the kernels do not compute as a whole.
+    """
     dtype = config_dtype or torch.float32
+    if pack and device.type == "cpu" and dtype in DTYPES and available():
+        return dtype
     if device.type == "cpu" and dtype == torch.float16:
         logger.info("dtype bfloat16: CPUs compute slowly in float16")
         dtype = torch.bfloat16

@@ -106,7 +106,7 @@ class BaseModel:
 
         Args:
             name: Directory, Hub id or "smollm2".
-            dtype: Of weights and computation; None = the checkpoint's, see ``choose_dtype``.
+            dtype: Of weights and computation; None = the checkpoint's, or what a CPU has instead: ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
                 quantised layers, or on a base that is spread).

@@ -38,7 +38,7 @@ class DecoderPass:
                 f"feature layers ({', '.join(map(str, layers))}) must be different layers below the last one of the"
                 f" base ({num_layers}), counted from 1; load heads that were trained on this base"
             )
-        stack = _find_layers(decoder, num_layers)[1] if layers else ()
+        stack = find_layers(decoder, num_layers)[1] if layers else ()
         self._tapped = [stack[layer - 1] for layer in layers]
         for layer in self._tapped:
             if _note not in layer._forward_hooks.values():
@@ -82,7 +82,7 @@ def first_layers(decoder: nn.Module, num_layers: int, count: int) -> nn.Module:
     Raises:
         ValueError: Its layers cannot be told from its other modules.
     """
-    name, layers = _find_layers(decoder, num_layers)
+    name, layers = find_layers(decoder, num_layers)
     top = parent = _beside(decoder)
     *path, last = name.split(".")
     for part in path:
@@ -98,8 +98,12 @@ def _beside(module: nn.Module) -> nn.Module:
     return beside
 
 
-def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """The outermost list of so many modules, whatever a family calls it."""
+def find_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """The outermost list of so many modules, whatever a family calls it, and its name.
+
+    Raises:
+        ValueError: There is none.
+    """
     lists = [(name, module) for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)]
     stacks = [(name, module) for name, module in lists if len(module) == num_layers]
     if not stacks:

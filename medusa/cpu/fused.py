@@ -61,7 +61,7 @@ class _Pass(ctypes.Structure):
         *[
             (name, _INT)
             for name in (
-                "half", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
+                "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
                 "layers", "capacity", "width", "vocabulary", "context",
             )
         ],
@@ -115,8 +115,8 @@ class FusedPass:
         embeddings = self._embeddings()
         self._alive += [embeddings, decoder.norm.weight.detach()]
         self._fixed = _Pass(
-            half=self._dtype == torch.bfloat16, int8=self._int8, layers=len(layers), vocabulary=len(embeddings),
-            context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
+            number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
+            vocabulary=len(embeddings), context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
             multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)), norm=decoder.norm.weight.data_ptr(),
             embeddings=embeddings.data_ptr(), blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
@@ -147,15 +147,11 @@ class FusedPass:
         keys, values = self._cached(passes[0][0])
         at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
         out = torch.empty(sum(counts), at.width, dtype=self._dtype)
-        at.threads, at.batch, at.capacity, at.rotated = (
-            torch.get_num_threads(),
-            len(lengths),
-            capacity,
-            cosines.shape[1],
-        )
+        at.threads, at.batch, at.capacity = torch.get_num_threads(), len(lengths), capacity
         at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
         at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
-        at.cosines, at.sines, at.out = cosines.data_ptr(), sines.data_ptr(), out.data_ptr()
+        at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
+        at.out = out.data_ptr()
         if table is not None:
             at.table, at.table_stride, at.table_rows = table.blocks.data_ptr(), table.blocks.stride(0), table.rows
         native.kernels().medusa_pass(ctypes.byref(at))

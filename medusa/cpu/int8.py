@@ -48,7 +48,7 @@ def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
     """Round every ``nn.Linear`` below ``module`` in place; returns how many.
 
     Args:
-        module: Any model on a CPU, in float32 or bfloat16.
+        module: Any model on a CPU, in a dtype of the kernels.
         keep: A layer that stays as it is: the output layer, where errors of rounding would reach the text unfiltered.
 
     Raises:

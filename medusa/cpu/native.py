@@ -18,7 +18,8 @@ from medusa.cpu import build
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What they compute in, in the order of ``NumberType`` of vectors.h."""
 
 LinearFunction = Callable[[Tensor], Tensor]
 
@@ -80,6 +81,11 @@ def _check(outcome: int, *_: object) -> None:
         raise IndexError("a draft or a prompt holds a token id that the base does not have; mend what made it")
 
 
+def number_type(dtype: torch.dtype) -> int:
+    """A dtype of ``DTYPES`` as the kernels number it."""
+    return DTYPES.index(dtype)
+
+
 @cache
 def has_tiles() -> bool:
     """Whether a matrix unit computes linear layers in bfloat16 (``kernels/tiles.h``)."""
@@ -119,7 +125,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | Non
     x, rows = x.contiguous(), x.shape[:-1].numel()
     out = x.new_empty(*x.shape[:-1], len(weight))
     kernels().medusa_linear(
-        x.dtype == torch.bfloat16, torch.get_num_threads(), LinearStruct.of(weight, bias, scales, x.shape[-1]), rows,
+        number_type(x.dtype), torch.get_num_threads(), LinearStruct.of(weight, bias, scales, x.shape[-1]), rows,
         x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out

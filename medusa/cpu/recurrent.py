@@ -55,7 +55,7 @@ class _Drafting(ctypes.Structure):
     """``Drafting`` of heads.h."""
 
     _fields_ = [
-        *[(name, _INT) for name in ("half", "threads", "batch", "hidden", "taps", "inner", "blocks")],
+        *[(name, _INT) for name in ("number_type", "threads", "batch", "hidden", "taps", "inner", "blocks")],
         ("fusion", LinearStruct), ("into", _POINTER), ("out_of", _POINTER), ("output", LinearStruct),
         ("embeddings", _POINTER), ("ids", _POINTER),
         *[(name, _INT) for name in ("levels", "width", "nodes", "beam")],
@@ -95,7 +95,7 @@ class RecurrentWeights:
         # The memory itself: a module that is moved gets new one.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
         self._drafting = _Drafting(
-            half=weight.dtype == torch.bfloat16, hidden=weight.shape[1], inner=pairs[0][0].out_features,
+            number_type=native.number_type(weight.dtype), hidden=weight.shape[1], inner=pairs[0][0].out_features,
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
             fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
             out_of=ctypes.addressof(self._out_of), output=LinearStruct.of(weight, bias),

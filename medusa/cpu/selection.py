@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from medusa.cpu.native import LIBRARY, kernels, reads, reads_indices
+from medusa.cpu.native import LIBRARY, kernels, number_type, reads, reads_indices
 from medusa.noise import gumbel_of
 
 
@@ -13,7 +13,7 @@ class _Drawing(ctypes.Structure):
     """``Drawing`` of draw.h."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("half", "threads", "rows", "columns", "top_k")],
+        *[(name, ctypes.c_int64) for name in ("number_type", "threads", "rows", "columns", "top_k")],
         *[(name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")],
         *[(name, ctypes.c_void_p) for name in ("logits", "keys", "out")],
     ]
@@ -41,7 +41,7 @@ def _argmax(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty(x.shape[:-1], dtype=torch.int64)
     kernels().medusa_argmax(
-        x.dtype == torch.bfloat16, torch.get_num_threads(), out.numel(), x.shape[-1], x.data_ptr(), out.data_ptr()
+        number_type(x.dtype), torch.get_num_threads(), out.numel(), x.shape[-1], x.data_ptr(), out.data_ptr()
     )
     return out
 
@@ -67,7 +67,7 @@ def draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: fl
 def _draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     logits, keys, out = logits.contiguous(), keys.contiguous(), torch.empty(logits.shape[:-1], dtype=torch.int64)
     drawing = _Drawing(
-        half=logits.dtype == torch.bfloat16, threads=torch.get_num_threads(), rows=out.numel(),
+        number_type=number_type(logits.dtype), threads=torch.get_num_threads(), rows=out.numel(),
         columns=logits.shape[-1], top_k=top_k, temperature=temperature, top_p=top_p, min_p=min_p,
         logits=logits.data_ptr(), keys=keys.data_ptr(), out=out.data_ptr(),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from medusa.formats import load_calibration, load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
 from medusa.io.hub import fetch_heads
 from medusa.loading import exactness
+from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
 
 logger = logging.getLogger(__name__)
@@ -45,16 +46,21 @@ def load_base_and_heads(
     if base is None and (config is None or not config.base):
         raise ValueError("the heads' config names no base and none is given; give one: a directory or a Hub id")
     name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
-    base_model = BaseModel.load(
-        name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options,
-        adapter=config.base_adapter if config is not None else "",
-    )  # fmt: skip
-    base_model = choose_decoding(base_model)
+
+    def load(dtype: torch.dtype | None) -> BaseModel:
+        loaded_base = BaseModel.load(
+            name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options,
+            adapter=config.base_adapter if config is not None else "",
+        )  # fmt: skip
+        return fuse(choose_decoding(loaded_base).tapped(config.feature_layers if config is not None else ()))
+
+    base_model = load(dtype)
+    if dtype is None and (faster := faster_dtype(base_model)) != base_model.dtype:
+        del base_model  # its memory goes before the other comes
+        base_model = load(faster)
+    base_model = exactness.find_out(base_model)
     if config is not None:
         _warn_of_other_weights(config, base_model)
-        base_model = base_model.tapped(config.feature_layers)
-    base_model = fuse(base_model)
-    base_model = exactness.find_out(base_model)
     if heads is None or loaded is None:
         return Loaded(base_model)
     loaded = loaded.with_config(base=base_model.name)

@@ -22,7 +22,11 @@ from tests.medusa.attention_cases import FEATURES, Case, make
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-DTYPES = [pytest.param(HALF, id="bfloat16"), pytest.param(SINGLE, id="float32")]
+DTYPES = [
+    pytest.param(HALF, id="bfloat16"),
+    pytest.param(torch.float16, id="float16"),
+    pytest.param(SINGLE, id="float32"),
+]
 SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 5}}
 TEXTS = [
     "def read_lines(path):\n    with open(path) as file:\n", "class Stack:\n    def __init__(self):\n",

@@ -12,7 +12,7 @@ from medusa.loading.self_test import choose_decoding, fuse
 pytestmark = pytest.mark.skipif(not available(), reason="no int8 kernels on this machine")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_close_and_rows_do_not_know_each_other(dtype):
     torch.manual_seed(0)
     linear = nn.Linear(384, 200).to(dtype)

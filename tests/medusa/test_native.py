@@ -27,8 +27,10 @@ from tests.medusa.test_conformance import FAMILIES, tiny
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
-HALF, SINGLE = torch.bfloat16, torch.float32
-DTYPES = [pytest.param(HALF, id="bfloat16"), pytest.param(SINGLE, id="float32")]
+BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
+HALVES = [pytest.param(BF16, id="bfloat16"), pytest.param(F16, id="float16")]
+DTYPES = [*HALVES, pytest.param(SINGLE, id="float32")]
+ACCURACY = {BF16: 2**-8, F16: 2**-11, SINGLE: 1e-5}
 FUSED = ("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
 SHAPES = [(576, 1536), (320, 1280), (37, 100), (5, 33), (1, 7), (2048, 1024)]
 
@@ -48,8 +50,15 @@ def test_a_linear_layer_is_computed(shape, bias, dtype):
         ours, theirs = NativeLinear(plain)(x), nn.functional.linear(x.double(), plain.weight.double())
         theirs = theirs + (plain.bias.double() if bias else 0)
         assert ours.dtype == dtype
-        accuracy = 1e-5 if dtype == SINGLE else 2**-8
-        torch.testing.assert_close(ours.double(), theirs, atol=accuracy * float(theirs.abs().max()), rtol=0)
+        torch.testing.assert_close(ours.double(), theirs, atol=ACCURACY[dtype] * float(theirs.abs().max()), rtol=0)
+
+
+def test_what_float16_cannot_hold_is_infinite_and_what_it_can_is_not():
+    plain = layer((2, 3), F16)
+    plain.weight.copy_(torch.tensor([[1.0, 1, 1], [1, 1, -1]]))
+    x = torch.tensor([[60000.0, 60000, 0], [60000, 60000, 60000], [6e-8, 0, 0]]).to(F16)
+    infinite = torch.tensor([[torch.inf, torch.inf], [torch.inf, 60000], [6e-8, 6e-8]]).to(F16)
+    assert torch.equal(NativeLinear(plain)(x), infinite), "sums are in float32"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,8 +106,9 @@ def test_tokens_are_those_that_filters_and_noise_choose(columns):
         assert torch.equal(ours, reference), warper
 
 
-def test_tokens_of_bfloat16_logits_are_drawn_and_equal_ones_stay_together():
-    logits = (torch.randn(1, 64, 997, generator=torch.Generator().manual_seed(0)) * 2).to(HALF)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tokens_of_half_logits_are_drawn_and_equal_ones_stay_together(dtype):
+    logits = (torch.randn(1, 64, 997, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     for warper in (Warper(0.8), Warper(1.0, 20), Warper(1.0, 0, 0.9), Warper(1.0, 50, 0.5, 0.01)):
         ours, reference = drawn(logits, warper)
         assert torch.equal(ours, reference), warper
@@ -140,8 +150,8 @@ def test_the_accepted_path_is_that_of_the_reference(monkeypatch, likelihood):
 
 
 def test_rows_that_do_not_fit_are_refused():
-    ours = NativeLinear(layer((4, 8), HALF))
-    for x in (torch.randn(2, 8), torch.randn(2, 7).to(HALF)):
+    ours = NativeLinear(layer((4, 8), BF16))
+    for x in (torch.randn(2, 8), torch.randn(2, 8).to(F16), torch.randn(2, 7).to(BF16)):
         with pytest.raises(RuntimeError, match="do not fit a weight"):
             ours(x)
 
@@ -188,13 +198,14 @@ def test_a_fused_pass_computes_what_the_family_computes(family):
     torch.testing.assert_close(rows_of(base.with_fused_pass()), rows_of(base), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", FUSED)
 @torch.inference_mode()
-def test_it_rounds_where_the_family_rounds(family):
-    """As near to the family's own pass in bfloat16 as that one is to its pass in float32."""
+def test_it_rounds_where_the_family_rounds(family, dtype):
+    """As near to the family's own pass in 16 bits as that one is to its pass in float32."""
     base, _ = tiny(family, "exact")
     exact = rows_of(base)[1]
-    base = BaseModel(base.model.to(HALF), None, family, "exact")
+    base = BaseModel(base.model.to(dtype), None, family, "exact")
     theirs, ours = rows_of(base)[1].float(), rows_of(base.with_fused_pass())[1].float()
     assert (ours - theirs).norm() < (theirs - exact).norm()
 
@@ -299,7 +310,7 @@ def test_the_first_of_the_largest_is_found(columns, dtype):
 def test_rows_of_accepted_paths_move_to_the_end_of_their_text(table):
     torch.manual_seed(0)
     shape = (3, 10) if table is None else (6, 5)
-    buffers = [torch.randn(*shape, 2, width).to(dtype) for width in (4, 7) for dtype in (HALF, SINGLE)]
+    buffers = [torch.randn(*shape, 2, width).to(dtype) for width in (4, 7) for dtype in (BF16, SINGLE)]
     before = [buffer.clone().flatten(0, 1) for buffer in buffers]
     lengths, counts = torch.tensor([2, 3, 8]), torch.tensor([3, 4, 0])
     path = torch.tensor([[0, 2, 5, 3], [0, 1, 3, 6], [0, 1, 2, 3]])
@@ -364,8 +375,8 @@ def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
             mine, other = by_path(ours, row), by_path(theirs, row)
             shared = mine.keys() & other.keys()
             for path in shared:
-                assert mine[path] == pytest.approx(other[path], abs=1e-3 if dtype == SINGLE else 0.4)
-            # Where sums are rounded to 8 bits, nodes that are nearly as good may take each other's place.
+                assert mine[path] == pytest.approx(other[path], abs={BF16: 0.4, F16: 0.05, SINGLE: 1e-3}[dtype])
+            # Where sums are rounded to 8 or 11 bits, nodes that are nearly as good may take each other's place.
             assert mine.keys() == other.keys() if dtype == SINGLE else 2 * len(shared) > len(other)
         if dtype == SINGLE:
             assert (list(ours.row_sizes), ours.depths.max()) == (list(theirs.row_sizes), theirs.depths.max())

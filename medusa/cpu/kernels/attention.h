@@ -43,6 +43,8 @@ template <class T> static int words(int64_t dim) { return int(dim + Score<T>::PE
 // A word as it stands, or two numbers to a word, the first low.
 template <class T> static inline void spread(vu word, uint32_t* to, int stride) {
     if constexpr (sizeof(T) == 4 || PAIRS<T>) store(to, word);
+    else if constexpr (std::is_same_v<T, f16>)
+        store(to, from_f16(__builtin_convertvector(word & 0xffff, vh))), store(to + stride, from_f16(__builtin_convertvector(word >> 16, vh)));
     else store(to, word << 16), store(to + stride, word & 0xffff0000u);
 }
 

@@ -49,7 +49,7 @@ static void gumbel(uint32_t key, const int64_t* tokens, int64_t count, float* ou
 }
 
 struct Drawing {
-    int64_t half, threads, rows, columns, top_k;
+    int64_t number_type, threads, rows, columns, top_k;
     float temperature, top_p, min_p;
     const void* logits;   // [rows, columns]
     const int64_t* keys;  // [rows]
@@ -135,7 +135,10 @@ class Draw {
         const int64_t likeliest = largest(row, at.columns);
         const float top = widen(row[likeliest]);
         if (!(std::abs(top) <= std::numeric_limits<float>::max())) return likeliest;
-        for (int64_t i = 0; i < at.columns; i++) scores[i] = (widen(row[i]) - top) / at.temperature;
+        for (int64_t i = 0; i < at.columns; i += LANES) {
+            const int here = int(std::min<int64_t>(LANES, at.columns - i));
+            put((wide(row + i, here) - splat(top)) / splat(at.temperature), &scores[i], here);
+        }
         float floor = std::numeric_limits<float>::lowest();
         if (at.top_k > 0 && at.top_k < at.columns) floor = std::max(floor, kth_largest(at.top_k));
         const float all = at.top_p < 1 ? mass(floor, false) : 0;

@@ -9,7 +9,7 @@
 #include "team.h"
 
 struct Drafting {
-    int64_t half, threads, batch, hidden, taps, inner, blocks;
+    int64_t number_type, threads, batch, hidden, taps, inner, blocks;
     Linear fusion;                // [hidden, taps hidden], where heads read other layers of the base too
     const Linear *into, *out_of;  // [blocks]: [inner, 2 hidden] and [hidden, inner]
     Linear output;                // [columns, hidden]

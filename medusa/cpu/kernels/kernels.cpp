@@ -20,7 +20,7 @@ template <class Use> static int outcome(Use use) {
 // shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
 // query [batch, head, node], key and value [batch, head, row]; rows of a block, and its table's stride. The output is
 // [batch, node, head, Dv], contiguous. Without blocks there is no table; with them, keys and values have no batch.
-extern "C" int medusa_attention(int half, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
+extern "C" int medusa_attention(int number_type, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
                                  const int64_t* blocks, const void* query, const void* key, const void* value, void* out, const float* sinks,
                                  float scaling, float softcap) {
     return outcome([&] {
@@ -30,21 +30,23 @@ extern "C" int medusa_attention(int half, int threads, const int64_t* shape, con
                           Table{blocks, s[11], s[10]}};
         Work work(layer, threads);
         Team(threads, Work::STAGES).run([&](Team::Member& member) {
-            if (half) Attention<bf16>{layer, (const bf16*)query, (const bf16*)key, (const bf16*)value, (bf16*)out}.run(work, member);
-            else Attention<float>{layer, (const float*)query, (const float*)key, (const float*)value, (float*)out}.run(work, member);
+            with_number(number_type, [&](auto number) {
+                using T = decltype(number);
+                Attention<T>{layer, (const T*)query, (const T*)key, (const T*)value, (T*)out}.run(work, member);
+            });
         });
     });
 }
 
 // Calls run(a number, how its weights are met) as is fastest on this processor.
-template <class Use> static void as_usual(int half, int int8, Use run) {
-    if (half && int8) run(bf16(), Rounded<bf16>());
+template <class Use> static void as_usual(int64_t number_type, bool int8, Use run) {
 #ifdef MEDUSA_TILES
-    else if (half && has_tiles()) run(bf16(), Tiles());
+    if (number_type == BFLOAT16 && !int8 && has_tiles()) return run(bf16(), Tiles());
 #endif
-    else if (half) run(bf16(), Plain<bf16>());
-    else if (int8) run(float(), Rounded<float>());
-    else run(float(), Plain<float>());
+    with_number(number_type, [&](auto number) {
+        if (int8) run(number, Rounded<decltype(number)>());
+        else run(number, Plain<decltype(number)>());
+    });
 }
 
 // What the kernels were built for.
@@ -89,7 +91,7 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
         const typename W::Thread equipped;
         std::vector<float> row(in);
         member.share(rows, [&](int64_t r) {
-            for (int64_t i = 0; i < in; i++) row[i] = widen(x[r * in + i]);
+            for (int64_t i = 0; i < in; i += LANES) put(wide(x + r * in + i, int(in - i)), &row[i], int(in - i));
             W::arrange(row.data(), in, from.data(), wide_in, r, 0);
         });
         member.share(layer.outputs, W::OUTPUTS, [&](int64_t first, int64_t last) {
@@ -99,9 +101,9 @@ static void whole_linear(int threads, const Linear& layer, int64_t rows, const T
 }
 
 // out [rows, outputs] of x [rows, in], all of one type but the weights, which may be rounded.
-extern "C" int medusa_linear(int half, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
+extern "C" int medusa_linear(int number_type, int threads, const Linear* layer, int64_t rows, const void* x, void* out) {
     return outcome([&] {
-        as_usual(half, layer->scales != nullptr, [&](auto number, auto how) {
+        as_usual(number_type, layer->scales != nullptr, [&](auto number, auto how) {
             using T = decltype(number);
             whole_linear<T, decltype(how)>(threads, *layer, rows, (const T*)x, (T*)out);
         });
@@ -110,7 +112,7 @@ extern "C" int medusa_linear(int half, int threads, const Linear* layer, int64_t
 
 extern "C" int medusa_pass(const Pass* pass) {
     return outcome([&] {
-        as_usual(int(pass->half), int(pass->int8), [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
+        as_usual(pass->number_type, pass->int8, [&](auto number, auto how) { Run<decltype(number), decltype(how)>{*pass}(); });
     });
 }
 
@@ -151,11 +153,11 @@ extern "C" int medusa_keep(int64_t buffers, char* const* memory, const int64_t* 
 }
 
 // The first column with the largest number of each row of x [rows, columns].
-extern "C" int medusa_argmax(int half, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
+extern "C" int medusa_argmax(int number_type, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
     return outcome([&] {
         Team(threads, 1).run([&](Team::Member& member) {
             member.share(rows, [&](int64_t r) {
-                out[r] = half ? largest((const bf16*)x + r * columns, columns) : largest((const float*)x + r * columns, columns);
+                with_number(number_type, [&](auto number) { out[r] = largest((const decltype(number)*)x + r * columns, columns); });
             });
         });
     });
@@ -168,7 +170,7 @@ extern "C" int medusa_draw(const Drawing* at) {
             member.share(at->rows, [&](int64_t r) {
                 const int64_t from = r * at->columns;
                 const uint32_t key = uint32_t(at->keys[r]);
-                at->out[r] = at->half ? draw((const bf16*)at->logits + from, key) : draw((const float*)at->logits + from, key);
+                with_number(at->number_type, [&](auto number) { at->out[r] = draw((const decltype(number)*)at->logits + from, key); });
             });
         });
     });
@@ -176,6 +178,6 @@ extern "C" int medusa_draw(const Drawing* at) {
 
 extern "C" int medusa_draft(const Drafting* at) {
     return outcome([&] {
-        as_usual(int(at->half), 0, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
+        as_usual(at->number_type, false, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
     });
 }

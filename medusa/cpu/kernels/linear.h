@@ -113,6 +113,28 @@ template <> struct Row<bf16> {  // weights are widened: even numbers to one vect
     }
 };
 #endif
+template <> struct Row<f16> {  // weights are widened as they come
+    typedef float number;
+    static constexpr bool WIDENED = LANES == 8;  // once for many rows, as above
+    static void widen(const f16* row, int64_t in, float* to) {
+        for (int64_t k = 0; k < arranged<f16>(in); k += LANES) store(to + k, wide(row + k, int(std::clamp<int64_t>(in - k, 0, LANES))));
+    }
+    template <int R, int C>
+    static void add(vf (&sums)[R][C], const number* x, int64_t room, const f16* weights, int64_t in) {
+        UNROLLED for (int from = 0; from < 2 * LANES; from += LANES) {
+            vf w[C];
+            UNROLLED for (int c = 0; c < C; c++) w[c] = wide(weights + c * in + from);
+            UNROLLED for (int r = 0; r < R; r++) {
+                vf numbers = load<vf>(x + r * room + from);
+                if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
+                UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(numbers, w[c], sums[r][c]);
+            }
+        }
+    }
+    static void arrange(const float* row, int64_t in, number* to) {
+        std::memcpy(to, row, in * 4), std::fill(to + in, to + arranged<f16>(in), 0.f);
+    }
+};
 template <class T> using number = typename Row<T>::number;
 
 // The lanes of four vectors added up, each in the same order.

@@ -17,7 +17,7 @@ struct Block {
 };
 
 struct Pass {
-    int64_t half, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
+    int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
     int64_t vocabulary, context;  // positions behind the context become its last one
     float epsilon, scaling, residual, multiplier;
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [rows]

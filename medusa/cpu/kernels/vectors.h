@@ -1,4 +1,4 @@
-// Vectors of floats, and of bfloat16 numbers read as floats. Needs GCC's vector extensions (g++ 11, clang++ 14).
+// Vectors of floats, and of numbers of 16 bits read as floats. Needs GCC's vector extensions (g++ 11, clang++ 14).
 //
 // The compiler must not contract a product and a sum by itself (-ffp-contract=off): it does so in one place and not in
 // another, and rows would differ in their last bits. Where one operation is meant, fma() says so.
@@ -32,6 +32,15 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef float v4 __attribute__((vector_size(16)));
 typedef uint16_t bf16;
+struct f16 { uint16_t bits; };  // C++ has no such number everywhere
+
+enum NumberType : int64_t { FLOAT32, BFLOAT16, FLOAT16 };  // as DTYPES of medusa/cpu/native.py
+// Calls use(a number of that type).
+template <class Use> static inline void with_number(int64_t type, Use use) {
+    if (type == BFLOAT16) use(bf16());
+    else if (type == FLOAT16) use(f16());
+    else use(float());
+}
 
 #define UNROLLED _Pragma("GCC unroll 16")
 // The compiler takes what a pointer points to for unknown.
@@ -82,21 +91,58 @@ static inline vf fma(vf a, vf b, vf c) {
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
 #endif
 
+// Numbers of float16 as floats.
+static inline vf from_f16(vh x) {
+#if defined(__AVX512F__)
+    return vf(_mm512_cvtph_ps(__m256i(x)));
+#elif defined(__F16C__)
+    return vf(_mm256_cvtph_ps(__m128i(x)));
+#elif defined(__ARM_NEON)
+    return vf(vcvt_f32_f16(vreinterpret_f16_u16(uint16x4_t(x))));
+#else
+    const vu all = __builtin_convertvector(x, vu), size = (all & 0x7fff) << 13, power = size & 0xf800000;
+    const vu normal = size + (power == 0xf800000 ? vu{} + (224 << 23) : vu{} + (112 << 23));  // infinities stay such
+    const vf denormal = vf(size + (113 << 23)) - splat(0x1p-14f);
+    return vf((power == 0 ? vu(denormal) : normal) | (all & 0x8000) << 16);
+#endif
+}
+// The nearest numbers of float16, of equally near ones the even; infinite from 65520 on.
+static inline vh to_f16(vf x) {
+#if defined(__AVX512F__)
+    return vh(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    return vh(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_NEON)
+    return vh(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x))));
+#else
+    const vu all = vu(x), size = all & 0x7fffffff;
+    const vu normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    const vu denormal = vu(vf(size) + splat(0.5f)) - vu(splat(0.5f));  // a sum with 0.5 has steps of 2^-24
+    const vu large = size > 0x7f800000 ? vu{} + 0x7e00 : vu{} + 0x7c00;
+    const vu number = size >= (143u << 23) ? large : size < (113u << 23) ? denormal : normal;
+    return __builtin_convertvector(number | (all >> 16 & 0x8000), vh);
+#endif
+}
+
 static inline uint32_t bits(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+static inline float widen(f16 x) { return from_f16(vh{} + x.bits)[0]; }
 static inline void narrow(float x, float* to) { *to = x; }
 static inline void narrow(float x, bf16* to) {
     *to = x != x ? 0x7fc0 : uint16_t((bits(x) + 0x7fff + (bits(x) >> 16 & 1)) >> 16);
 }
+static inline void narrow(float x, f16* to) { to->bits = to_f16(splat(x))[0]; }
 // The nearest numbers that T holds, and they alone.
 static inline vf rounded(vf x, float) { return x; }
 static inline vf rounded(vf x, bf16) {
     const vu bits = vu(x);
     return x != x ? x : vf((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
+static inline vf rounded(vf x, f16) { return from_f16(to_f16(x)); }
 static inline void put(vf x, float* to) { store(to, x); }
 static inline void put(vf x, bf16* to) { store(to, __builtin_convertvector(vu(x) >> 16, vh)); }  // x is rounded
+static inline void put(vf x, f16* to) { store(to, to_f16(x)); }
 template <class T> static inline void put(vf x, T* to, int count) {  // the first numbers only
     if (count >= LANES) return put(x, to);
     T part[LANES];
@@ -104,6 +150,7 @@ template <class T> static inline void put(vf x, T* to, int count) {  // the firs
 }
 static inline vf wide(const float* from) { return load<vf>(from); }
 static inline vf wide(const bf16* from) { return vf(__builtin_convertvector(load<vh>(from), vu) << 16); }
+static inline vf wide(const f16* from) { return from_f16(load<vh>(from)); }
 template <class T> static inline vf wide(const T* from, int count) {  // the first numbers only, zeros behind them
     if (count >= LANES) return wide(from);
     T part[LANES] = {};

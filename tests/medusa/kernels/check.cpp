@@ -11,6 +11,10 @@
         if (!(condition)) std::printf("%s:%d: %s\n", __FILE__, __LINE__, #condition), std::exit(1); \
     } while (0)
 
+template <class T> constexpr NumberType TYPE = sizeof(T) == 4 ? FLOAT32 : std::is_same_v<T, f16> ? FLOAT16 : BFLOAT16;
+
+template <class T> constexpr double PRECISE = std::is_same_v<T, f16> ? 0.001 : 0.01;  // numbers of 16 bits are rounded
+
 static std::mt19937 generator(7);
 static float noise() { return std::normal_distribution<float>()(generator); }
 template <class T> static std::vector<T> numbers(int64_t count) {
@@ -24,7 +28,7 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
     const Linear layer{weight.data(), bias.data(), outputs, in, nullptr};
     const auto run = [&](int threads, int64_t first, int64_t rows) {
         std::vector<T> out(rows * outputs);
-        REQUIRE(medusa_linear(sizeof(T) == 2, threads, &layer, rows, x.data() + first * in, out.data()));
+        REQUIRE(medusa_linear(TYPE<T>, threads, &layer, rows, x.data() + first * in, out.data()));
         return out;
     };
     const auto all = run(2, 0, 70);
@@ -35,7 +39,7 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
                 const double product = double(widen(x[r * in + k])) * widen(weight[n * in + k]);
                 sum += product, size += std::abs(product);
             }
-            REQUIRE(std::abs(widen(all[r * outputs + n]) - sum) < (sizeof(T) == 2 ? 0.01 * (std::abs(sum) + 1) : 1e-6 * size));
+            REQUIRE(std::abs(widen(all[r * outputs + n]) - sum) < (sizeof(T) == 2 ? PRECISE<T> * (std::abs(sum) + 1) : 1e-6 * size));
         }
     for (int64_t rows : {1, 2, 3, 5, 8, 9, 13, 25, 64})
         for (int threads : {1, 3}) {
@@ -55,7 +59,7 @@ template <class T> static void check_attention(int64_t groups, int64_t dim, int6
         const int64_t shape[] = {1, heads, kv, count, dim, dim, 0, 0, count, count * heads * dim, dim, heads * dim,
                                  room * step, dim, step, room * step, dim, step, 0, 0};
         std::vector<T> out(count * heads * dim);
-        REQUIRE(medusa_attention(sizeof(T) == 2, threads, shape, &length, parents.data(), nullptr, query, key, value, out.data(), nullptr, 0.1f, 0.f));
+        REQUIRE(medusa_attention(TYPE<T>, threads, shape, &length, parents.data(), nullptr, query, key, value, out.data(), nullptr, 0.1f, 0.f));
         return out;
     };
     const int64_t row = heads * dim, step = kv * dim;
@@ -84,13 +88,35 @@ static void check_functions() {
     for (double x = 1e-30; x < 1e30; x *= 1.37) REQUIRE(std::abs(logarithm(splat(float(x)))[0] - std::log(double(float(x)))) <= 3e-7 * (1 + std::abs(std::log(x))));
 }
 
+// Every number of float16, and what lies halfway to the next one or just beside.
+static void check_float16() {
+    const auto bits_of = [](float x) { f16 y; narrow(x, &y); return y.bits; };
+    for (uint32_t i = 0; i < 0x7c00; i++) {
+        const double number = std::ldexp(i < 0x400 ? i : 0x400 + i % 0x400, std::max<int>(i / 0x400, 1) - 25);
+        const double next = std::ldexp(i < 0x400 ? i + 1 : 0x401 + i % 0x400, std::max<int>(i / 0x400, 1) - 25);
+        const float x = float(number), middle = float((number + next) / 2);
+        const uint16_t even = uint16_t(i + i % 2);
+        for (uint16_t sign : {0, 0x8000}) {
+            const float side = sign ? -1 : 1;
+            REQUIRE(bits(widen(f16{uint16_t(i | sign)})) == bits(side * x));
+            REQUIRE(bits_of(side * x) == (i | sign) && bits_of(side * middle) == (even | sign));
+            REQUIRE(bits_of(side * std::nextafter(middle, 0.f)) == (i | sign));
+            REQUIRE(bits_of(side * std::nextafter(middle, 1e9f)) == ((i + 1) | sign));
+        }
+    }
+    for (float x : {65520.f, 1e30f, INFINITY}) REQUIRE(bits_of(x) == 0x7c00 && bits_of(-x) == 0xfc00);
+    REQUIRE(widen(f16{0x7c00}) == INFINITY && widen(f16{0xfc00}) == -INFINITY);
+    REQUIRE(std::isnan(widen(f16{0x7e01})) && std::isnan(widen(f16{bits_of(NAN)})));
+}
+
 int main() {
     std::puts(medusa_flavour());
-    check_functions();
+    check_functions(), check_float16();
     for (auto [outputs, in] : {std::pair{37, 100}, {96, 576}, {5, 33}, {1, 7}, {50, 1100}})
-        check_linear<float>(outputs, in), check_linear<bf16>(outputs, in);
+        check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
-            for (int64_t length : {0, 5, 127, 300}) check_attention<float>(groups, dim, length), check_attention<bf16>(groups, dim, length);
+            for (int64_t length : {0, 5, 127, 300})
+                check_attention<float>(groups, dim, length), check_attention<bf16>(groups, dim, length), check_attention<f16>(groups, dim, length);
     std::puts("ok");
 }

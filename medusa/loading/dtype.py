@@ -1,0 +1,94 @@
+"""Would a base that runs as transformers does be faster in another dtype than its checkpoint's? Timed at load.
+
+Our kernels read 16 bits faster than 32 on any CPU, so a pass that is theirs stays as it is stored. What torch computes
+itself (norms, activations, experts) may take several times as long in 16 bits where the CPU has no instructions for it.
+"""
+
+import logging
+from copy import deepcopy
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from medusa.base.model import BaseModel
+from medusa.base.taps import find_layers
+from medusa.clock import alternate, seconds
+from medusa.cpu import native
+
+logger = logging.getLogger(__name__)
+
+OTHERS = {torch.bfloat16: (torch.float32,), torch.float16: (torch.float32, torch.bfloat16)}
+"""What a checkpoint's dtype may give way to."""
+ROWS, ROUNDS = 4, 5
+"""Rows of the pass that is timed: trees begin with so many nodes on a CPU."""
+GAIN = 1.1
+"""Another dtype must be faster by so much: text should not change with the noise of a clock."""
+CACHES = 128 << 20
+"""Bytes that are written between two passes: in a model, a layer's weights come from memory."""
+FAILURES = (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError)
+"""Errors of a layer that cannot be called alone."""
+
+
+def faster_dtype(base: BaseModel) -> torch.dtype:
+    """The dtype in which to load this base, which was loaded in its checkpoint's; the log says why it is that one.
+
+    Another one than the base's own only where our kernels compute its linear layers, but not all of its pass.
+    """
+    own = base.dtype
+    placed = hasattr(base.model.config, "quantization_config") or hasattr(base.model, "hf_device_map")
+    if own not in OTHERS or base.device.type != "cpu" or placed or not native.available():
+        return own  # choose_dtype has told why
+    if base.fused:
+        logger.info("dtype %s: the checkpoint's, its pass is computed by our kernels", _name(own))
+        return own
+    try:
+        times = _layer_seconds(base, (own, *OTHERS[own]))
+    except FAILURES as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        logger.info("dtype %s: the checkpoint's, no layer could be timed: %s", _name(own), why)
+        return own
+    fastest = min(times, key=lambda dtype: times[dtype])
+    chosen = fastest if times[own] > GAIN * times[fastest] else own
+    said = ", ".join(f"{1e3 * time:.2g} ms in {_name(dtype)}" for dtype, time in times.items())
+    which = "the checkpoint's" if chosen == own else f"faster than the checkpoint's ({_name(own)})"
+    logger.info("dtype %s: %s, a layer takes %s", _name(chosen), which, said)
+    return chosen
+
+
+@torch.inference_mode()
+def _layer_seconds(base: BaseModel, dtypes: tuple[torch.dtype, ...]) -> dict[torch.dtype, float]:
+    """What the last layer takes in each dtype; in some families the first ones are of another kind."""
+    layer = find_layers(base.decoder, base.num_layers)[1][-1]
+    args, options = _inputs(base, layer)
+    far = torch.empty(CACHES, dtype=torch.uint8)
+
+    def measure(copied: nn.Module, dtype: torch.dtype) -> float:
+        rows, named = tree_map(partial(_cast, dtype), (args, options))
+        far.zero_()
+        return seconds(lambda: copied(*rows, **named), base.device)
+
+    samples = {dtype: partial(measure, deepcopy(layer).to(dtype), dtype) for dtype in dtypes}
+    return {dtype: median(times) for dtype, times in alternate(samples, ROUNDS).items()}
+
+
+def _inputs(base: BaseModel, layer: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer is called with in a small pass."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = layer.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)
+    try:
+        base.hidden_states(torch.arange(ROWS)[None] % base.vocab_size)
+    finally:
+        hook.remove()
+    return calls[0]
+
+
+def _cast(dtype: torch.dtype, x: object) -> object:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
