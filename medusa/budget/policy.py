@@ -82,8 +82,9 @@ class Policy:
         if arm not in self._speeds:  # the first step of an arm allocates, compiles or records: it does not count
             self._speeds[arm] = _Speed()
             return
+        keep = (1 - 1 / MEMORY) ** steps
         for speed in self._speeds.values():
-            speed.fade((1 - 1 / MEMORY) ** steps)
+            speed.fade(keep)
         self._speeds[arm].add(tokens, seconds, steps)
         if arm != self.choose():
             return
@@ -106,16 +107,16 @@ class Policy:
             self._trial = self._next()
             self._left = SHORTEST_TRIAL if self._trial == PLAIN else self._trial_steps
             return
-        best = self._faster(self._trial)
+        best = self._fastest()
         wait = self._wait // 4 if best != self.arm else min(2 * self._wait, LONGEST_WAIT)
         self.arm, self._trial = best, None
         self._left = self._wait = max(wait, self._first_wait())
         self._usual = self._speeds[best].tokens_per_second
 
-    def _faster(self, tried: Arm) -> Arm:
-        """Of the arm and the one that was tried: both ran just now, and what others took may be of another hour."""
-        here, there = (self._speeds[arm].tokens_per_second for arm in (self.arm, tried))
-        return tried if there > here * (1.0 if tried == PLAIN else MARGIN) else self.arm
+    def _fastest(self) -> Arm:
+        speeds = {arm: speed.tokens_per_second for arm, speed in self._speeds.items()}
+        best = max(speeds, key=lambda arm: speeds[arm] * (MARGIN if arm == self.arm else 1.0))
+        return PLAIN if speeds.get(PLAIN, 0.0) > speeds[best] else best
 
     def _first_wait(self) -> int:
         return FIRST_WAIT if self.arm != PLAIN else PLAIN_WAIT

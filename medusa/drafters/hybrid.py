@@ -44,6 +44,8 @@ class HybridDrafter(Drafter):
         drafts = [draft for draft in drafts if draft.tokens.shape[1] > 1] or drafts[:1]
         if self._chain:
             return max(drafts, key=lambda draft: _expected([draft]))
+        if len(drafts) == 1 and drafts[0].tokens.shape[1] <= self._merged:
+            return drafts[0]
         if on_host and all(draft.probs is None for draft in drafts):
             return merge(drafts, self._merged)
         return reduce(Draft.join, drafts)
