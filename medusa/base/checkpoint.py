@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from medusa.base import smollm2
 from medusa.base.adapter import apply_adapter
+from medusa.clock import limit_threads
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
 
@@ -46,6 +47,8 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Model and tokenizer; see ``BaseModel.load`` for arguments and errors."""
     device = usable_device(device)
+    if device.type == "cpu":
+        limit_threads()
     name = smollm2.full_name(str(name))
     path = smollm2.locate(name)
     try:
