@@ -107,8 +107,10 @@ train() {
     case " $* " in *" -h "* | *" --help "* | *" --check "*) run -m train "$@" ;; esac
     "$PY" -m train --check "$@" # wrong use ends here, with one message and status 2
     local nproc cores rendezvous=(--standalone)
-    nproc=${NPROC:-$("$PY" -c 'import torch; print(torch.cuda.device_count() or 1)')}
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    read -r nproc cores < <(
+        "$PY" -c 'import torch; from medusa.clock import cores; print(torch.cuda.device_count() or 1, cores())'
+    )
+    nproc=${NPROC:-$nproc}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
     if [ "${NNODES:-1}" != 1 ]; then
         if [ -z "${MASTER_ADDR:-}" ]; then say "NNODES=$NNODES needs MASTER_ADDR, the machine with NODE_RANK=0" && exit 2; fi

@@ -16,7 +16,7 @@ case "$*" in
     "-c import sys; sys.exit(sys.version_info"*) exit "${FAKE_TOO_OLD:-0}" ;;
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     *" pip "*" install "*) exit "${FAKE_PIP_EXIT:-0}" ;;
-    "-c import torch"*) echo 4 ;;
+    "-c import torch"*) echo 4 8 ;;
     "-m train --check"*) exit "${FAKE_CHECK:-0}" ;;
     *"-m train"*) echo "OMP_NUM_THREADS=$OMP_NUM_THREADS" ;;
     "-m data"*) printf '<%s>' "$@" && echo && env ;;
@@ -170,6 +170,7 @@ def test_train_on_one_machine(clone):
 
 
 def test_train_divides_the_cores(clone):
+    assert clone.launch("train", NPROC="3").stdout == "OMP_NUM_THREADS=2\n"
     assert clone.launch("train", NPROC="100000").stdout == "OMP_NUM_THREADS=1\n"
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.study.arguments import parser
 from benchmarks.study.variants import Run, plan_runs, read_variants
+from medusa.clock import cores
 from train.recipe_file import RecipeError, parse_overrides, resolved
 from train.run_directory import RunDirectory
 from train.stop import Stopped, StopRequest
@@ -115,7 +116,7 @@ def _train(options: argparse.Namespace, runs: Sequence[Run], texts: "Texts") -> 
             words = [str(options.out / "texts.json"), str(directory), *["--static"] * static]
             commands.append([sys.executable, "-m", "benchmarks.study.evaluate", *words])
             jobs.append(Job(run.name, commands, directory / "study.log"))
-    threads = str(max(1, (os.cpu_count() or 1) // options.processes))
+    threads = str(max(1, cores() // options.processes))
     pool = Pool(options.processes, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)})
     bar = tqdm(desc="train and evaluate", total=len(runs), initial=len(runs) - len(jobs), unit="run")
     with bar, closing(pool.run(jobs)) as done:

@@ -1,7 +1,9 @@
 """A base as it is stored: where it is, and in which dtype, on which device and how prepared it is loaded."""
 
+import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from medusa.base import smollm2
 from medusa.base.adapter import apply_adapter
+from medusa.clock import limit_threads
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, use_kernels
 
@@ -44,18 +47,21 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Model and tokenizer; see ``BaseModel.load`` for arguments and errors."""
     device = usable_device(device)
+    if device.type == "cpu":
+        limit_threads()
     name = smollm2.full_name(str(name))
     path = smollm2.locate(name)
     try:
-        config, options = AutoConfig.from_pretrained(path), dict(load_options or {})
-        quantised = "quantization_config" in options or hasattr(config, "quantization_config")
-        dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and "device_map" not in options)
-        if quantised and device.type == "cuda":
-            options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-        if not quantised and "device_map" not in options:
-            model = model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with _garbage_kept():
+            config, options = AutoConfig.from_pretrained(path), dict(load_options or {})
+            quantised = "quantization_config" in options or hasattr(config, "quantization_config")
+            dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and "device_map" not in options)
+            if quantised and device.type == "cuda":
+                options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+            if not quantised and "device_map" not in options:
+                model = model.to(device)
+            tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     spread = "device_map" in options
@@ -68,6 +74,18 @@ def read_checkpoint(
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path))
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No garbage collection meanwhile: it walks over a vocabulary of 262,144 tokens again and again as that is read."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:

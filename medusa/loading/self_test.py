@@ -1,5 +1,6 @@
 """What can this base verify? Asked once at load, so that no family of models ever writes wrong text silently."""
 
+import inspect
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -140,9 +141,13 @@ def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -
     texts = [[*prompt, *path] for prompt in prompts for path in ([left, below_left], [right, below_right])]
     longest = max(map(len, texts))
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=base.device)
-    logits_PTV = base.model(input_ids=padded, use_cache=False).logits.to(base.device)
-    ends_B1 = torch.tensor([len(prompt) - 1 for prompt in prompts], device=base.device)[:, None]
-    texts_B1 = 2 * torch.arange(len(prompts), device=base.device)[:, None]
-    paths_N, depths_N = (torch.tensor(row, device=base.device) for row in (PATHS, [0, 1, 1, 2, 2]))
-    logits_BNV: Tensor = logits_PTV[texts_B1 + paths_N, ends_B1 + depths_N].float()
+    texts_B1 = 2 * torch.arange(len(prompts))[:, None]
+    at_BN = torch.tensor([len(prompt) - 1 for prompt in prompts])[:, None] + torch.tensor([0, 1, 1, 2, 2])
+    read_R = at_BN.unique()
+    # The output layer is most of the work where the vocabulary is large, and few of its rows are looked at.
+    narrowed = "logits_to_keep" in inspect.signature(base.model.forward).parameters
+    options = {"logits_to_keep": read_R} if narrowed else {}
+    logits_PRV = base.model(input_ids=padded, use_cache=False, **options).logits
+    rows_BN = torch.searchsorted(read_R, at_BN) if narrowed else at_BN
+    logits_BNV: Tensor = logits_PRV[texts_B1 + torch.tensor(PATHS), rows_BN].to(base.device).float()
     return logits_BNV

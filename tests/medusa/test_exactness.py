@@ -72,6 +72,21 @@ def test_the_comparison_fails_where_sums_depend_on_places(dtype):
     assert exactness.find_out(old).exact is False
 
 
+@pytest.mark.parametrize("rows", [1, 5, 7, 33])
+def test_an_output_layer_whose_rows_depend_on_their_number_is_found(base, rows, monkeypatch):
+    """Hidden states are the same, and one logit of one row of such passes is off."""
+    exact = base.logits
+
+    def logits(hidden):
+        found = exact(hidden).clone()
+        if hidden.shape[1] == rows:
+            found[0, -1, 3] *= 1.01
+        return found
+
+    monkeypatch.setattr(base, "logits", logits)
+    assert exactness._difference(base) is not None
+
+
 def test_trees_and_batches_write_what_plain_decoding_writes(model):
     """Greedy rows and sampled ones, side by side."""
     params = [SamplingParams(max_new_tokens=16, **settings) for _ in TEXTS[::2] for settings in SAMPLING.values()]

@@ -182,6 +182,25 @@ def test_an_output_layer_that_is_more_than_a_matrix_is_noticed(base_directory):
         choose_decoding(base)
 
 
+def test_few_positions_reach_the_output_layer(base):
+    """With hundreds of thousands of tokens it would take most of the time."""
+    rows = []
+    hook = base.model.get_output_embeddings().register_forward_hook(
+        lambda layer, args, output: rows.append(output.shape[:-1].numel())
+    )
+    try:
+        assert choose_decoding(base).decoding == "tree"
+    finally:
+        hook.remove()
+    assert rows and max(rows) <= 24, "4 texts, 3 positions behind each of 2 prompts"
+
+
+def test_a_family_that_computes_all_logits_is_checked_too(base, monkeypatch):
+    forward = base.model.forward
+    monkeypatch.setattr(base.model, "forward", lambda input_ids, use_cache: forward(input_ids, use_cache=use_cache))
+    assert choose_decoding(base).decoding == "tree"
+
+
 def test_a_base_with_longrope_is_used_up_to_where_its_keys_would_turn(caplog):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = AutoConfig.for_model(
