@@ -133,11 +133,12 @@ class SlotCache(Cache):
                 be i itself (that row then stays where it is).
             counts_B: [slots] accepted rows, 0 leaves a slot as it was.
         """
-        buffers = list(self._buffers())
-        if native.reads_indices(path_BA) and all(buffer.device.type == "cpu" for buffer in buffers):
-            native.keep_rows(buffers, path_BA, counts_B, self.lengths, self.table, self.capacity)
-        else:
-            self._move(buffers, path_BA)
+        if self._fixed or path_BA.device.type != "cpu" or _any_moves(path_BA, counts_B):
+            buffers = list(self._buffers())
+            if native.reads_indices(path_BA) and all(buffer.device.type == "cpu" for buffer in buffers):
+                native.keep_rows(buffers, path_BA, counts_B, self.lengths, self.table, self.capacity)
+            else:
+                self._move(buffers, path_BA)
         self.extend(counts_B)
 
     def _move(self, buffers: Sequence[Tensor], path_BA: Tensor) -> None:
@@ -294,3 +295,9 @@ class SlotCache(Cache):
             if layer.keys is not None and layer.values is not None:
                 yield layer.keys
                 yield layer.values
+
+
+def _any_moves(path_BA: Tensor, counts_B: Tensor) -> bool:
+    """Whether any node of these paths does not stand at its place already; on a CPU asking is free."""
+    pairs = zip(path_BA.tolist(), counts_B.tolist(), strict=True)
+    return any(node != place for path, count in pairs for place, node in enumerate(path[:count]))
