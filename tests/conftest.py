@@ -14,11 +14,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base import smollm2
+from medusa.cpu import native
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
 # In the background of a script Ctrl-C is ignored, and would be by the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+CLONES_CACHE = Path(__file__).parent.parent / ".cache"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<end>"
     "{% endgeneration %}{% else %}{{ message['content'] }}<end>{% endif %}{% endfor %}"
@@ -27,9 +29,18 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is kept for the next start is kept for this test run only, in processes of tests too."""
+    """What is kept for the next start is kept for this test run only, in processes of tests too.
+
+    Compiled kernels are the clone's: they are built once, and not by every process of every run.
+    """
+    cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(CLONES_CACHE))
+        native.available()
+        (cache / "medusa").mkdir()
+        for library in (CLONES_CACHE / "medusa").glob("kernels-*.so"):
+            (cache / "medusa" / library.name).symlink_to(library)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 
@@ -46,7 +57,7 @@ def clean_environment() -> Iterator[None]:
 def smollm2_directory() -> str:
     """SmolLM2-135M-Instruct, a real base, kept in the clone's own cache; for slow tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(Path(__file__).parent.parent / ".cache"))
+        patch.setenv("XDG_CACHE_HOME", str(CLONES_CACHE))
         try:
             return smollm2.locate("smollm2")
         except OSError as error:

@@ -170,6 +170,7 @@ def forget_kernels():
 
 
 def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     forget_kernels()
     try:

@@ -28,7 +28,7 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
     const Linear layer{weight.data(), bias.data(), outputs, in, nullptr};
     const auto run = [&](int threads, int64_t first, int64_t rows) {
         std::vector<T> out(rows * outputs);
-        REQUIRE(medusa_linear(TYPE<T>, threads, &layer, rows, x.data() + first * in, out.data()));
+        REQUIRE(medusa_linear(TYPE<T>, threads, &layer, rows, x.data() + first * in, out.data()) == DONE);
         return out;
     };
     const auto all = run(2, 0, 70);
@@ -59,7 +59,7 @@ template <class T> static void check_attention(int64_t groups, int64_t dim, int6
         const int64_t shape[] = {1, heads, kv, count, dim, dim, 0, 0, count, count * heads * dim, dim, heads * dim,
                                  room * step, dim, step, room * step, dim, step, 0, 0};
         std::vector<T> out(count * heads * dim);
-        REQUIRE(medusa_attention(TYPE<T>, threads, shape, &length, parents.data(), nullptr, query, key, value, out.data(), nullptr, 0.1f, 0.f));
+        REQUIRE(medusa_attention(TYPE<T>, threads, shape, &length, parents.data(), nullptr, query, key, value, out.data(), nullptr, 0.1f, 0.f) == DONE);
         return out;
     };
     const int64_t row = heads * dim, step = kv * dim;
