@@ -3,7 +3,6 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 
 from medusa.acceptance import BuiltRule
 from medusa.budget.policy import PLAIN, Arm, Policy
@@ -36,7 +35,7 @@ class AutoDrafter(Drafter):
         largest = [build(arm) for arm in arms]
         self.nodes = max(drafter.nodes for drafter in largest)
         self.follows = any(drafter.follows for drafter in largest)
-        self._policy, self._build = policy, cache(build)
+        self._policy, self._build = policy, build
         self._arm = policy.choose()
 
     def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:

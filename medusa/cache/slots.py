@@ -133,6 +133,7 @@ class SlotCache(Cache):
                 be i itself (that row then stays where it is).
             counts_B: [slots] accepted rows, 0 leaves a slot as it was.
         """
+        # A step that is recorded asks nothing.
         if self._fixed or path_BA.device.type != "cpu" or _any_moves(path_BA, counts_B):
             buffers = list(self._buffers())
             if native.reads_indices(path_BA) and all(buffer.device.type == "cpu" for buffer in buffers):

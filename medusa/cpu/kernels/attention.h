@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "team.h"
+#include "tree.h"
 #include "vectors.h"
 
 constexpr int SEGMENT = 128;  // positions; a multiple of LANES
@@ -214,10 +215,10 @@ template <class T> struct Attention {
     // depth of each node, and how many of its ancestors (itself included), from the root on, stand at their own position
     void walk(int64_t b, Scratch& s) const {
         const int64_t* parents = at.parents_of(b);
-        s.depth.assign(at.count(b), 0), s.leading.assign(at.count(b), 1);
+        s.depth.resize(at.count(b)), s.leading.assign(at.count(b), 1);
+        depths(parents, at.count(b), s.depth.data());
         for (int64_t n = 1; n < at.count(b); n++) {
             int64_t p = parents[n];
-            s.depth[n] = s.depth[p] + 1;
             s.leading[n] = s.leading[p] + (s.leading[p] == s.depth[n] && s.depth[n] == n);
         }
     }

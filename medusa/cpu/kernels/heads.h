@@ -45,6 +45,7 @@ template <class T, class W> class Draft {  // W: how weights are met
     std::vector<Tree> trees;
     std::vector<int64_t> best;  // [rows, width]
     std::vector<float> highest, before, both, middle, added, logprobs;  // highest: score of each level of each tree
+    std::vector<float> noise;  // [batch, columns] of a level's draws, which all nodes of a tree share
     std::unique_ptr<float[]> logits;  // not filled with zeros first: a vocabulary is long
     Buffer<typename W::number> x, gated, layers;
 
@@ -109,14 +110,10 @@ template <class T, class W> class Draft {  // W: how weights are met
     }
 
     // The likeliest children of a row, and their log-probabilities.
-    void likeliest(int64_t r, const int64_t* key) {
+    void likeliest(int64_t r, const float* noise) {
         const int64_t width = at.width;
         float *row = &logits[r * columns], top[width];
-        if (key) {
-            std::vector<float> noise(columns);
-            gumbel(uint32_t(*key), at.ids, columns, noise.data());
-            for (int64_t i = 0; i < columns; i++) row[i] += at.temperature * noise[i];
-        }
+        for (int64_t i = 0; noise && i < columns; i++) row[i] += at.temperature * noise[i];
         int64_t *found = &best[r * width], count = 0;
         // `width` sorted numbers; few of the row get among them.
         const auto take = [&](int64_t i) {
@@ -199,13 +196,13 @@ template <class T, class W> class Draft {  // W: how weights are met
         }
         highest.resize(at.levels * at.batch, 2 * at.lowest), best.resize(rows * at.width), logprobs.resize(rows * at.width);
         before.resize(rows * at.hidden), both.resize(rows * 2 * at.hidden), added.resize(rows * at.hidden);
-        middle.resize(rows * at.inner), logits.reset(new float[rows * columns]);
+        middle.resize(rows * at.inner), noise.resize(at.keys ? at.batch * columns : 0), logits.reset(new float[rows * columns]);
         x.resize(W::rows(rows) * wide_both), gated.resize(W::rows(rows) * wide_inner), layers.resize(W::rows(at.batch) * wide_layers);
     }
 
     void operator()() {
         *at.depth = 0;
-        Team(int(at.threads), 2 + at.levels * (4 + 3 * at.blocks)).run([&](Team::Member& member) {
+        Team(int(at.threads), 2 + at.levels * (5 + 3 * at.blocks)).run([&](Team::Member& member) {
             const typename W::Thread equipped;
             fuse(member);
             bool likely = true;
@@ -220,7 +217,9 @@ template <class T, class W> class Draft {  // W: how weights are met
                 member.share(columns, W::OUTPUTS, [&](int64_t first, int64_t last) {
                     W::linear(at.output, x.data(), rows, logits.get(), columns, first, last);
                 });
-                member.share(rows, [&](int64_t r) { likeliest(r, at.keys ? at.keys + r / each[level] * at.levels + level : nullptr); });
+                if (at.keys)
+                    member.share(at.batch, [&](int64_t b) { gumbel(uint32_t(at.keys[b * at.levels + level]), at.ids, columns, &noise[b * columns]); });
+                member.share(rows, [&](int64_t r) { likeliest(r, at.keys ? &noise[r / each[level] * columns] : nullptr); });
                 member.share(at.batch, [&](int64_t b) { grow(b, level); });
                 // Of this level alone: others may be further already.
                 const float* scores = &highest[level * at.batch];

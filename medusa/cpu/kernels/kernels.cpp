@@ -130,8 +130,7 @@ extern "C" int medusa_select_path(const Verdict* at) {
 
 extern "C" int medusa_depths(int64_t batch, int64_t nodes, const int64_t* parents, int64_t* out) {
     return outcome([&] {
-        for (int64_t b = 0; b < batch; b++, parents += nodes, out += nodes)
-            for (int64_t n = 0; n < nodes; n++) out[n] = n ? out[parents[n]] + 1 : 0;
+        for (int64_t b = 0; b < batch; b++) depths(parents + b * nodes, nodes, out + b * nodes);
     });
 }
 

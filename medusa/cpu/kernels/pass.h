@@ -210,14 +210,16 @@ template <class T, class W> class Run {  // W: how its weights are met
         if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);
-        std::vector<int64_t> depths;
-        for (int64_t b = 0; b < at.batch; b++)
-            for (int64_t first = at.firsts[b], r = first; r < at.firsts[b + 1]; r++) {
+        positions.resize(rows);
+        for (int64_t b = 0; b < at.batch; b++) {
+            const int64_t first = at.firsts[b], count = at.firsts[b + 1] - first;
+            depths(at.parents + first, count, positions.data() + first);
+            for (int64_t r = first; r < first + count; r++) {
                 if (at.tokens[r] < 0 || at.tokens[r] >= at.vocabulary) throw std::out_of_range("token");
-                depths.push_back(r > first ? depths[first + at.parents[r]] + 1 : 0);
-                positions.push_back(std::min(at.lengths[b] + depths[r], at.context - 1));
+                positions[r] = std::min(at.lengths[b] + positions[r], at.context - 1);
                 places.push_back(at.table.row(b, at.lengths[b] + r - first, at.capacity));
             }
+        }
     }
 
     void operator()() {

@@ -2,6 +2,11 @@
 #pragma once
 #include "vectors.h"
 
+// Edges from the root to each node.
+static inline void depths(const int64_t* parents, int64_t nodes, int64_t* out) {
+    for (int64_t n = 0; n < nodes; n++) out[n] = n ? out[parents[n]] + 1 : 0;
+}
+
 struct Verdict {
     int64_t batch, nodes;
     const int64_t *tokens, *parents;  // [batch, nodes]

@@ -1,0 +1,83 @@
+"""Drafts of recurrent heads in C++: the trees that Python grows, node by node."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from medusa import BaseModel, HeadsConfig, build_heads
+from medusa.cpu.native import available
+from medusa.drafters.heads import Floors, HeadsDrafter
+from medusa.heads.frozen import freeze
+from medusa.tree import Tree
+from tests.medusa.states import decode_state
+from tests.medusa.test_conformance import tiny
+from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
+
+pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
+
+
+def recurrent_heads(base, dtype, part=0, feature_layers=()):
+    torch.manual_seed(0)
+    shape = {"num_layers": 2, "architecture": "recurrent", "feature_layers": feature_layers}
+    heads = build_heads(HeadsConfig(32, 50, 3, draft_vocab_size=part, **shape))
+    for parameter in heads.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    if part:
+        heads.draft_ids.copy_(torch.randperm(50)[:part].sort().values)
+    return freeze(heads.to(dtype), base)
+
+
+def by_path(draft, row):
+    """The scores of one tree's nodes by their paths."""
+    paths = [()]
+    for node in range(1, draft.row_sizes[row]):
+        paths.append((*paths[draft.parents[row, node]], int(draft.tokens[row, node])))
+    return dict(zip(paths, draft.scores[row].tolist(), strict=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"nodes": 12}, {"nodes": 12, "floors": Floors(0.2, 0.02)}, {"tree": Tree.full([3, 2, 1])}],
+    ids=["best first", "floors", "static"],
+)
+@pytest.mark.parametrize(("part", "taps"), [(0, ()), (21, (1,))], ids=["whole", "part"])
+@torch.inference_mode()
+def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
+    base = BaseModel(tiny("llama", "exact")[0].model.to(dtype), None, "llama", "exact").tapped(taps)
+    heads = recurrent_heads(base, dtype, part, taps)
+    native_drafter = HeadsDrafter(heads, base, temperature=temperature, **{"nodes": 2} | shape)
+    assert heads.native is not None
+    heads.native = None
+    drafter = HeadsDrafter(heads, base, temperature=temperature, **{"nodes": 2} | shape)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        state = decode_state([[3, 4, 5], [6, 7], [8, 9, 1]], base, torch.tensor([seed, 5, 7 * seed]))
+        state = dataclasses.replace(state, hidden=torch.randn(3, base.feature_size).to(dtype))
+        state.active[1] = seed % 2 == 0
+        ours, theirs = native_drafter.propose(state), drafter.propose(state)
+        for row in range(3):
+            mine, other = by_path(ours, row), by_path(theirs, row)
+            shared = mine.keys() & other.keys()
+            for path in shared:
+                assert mine[path] == pytest.approx(other[path], abs={BF16: 0.4, F16: 0.05, SINGLE: 1e-3}[dtype])
+            # Where sums are rounded to 8 or 11 bits, nodes that are nearly as good may take each other's place.
+            assert mine.keys() == other.keys() if dtype == SINGLE else 2 * len(shared) > len(other)
+        if dtype == SINGLE:
+            assert (list(ours.row_sizes), ours.depths.max()) == (list(theirs.row_sizes), theirs.depths.max())
+            torch.testing.assert_close(ours.parents[ours.parents > 0], theirs.parents[theirs.parents > 0])
+
+
+@torch.inference_mode()
+def test_heads_that_overflow_give_trees_too():
+    base = tiny("llama", "exact")[0]
+    heads = recurrent_heads(base, SINGLE)
+    drafter = HeadsDrafter(heads, base, nodes=8)
+    state = decode_state([[3, 4, 5], [6, 7]], base)
+    state.hidden[0] = torch.nan
+    draft = drafter.propose(state)
+    assert draft.tokens.min() >= 0 and draft.tokens.max() < 50
+    assert bool((draft.parents[:, 1:] < torch.arange(1, draft.tokens.shape[1])).all())
+    assert not draft.scores[draft.scores > -1e3].isnan().any()
