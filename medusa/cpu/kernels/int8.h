@@ -49,6 +49,7 @@ static inline vi multiply_add(vi sum, const uint8_t* weights, const int8_t* numb
 // How a pass meets weights of 8 bits; numbers between its layers are of type T.
 template <class T> struct Rounded {
     typedef Group number;
+    static constexpr bool MATRIX_UNIT = false;
     static constexpr int64_t UNIT = GROUP, OUTPUTS = TILE8;
     struct Thread { ~Thread() {} };
     static int64_t room(int64_t in) { return (in + GROUP - 1) / GROUP; }

@@ -17,6 +17,17 @@ template <class Use> static int outcome(Use use) {
     }
 }
 
+// Calls run(a number, how it meets weights) as is fastest on this processor.
+template <class Use> static void as_usual(int64_t number_type, bool int8, Use run) {
+#ifdef MEDUSA_TILES
+    if (number_type == BFLOAT16 && !int8 && has_tiles()) return run(bf16(), Tiles());
+#endif
+    with_number(number_type, [&](auto number) {
+        if (int8) run(number, Rounded<decltype(number)>());
+        else run(number, Plain<decltype(number)>());
+    });
+}
+
 // shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
 // query [batch, head, node], key and value [batch, head, row]; rows of a block, and its table's stride. The output is
 // [batch, node, head, Dv], contiguous. Without blocks there is no table; with them, keys and values have no batch.
@@ -30,22 +41,13 @@ extern "C" int medusa_attention(int number_type, int threads, const int64_t* sha
                           Table{blocks, s[11], s[10]}};
         Work work(layer, threads);
         Team(threads, Work::STAGES).run([&](Team::Member& member) {
-            with_number(number_type, [&](auto number) {
+            as_usual(number_type, false, [&](auto number, auto how) {
                 using T = decltype(number);
-                Attention<T>{layer, (const T*)query, (const T*)key, (const T*)value, (T*)out}.run(work, member);
+                using W = decltype(how);
+                const typename W::Thread equipped;
+                Attention<T, W::MATRIX_UNIT>{layer, (const T*)query, (const T*)key, (const T*)value, (T*)out}.run(work, member);
             });
         });
-    });
-}
-
-// Calls run(a number, how its weights are met) as is fastest on this processor.
-template <class Use> static void as_usual(int64_t number_type, bool int8, Use run) {
-#ifdef MEDUSA_TILES
-    if (number_type == BFLOAT16 && !int8 && has_tiles()) return run(bf16(), Tiles());
-#endif
-    with_number(number_type, [&](auto number) {
-        if (int8) run(number, Rounded<decltype(number)>());
-        else run(number, Plain<decltype(number)>());
     });
 }
 

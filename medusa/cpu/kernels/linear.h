@@ -297,6 +297,7 @@ static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, i
 // How a pass meets weights as they are.
 template <class T> struct Plain {
     typedef ::number<T> number;
+    static constexpr bool MATRIX_UNIT = false;
     static constexpr int64_t UNIT = STEP<T>;       // numbers of a row that are arranged without the others
     static constexpr int64_t OUTPUTS = ::OUTPUTS;  // of a tile
     struct Thread { ~Thread() {} };                // what a thread of a team needs

@@ -137,7 +137,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         const int64_t slot = at.capacity * keys;
         const Layer layer{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents, 0, 0, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
                           nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
-        Attention<T>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
+        Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
     }
 
     // Columns of gates and of what they let through at a time.
@@ -223,7 +223,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     void operator()() {
-        Layer any{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths};
+        Layer any{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents};
         any.firsts = at.firsts;
         Work work(any, int(at.threads));
         Team(int(at.threads), stages()).run([&](Member& member) {

@@ -96,6 +96,7 @@ static inline void block(const Linear& at, int64_t n, int count, const bf16* x, 
 // How a pass meets weights in bfloat16 on such a processor.
 struct Tiles {
     typedef bf16 number;
+    static constexpr bool MATRIX_UNIT = true;
     static constexpr int64_t UNIT = DEPTH, OUTPUTS = 2 * SIDE;
 
     struct Thread {  // has the unit while it lives

@@ -160,10 +160,9 @@ template <class T> static inline vf wide(const T* from, int count) {  // the fir
 
 // e^x for x <= 0, after Cephes: 2 units in the last place; 0 below -87.
 static inline vf exponential(vf x) {
-    vf whole = fma(x, splat(1.44269504f), splat(12582912.f)) - splat(12582912.f);
-    vf kept = x < splat(-87.f) ? vf{} : whole;
-    vf r = fma(kept, splat(2.12194440e-4f), fma(kept, splat(-0.693359375f), x));
-    r = x < splat(-87.f) ? vf{} : r;
+    const vf shifted = fma(x, splat(1.44269504f), splat(12582912.f));  // the whole power of 2 stands in its last bits
+    const vf whole = shifted - splat(12582912.f);
+    const vf r = fma(whole, splat(2.12194440e-4f), fma(whole, splat(-0.693359375f), x));
     vf y = splat(1.9875691500e-4f);
     y = fma(y, r, splat(1.3981999507e-3f));
     y = fma(y, r, splat(8.3334519073e-3f));
@@ -171,7 +170,7 @@ static inline vf exponential(vf x) {
     y = fma(y, r, splat(1.6666665459e-1f));
     y = fma(y, r, splat(5.0000001201e-1f));
     y = fma(y * r, r, r) + splat(1.f);
-    vf scale = vf((__builtin_convertvector(kept, vi) + 127) << 23);
+    const vf scale = vf((vi(shifted) << 23) + (127 << 23));
     return x < splat(-87.f) ? vf{} : y * scale;
 }
 // The natural logarithm of x > 0 that is no denormal number, after Cephes: 2 units in the last place.
@@ -198,6 +197,17 @@ static inline float exponential(float x) { return exponential(splat(x))[0]; }
 static inline vf sigmoid(vf x) {
     const vf e = exponential(x < vf{} ? x : -x);
     return (x < vf{} ? e : splat(1.f)) / (splat(1.f) + e);
+}
+
+// All lanes joined by an operation that does not ask for their order, or in one fixed order.
+template <int S, class Join, int... J> static inline vf joined(vf x, Join join, std::integer_sequence<int, J...>) {
+    return join(x, SHUFFLE(x, x, (J ^ S)...));
+}
+template <class Join> static inline float across(vf x, Join join) {
+    constexpr std::make_integer_sequence<int, LANES> all;
+    if constexpr (LANES >= 16) x = joined<8>(x, join, all);
+    if constexpr (LANES >= 8) x = joined<4>(x, join, all);
+    return joined<1>(joined<2>(x, join, all), join, all)[0];
 }
 
 // LANES vectors of LANES words change rows for columns.

@@ -78,9 +78,13 @@ template <class T> static void check_attention(int64_t groups, int64_t dim, int6
         const auto alone = run(chain, queries.data(), keys.data(), values.data(), 1 + n % 3);
         REQUIRE(!std::memcmp(&alone[(path.size() - 1) * row], &all[n * row], row * sizeof(T)));
     }
+    const std::vector<int64_t> line = {0, 0, 1, 2, 3, 4, 5, 6, 7};
+    const auto prompt = run(line, query.data(), key.data(), value.data(), 2);
     for (int64_t i = 0; i < step; i++) narrow(INFINITY, &value[(length + 8) * step + i]), narrow(INFINITY, &key[(length + 8) * step + i]);
     const auto beside = run(parents, query.data(), key.data(), value.data(), 2);
     REQUIRE(!std::memcmp(beside.data(), all.data(), 8 * row * sizeof(T)));  // the last node is nobody's ancestor
+    const auto beginning = run(line, query.data(), key.data(), value.data(), 2);
+    REQUIRE(!std::memcmp(beginning.data(), prompt.data(), 8 * row * sizeof(T)));
 }
 
 static void check_functions() {
@@ -116,7 +120,7 @@ int main() {
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
-            for (int64_t length : {0, 5, 127, 300})
+            for (int64_t length : {0, 5, 28, 127, 300})
                 check_attention<float>(groups, dim, length), check_attention<bf16>(groups, dim, length), check_attention<f16>(groups, dim, length);
     std::puts("ok");
 }
