@@ -10,7 +10,6 @@ constexpr int ROWS = LANES == 8 ? 4 : 8;  // rows x OUTPUTS sums stay in registe
 constexpr int OUTPUTS = 3;
 constexpr int STRIP = OUTPUTS * std::max(LANES, 8);  // outputs whose sums are finished together
 constexpr int NEAR = 3 * ROWS;            // so few rows stay in the nearest cache while weights pass by
-constexpr int MANY = 8;                   // rows for which weights are widened once
 constexpr int AHEAD = 4;                  // tiles whose weights are on their way
 constexpr int64_t FAR_BYTES = 256 << 10;  // weights that stay in a core's cache while more rows pass by
 
@@ -33,7 +32,6 @@ template <class T> static inline float rounded(float x) { T y; narrow(x, &y); re
 // numbers apart.
 template <class T> struct Row {
     typedef float number;
-    static constexpr bool WIDENED = false;
     template <int R, int C>
     static void add(vf (&sums)[R][C], const number* x, int64_t room, const T* weights, int64_t in) {
         vf w[C];
@@ -53,7 +51,6 @@ template <class T> struct Row {
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <> struct Row<bf16> {  // one instruction adds the products of pairs
     typedef bf16 number;
-    static constexpr bool WIDENED = false;
     template <int R, int C>
     static void add(vf (&sums)[R][C], const number* x, int64_t room, const bf16* weights, int64_t in) {
 #ifdef __AVX512BF16__
@@ -80,22 +77,16 @@ template <> struct Row<bf16> {  // one instruction adds the products of pairs
 #else
 template <> struct Row<bf16> {  // weights are widened: even numbers to one vector of floats, odd ones to another
     typedef float number;
-    static constexpr bool WIDENED = LANES == 8;  // the first of them once for many rows, where registers are few
     static vf even(const bf16* weights) { return vf(load<vu>(weights) << 16); }
-    static vf odd(const bf16* weights) { return vf(load<vu>(weights) & 0xffff0000u); }
-    static void widen(const bf16* row, int64_t in, float* to) {
-        int64_t k = 0;
-        for (; k + 2 * LANES <= in; k += 2 * LANES) store(to + k, even(row + k)), store(to + k + LANES, odd(row + k));
-        if (k == in) return;
-        bf16 part[2 * LANES] = {};
-        std::memcpy(part, row + k, (in - k) * sizeof(bf16));
-        store(to + k, even(part)), store(to + k + LANES, odd(part));
-    }
+    static vf odd(const bf16* weights, vu upper) { return vf(load<vu>(weights) & upper); }
     template <int R, int C>
     static void add(vf (&sums)[R][C], const number* x, int64_t room, const bf16* weights, int64_t in) {
+        alignas(64) static const vu UPPER = vu{} + 0xffff0000u;
         UNROLLED for (int half = 0; half < 2; half++) {
+            const vu* upper = &UPPER;
+            FORGET(upper);  // it is read again too: with 12 sums, 3 vectors of weights and one of a row there is no place for it
             vf w[C];
-            UNROLLED for (int c = 0; c < C; c++) w[c] = half ? odd(weights + c * in) : even(weights + c * in);
+            UNROLLED for (int c = 0; c < C; c++) w[c] = half ? odd(weights + c * in, *upper) : even(weights + c * in);
             UNROLLED for (int r = 0; r < R; r++) {
                 vf numbers = load<vf>(x + r * room + half * LANES);
                 if (IN_REGISTERS<R, C>) IN_REGISTER(numbers);
@@ -115,10 +106,6 @@ template <> struct Row<bf16> {  // weights are widened: even numbers to one vect
 #endif
 template <> struct Row<f16> {  // weights are widened as they come
     typedef float number;
-    static constexpr bool WIDENED = LANES == 8;  // once for many rows, as above
-    static void widen(const f16* row, int64_t in, float* to) {
-        for (int64_t k = 0; k < arranged<f16>(in); k += LANES) store(to + k, wide(row + k, int(std::clamp<int64_t>(in - k, 0, LANES))));
-    }
     template <int R, int C>
     static void add(vf (&sums)[R][C], const number* x, int64_t room, const f16* weights, int64_t in) {
         UNROLLED for (int from = 0; from < 2 * LANES; from += LANES) {
@@ -149,7 +136,7 @@ static inline v4 added(vf a, vf b, vf c, vf d) {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(__m512(all)), _mm512_extractf32x8_ps(__m512(all), 1));
     return v4(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #else
-    vf x[4] = {a, b, c, d};
+    const vf x[4] = {a, b, c, d};
     v4 part[4];
     for (int i = 0; i < 4; i++) {
         std::memcpy(&part[i], &x[i], sizeof part[i]);
@@ -159,9 +146,9 @@ static inline v4 added(vf a, vf b, vf c, vf d) {
             part[i] += upper;
         }
     }
-    v4 out;
-    for (int i = 0; i < 4; i++) out[i] = (part[i][0] + part[i][2]) + (part[i][1] + part[i][3]);
-    return out;
+    const v4 front = SHUFFLE4(part[0], part[1], 0, 4, 1, 5) + SHUFFLE4(part[0], part[1], 2, 6, 3, 7);
+    const v4 back = SHUFFLE4(part[2], part[3], 0, 4, 1, 5) + SHUFFLE4(part[2], part[3], 2, 6, 3, 7);
+    return SHUFFLE4(front, back, 0, 1, 4, 5) + SHUFFLE4(front, back, 2, 3, 6, 7);
 #endif
 }
 
@@ -237,58 +224,9 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
         }
 }
 
-// The same where weights are widened first, a panel of outputs x numbers along `in` at a time, which stays in the nearest
-// cache: 6 rows meet two outputs, as 16 registers want it. Sums wait in `partial` for the next numbers along `in`.
-template <class T, class O>
-static void widened(const Linear& at, const float* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
-    constexpr int MOST = 6, PAIR = 2, PANEL = 2 * OUTPUTS, DEEP = 512, SLICE = 64;  // rows at a time
-    const int64_t room = arranged<T>(at.in), blocks = (room + DEEP - 1) / DEEP, deep = arranged<T>((room + blocks - 1) / blocks);
-    alignas(64) float panel[PANEL * DEEP] = {}, sums[SLICE * STRIP + LANES];
-    alignas(64) vf partial[SLICE][PANEL];
-    const auto meet = [&](auto some, const float* x, vf (*sums)[PANEL], int64_t count, bool begin, const T* next) {
-        constexpr int R = decltype(some)::value;
-        for (int c = 0; c < PANEL; c += PAIR) {
-            vf here[R][PAIR] = {};
-            UNROLLED for (int i = 0; i < R * PAIR && !begin; i++) here[i / PAIR][i % PAIR] = sums[i / PAIR][c + i % PAIR];
-            for (int64_t k = 0; k < count; k += 2 * LANES) {
-                for (int i = 0; i < PAIR && next; i++) __builtin_prefetch(next + (c + i) * at.in + k, 0, 2);
-                Row<float>::add(here, x + k, room, panel + c * DEEP + k, DEEP);
-                Row<float>::add(here, x + k + LANES, room, panel + c * DEEP + k + LANES, DEEP);
-            }
-            UNROLLED for (int i = 0; i < R * PAIR; i++) sums[i / PAIR][c + i % PAIR] = here[i / PAIR][i % PAIR];
-        }
-    };
-    for (int64_t slice = 0; slice < rows; slice += SLICE, x += SLICE * room, out += SLICE * stride)
-        for (int64_t n = first; n < last; n += STRIP) {
-            const int64_t there = std::min<int64_t>(SLICE, rows - slice), groups = (there + MOST - 1) / MOST;
-            const int count = int(std::min<int64_t>(STRIP, last - n));
-            for (int c = 0; c < count; c += PANEL) {
-                for (int64_t k = 0; k < room; k += deep) {
-                    const T* weights = (const T*)at.weight + (n + c) * at.in + k;
-                    for (int i = 0; i < std::min(PANEL, count - c); i++)
-                        Row<T>::widen(weights + i * at.in, std::min(deep, at.in - k), panel + i * DEEP);
-                    for (int64_t group = 0; group < groups; group++) {
-                        const int64_t row = group * there / groups;
-                        with_constant<MOST>(int((group + 1) * there / groups - row), [&](auto some) {
-                            meet(some, x + row * room + k, partial + row, std::min(deep, room - k), k == 0, group ? nullptr : weights + PANEL * at.in);
-                        });
-                    }
-                }
-                for (int64_t r = 0; r < there; r++)
-                    for (int i = 0; i < PANEL; i += OUTPUTS) {
-                        const v4 all = added(partial[r][i], partial[r][i + 1], partial[r][i + 2], vf{});
-                        for (int j = 0; j < OUTPUTS; j++) sums[r * STRIP + c + i + j] = all[j];
-                    }
-            }
-            finish<T>(at, n, count, sums, there, out, stride);
-        }
-}
-
 // Outputs first .. last of all rows.
 template <class T, class O>
 static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
-    if constexpr (Row<T>::WIDENED)
-        if (rows >= MANY) return widened<T>(at, x, rows, out, stride, first, last);
     in_groups(rows, rows <= NEAR ? NEAR : ROWS, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         strips<T>(at, from, to, x + row * arranged<T>(at.in), count, out + row * stride, stride);
     });

@@ -31,6 +31,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef float v4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
 typedef uint16_t bf16;
 struct f16 { uint16_t bits; };  // C++ has no such number everywhere
 
@@ -87,8 +88,10 @@ static inline vf fma(vf a, vf b, vf c) {
 // Words of a and b by their numbers, which are constants.
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE4 SHUFFLE
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, i4{__VA_ARGS__})
 #endif
 
 // Numbers of float16 as floats.
