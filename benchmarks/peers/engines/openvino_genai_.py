@@ -1,4 +1,4 @@
-"""OpenVINO GenAI."""
+"""OpenVINO GenAI. ``$OPENVINO_PRECISION``: what it computes in, as its own hint names it; bf16 unless said."""
 
 import os
 
@@ -11,9 +11,9 @@ from loop import Complete, serve
 def load(directory: str, mode: str, _: str) -> Complete:
     """``plain`` or ``prompt-lookup``; one prompt after the other."""
     how = {"prompt_lookup": True} if mode == "prompt-lookup" else {}
-    threads = int(os.environ["OMP_NUM_THREADS"])
+    threads, precision = int(os.environ["OMP_NUM_THREADS"]), os.environ.get("OPENVINO_PRECISION", "bf16")
     pipeline = openvino_genai.LLMPipeline(
-        directory, "CPU", INFERENCE_NUM_THREADS=threads, INFERENCE_PRECISION_HINT="bf16", **how
+        directory, "CPU", INFERENCE_NUM_THREADS=threads, INFERENCE_PRECISION_HINT=precision, **how
     )
 
     def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
