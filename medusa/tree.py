@@ -4,7 +4,7 @@ Nodes are stored so that a parent always stands before its children; node 0 is t
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -134,6 +134,10 @@ class Draft:
             return rows_RF.view(*self.tokens.shape, -1)
         return rows_RF.new_zeros(*self.tokens.shape, rows_RF.shape[-1]).masked_scatter_(self.real[..., None], rows_RF)
 
+    def on_nodes(self, function: Callable[[Tensor], Tensor], rows_BNF: Tensor) -> Tensor:
+        """What a function makes of each row alone, computed for the trees' own nodes; 0 behind the smaller trees."""
+        return function(rows_BNF) if self.sizes is None else self.spread(function(self.flat(rows_BNF)))
+
     @cached_property
     def real(self) -> Tensor | None:
         """[B, N] bool: the node is one of the tree's; None where all are."""
@@ -210,6 +214,8 @@ class Draft:
             sizes: Tokens of each row that count, where some have fewer; 0 = none.
         """
         batch, length = tokens_BT.shape
+        if length == 1 and sizes is None:
+            return cls(tokens_BT, torch.zeros_like(tokens_BT), 0, straight=True)
         parents_T = torch.arange(-1, length - 1, device=tokens_BT.device).clamp(min=0)
         uneven = None if sizes is None else ragged(sizes)
         return cls(tokens_BT, parents_T.expand(batch, -1), length - 1, straight=True, sizes=uneven)

@@ -20,8 +20,8 @@ TOP = 12
 def profile_steps(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Shares of the wall-clock time of steps under torch's profiler.
 
-    On a CPU what no operator accounts for is Python. On a GPU operators are kernels, and the rest is time in which the
-    GPU had nothing to do. The profiler itself slows the host: shares are those of the slowed step.
+    On a CPU what no operator accounts for is Python and our own kernels. On a GPU operators are kernels, and the rest
+    is time in which the GPU had nothing to do. The profiler itself slows the host: shares are those of the slowed step.
 
     Args:
         step: Runs one step.

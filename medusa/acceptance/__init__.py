@@ -6,7 +6,7 @@ the accepted path is the deepest node all of whose edges are accepted.
 """
 
 from medusa.acceptance.build import BuiltRule, build_rule
-from medusa.acceptance.path import Accepted, Rule, Verdict, select_path
+from medusa.acceptance.path import Accepted, Rule, Verdict, accept, select_path
 from medusa.acceptance.rules import greedy, sampling, speculative, typical
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "BuiltRule",
     "Rule",
     "Verdict",
+    "accept",
     "build_rule",
     "greedy",
     "sampling",

@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, V vocabulary, A longest path (depth of the draft 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +20,21 @@ class Verdict:
     """What a rule says of every node.
 
     Attributes:
-        edges: [B, N] bool, the node's token is allowed after its parent; the root's entry is not read.
+        edges: [B, N] bool, the node's token is allowed after its parent; the root's entry is not read. None where that
+            is the parent's bonus token and no other.
         bonus: [B, N] int64, the base's own next token after each node.
         likelihood: [B, N] float32 log-probability of each node's token after its parent, for rules that allow several
             children of one node; None where at most one can be right.
     """
 
-    edges: Tensor
+    edges: Tensor | None
     bonus: Tensor
     likelihood: Tensor | None = None
+
+    def allowed(self, draft: Draft) -> Tensor:
+        """[B, N] bool, the edges of this draft, which the verdict is on; none to what fills up smaller trees."""
+        edges_BN = draft.tokens == self.bonus.gather(1, draft.parents) if self.edges is None else self.edges
+        return edges_BN if draft.real is None else edges_BN & draft.real
 
 
 Rule = Callable[[Draft, Tensor, DecodeState], Verdict]
@@ -40,10 +47,37 @@ class Accepted:
 
     Attributes:
         path: [B, A] node indices from the root on; beyond the path's end entry i is i.
-        counts: [B] nodes on the path with the root, which is also the number of tokens that the step emits.
-        tokens: [B, A] the emitted tokens: accepted draft tokens, then the bonus token; beyond ``counts`` undefined.
-        leaf: [B] index of the path's last node.
+        emitted: [A + 1, B] the tokens that the step emits, accepted draft tokens and then the bonus token, undefined
+            beyond their number. That is the last row: nodes on the path with the root, 0 where a sequence may not grow.
         bonus: [B] the base's own token after the path.
+        hidden: [B, F] the base's hidden state at the path's last node.
+    """
+
+    path: Tensor
+    emitted: Tensor
+    bonus: Tensor
+    hidden: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[B] how many tokens are emitted."""
+        return self.emitted[-1]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, A] the emitted tokens; beyond ``counts`` undefined."""
+        return self.emitted[:-1].T
+
+
+class Path(NamedTuple):
+    """The path of each sequence that a verdict accepts, growing or not.
+
+    Attributes:
+        path: See ``Accepted``.
+        counts: [B] nodes on the path with the root.
+        tokens: [B, A] accepted draft tokens, then the bonus token; beyond ``counts`` undefined.
+        leaf: [B] index of the path's last node.
+        bonus: See ``Accepted``.
     """
 
     path: Tensor
@@ -53,18 +87,38 @@ class Accepted:
     bonus: Tensor
 
 
-def select_path(draft: Draft, verdict: Verdict) -> Accepted:
+def accept(draft: Draft, verdict: Verdict, state: DecodeState, hidden_BNF: Tensor) -> Accepted:
+    """Accept the path of each tree, and write what it emits behind the root into the state's history.
+
+    Args:
+        draft: What was verified.
+        verdict: What a rule says of it.
+        state: What it was drafted from.
+        hidden_BNF: The base's hidden states at its nodes.
+    """
+    if native.reads_indices(draft.tokens, draft.parents, state.history):
+        edges_BN = verdict.edges if draft.sizes is None else verdict.allowed(draft)
+        return Accepted(
+            *selection.accept(
+                draft.tokens, draft.parents, draft.depth + 1, edges_BN, verdict.bonus, verdict.likelihood, state.active,
+                state.positions, state.history, hidden_BNF,
+            )
+        )  # fmt: skip
+    path_BA, counts_B, tokens_BA, leaf_B, bonus_B = select_path(draft, verdict)
+    new_A = torch.arange(1, path_BA.shape[1] + 1, device=path_BA.device)
+    state.history.scatter_(1, state.positions[:, None] + new_A, tokens_BA)
+    emitted = torch.cat([tokens_BA.T, torch.where(state.active, counts_B, 0)[None]])
+    index_B = torch.arange(len(leaf_B), device=leaf_B.device)
+    return Accepted(path_BA, emitted, bonus_B, hidden_BNF[index_B, leaf_B])
+
+
+def select_path(draft: Draft, verdict: Verdict) -> Path:
     """Take the deepest node whose edges are all accepted; among equally deep ones the most likely path."""
     if draft.depth == 0:  # plain decoding does not pay for trees
         zero_B1 = torch.zeros_like(draft.tokens)
         bonus_B = verdict.bonus[:, 0]
-        return Accepted(zero_B1, torch.ones_like(bonus_B), verdict.bonus, zero_B1[:, 0], bonus_B)
-    edges_BN = verdict.edges if draft.real is None else verdict.edges & draft.real
-    if native.reads_indices(draft.tokens, draft.parents):
-        found = selection.select_path(draft.tokens, draft.parents, edges_BN, verdict.bonus, verdict.likelihood)
-        path_BN, counts_B, tokens_BN, leaf_B, bonus_B = found
-        return Accepted(path_BN[:, : draft.depth + 1], counts_B, tokens_BN[:, : draft.depth + 1], leaf_B, bonus_B)
-    edges_BN = edges_BN | (draft.depths == 0)
+        return Path(zero_B1, torch.ones_like(bonus_B), verdict.bonus, zero_B1[:, 0], bonus_B)
+    edges_BN = verdict.allowed(draft) | (draft.depths == 0)
     accepted_BN = (edges_BN[:, None] | ~draft.ancestors).all(-1)
     score_BN = torch.where(accepted_BN, draft.depths, -1).float()
     if verdict.likelihood is not None:
@@ -84,4 +138,4 @@ def select_path(draft: Draft, verdict: Verdict) -> Accepted:
 
     tokens_BA = draft.tokens.gather(1, path_BA).roll(-1, dims=1)
     tokens_BA = tokens_BA.scatter(1, counts_B[:, None] - 1, bonus_B1)
-    return Accepted(path_BA, counts_B, tokens_BA, leaf_B1[:, 0], bonus_B1[:, 0])
+    return Path(path_BA, counts_B, tokens_BA, leaf_B1[:, 0], bonus_B1[:, 0])

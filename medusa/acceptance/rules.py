@@ -17,7 +17,7 @@ from medusa.tree import Draft
 
 def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
     """Lossless at temperature 0: a token is allowed iff it is the base's argmax after its parent."""
-    return _exact(draft, selection.argmax(logits_BNV))
+    return Verdict(None, selection.argmax(logits_BNV))
 
 
 def sampling(warper: Warper) -> Rule:
@@ -31,7 +31,7 @@ def sampling(warper: Warper) -> Rule:
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        return _exact(draft, _draw(draft, logits_BNV, state, warper))
+        return Verdict(None, _draw(draft, logits_BNV, state, warper))
 
     return rule
 
@@ -52,7 +52,7 @@ def speculative(warper: Warper) -> Rule:
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
         if draft.probs is None:
-            return _exact(draft, _draw(draft, logits_BNV, state, warper))
+            return Verdict(None, _draw(draft, logits_BNV, state, warper))
         chances_BN, left_BNV = rejection_chances(draft, draft.probs, warper(logits_BNV).softmax(-1))
         uniform_BN = uniform_noise(state.seeds, state.positions[:, None] + draft.depths, draft.tokens, CHANCE)
         edges_BN = first_accepted(draft, uniform_BN < chances_BN)
@@ -83,11 +83,6 @@ def typical(warper: Warper, epsilon: float, delta: float) -> Rule:
         return Verdict(edges_BN, _draw(draft, logits_BNV, state, warper), likelihood_BN)
 
     return rule
-
-
-def _exact(draft: Draft, target_BN: Tensor) -> Verdict:
-    """At every node exactly one token is right: the one that the base chose there."""
-    return Verdict(draft.tokens == target_BN.gather(1, draft.parents), target_BN)
 
 
 def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState, warper: Warper) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from medusa.cpu.native import is_plain, native_linear
+from medusa.cpu.native import LinearKernel, NativeLinear, is_plain, native_linear
 
 
 class OutputLayer:
@@ -22,6 +22,7 @@ class OutputLayer:
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
         self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._kernel = LinearKernel(lm_head.weight, lm_head.bias) if isinstance(lm_head, NativeLinear) else None
 
     @property
     def weight(self) -> Tensor:
@@ -50,6 +51,8 @@ class OutputLayer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V]."""
+        if self._kernel is not None:
+            return self._as_given(self._kernel(hidden.to(self._kernel.dtype)))
         return self._as_given(self._lm_head(hidden.to(self.weight.dtype)))
 
     def of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:

@@ -17,16 +17,18 @@ def verify(base: BaseModel, cache: SlotCache, draft: Draft) -> Tensor:
     Returns:
         Hidden states [B, N, F].
     """
-    return verify_together(base, [(cache, draft)])[0]
+    return base.tree_hidden_states([(cache, _plan(base, cache, draft))])[0]
 
 
 def verify_together(base: BaseModel, drafts: Sequence[tuple[SlotCache, Draft]]) -> list[Tensor]:
     """The same for several caches, in one pass where the base can; a draft may be of a cache's first slots alone."""
     with ExitStack() as stack:
-        passes: list[tuple[SlotCache, TreePlan]] = []
         for cache, draft in drafts:
             if len(draft.tokens) < cache.slots:
                 stack.enter_context(cache.leading(len(draft.tokens)))
-            cache.begin(draft.tokens.shape[1])
-            passes.append((cache, base.new_plan(draft, cache)))
-        return base.tree_hidden_states(passes)
+        return base.tree_hidden_states([(cache, _plan(base, cache, draft)) for cache, draft in drafts])
+
+
+def _plan(base: BaseModel, cache: SlotCache, draft: Draft) -> TreePlan:
+    cache.begin(draft.tokens.shape[1])
+    return base.new_plan(draft, cache)

@@ -37,11 +37,14 @@ class AutoDrafter(Drafter):
         self.follows = any(drafter.follows for drafter in largest)
         self._policy, self._build = policy, build
         self._arm = policy.choose()
+        self._drafter = build(self._arm)
 
     def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
         """A draft below ``state.roots``."""
-        self._arm = self._policy.choose()
-        return self._build(self._arm).propose(state, cache)
+        arm = self._policy.choose()
+        if arm != self._arm:
+            self._arm, self._drafter = arm, self._build(arm)
+        return self._drafter.propose(state, cache)
 
     def beside_prompts(self) -> Drafter:
         """Nobody: first tokens come sooner."""

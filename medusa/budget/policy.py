@@ -60,6 +60,7 @@ class Policy:
         self._drafters, self._start = dict(drafters), start
         self._speeds: dict[Arm, _Speed] = {}
         self.arm = self._home(next(iter(drafters)))
+        self._steps = 0
         self._trial_steps = max(SHORTEST_TRIAL, TRIAL // batch)
         self._turns = 0
         self._trial: Arm | None = None
@@ -82,10 +83,8 @@ class Policy:
         if arm not in self._speeds:  # the first step of an arm allocates, compiles or records: it does not count
             self._speeds[arm] = _Speed()
             return
-        keep = (1 - 1 / MEMORY) ** steps
-        for speed in self._speeds.values():
-            speed.fade(keep)
-        self._speeds[arm].add(tokens, seconds, steps)
+        self._steps += steps
+        self._speeds[arm].add(tokens, seconds, steps, self._steps)
         if arm != self.choose():
             return
         self._left -= steps
@@ -150,19 +149,16 @@ class _Speed:
 
     def __init__(self) -> None:
         self.tokens = self.seconds = 0.0
+        self._seen = 0
         self._recent: deque[float] = deque(maxlen=RECENT)
 
-    def fade(self, keep: float) -> None:
-        """Let what was seen count less."""
-        self.tokens, self.seconds = keep * self.tokens, keep * self.seconds
-
-    def add(self, tokens: float, seconds: float, steps: int) -> None:
-        """Observe steps."""
+    def add(self, tokens: float, seconds: float, steps: int, now: int) -> None:
+        """Observe steps, the last of which is the ``now``-th of all arms; what was seen before counts less."""
         self._recent.append(seconds / steps)
-        self.tokens, self.seconds = (
-            self.tokens + tokens,
-            self.seconds + min(seconds, LATE * steps * median(self._recent)),
-        )
+        if seconds > LATE * steps * min(self._recent):  # otherwise the median says no less
+            seconds = min(seconds, LATE * steps * median(self._recent))
+        keep, self._seen = (1 - 1 / MEMORY) ** (now - self._seen), now
+        self.tokens, self.seconds = keep * self.tokens + tokens, keep * self.seconds + seconds
 
     @property
     def tokens_per_second(self) -> float:

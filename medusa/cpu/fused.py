@@ -5,6 +5,7 @@ A family is recognised by its modules; that it computes what they do is for the 
 """
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -121,6 +122,7 @@ class FusedPass:
             embeddings=embeddings.data_ptr(), blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
         self._angles: tuple[Tensor, Tensor] | None = None
+        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the cache of the last pass
 
     def __call__(self, passes: Sequence[tuple[SlotCache, TreePlan]]) -> list[Tensor]:
         """Hidden states [B, N, F] of each, 0 behind the end of smaller trees; keys and values go into the caches.
@@ -136,17 +138,24 @@ class FusedPass:
             pools = {None if cache.pool is None else id(cache.pool) for cache, _ in passes}
             if len(pools) > 1 or None in pools:
                 return [self([one])[0] for one in passes]
-        drafts, plans = [plan.draft for _, plan in passes], [plan for _, plan in passes]
-        counts = [sum(draft.row_sizes) for draft in drafts]
-        tokens = _joined([draft.flat(draft.tokens) for draft in drafts])
-        parents = _joined([draft.flat(draft.parents) for draft in drafts])
-        lengths, table = _joined([plan.lengths for plan in plans]), _table(plans)
-        firsts = (_INT * (len(lengths) + 1))(0, *accumulate(size for draft in drafts for size in draft.row_sizes))
-        capacity = max(cache.capacity for cache, _ in passes)
+        cache, plan = passes[0]
+        draft, lengths, table, capacity = plan.draft, plan.lengths, plan.table, cache.capacity
+        alone = len(passes) == 1 and draft.sizes is None  # trees as they stand, which is the usual case
+        if alone:
+            sizes: list[int] = [draft.tokens.shape[1]] * len(draft.tokens)
+            tokens, parents, lengths = draft.tokens.contiguous(), draft.parents.contiguous(), lengths.contiguous()
+        else:
+            drafts, plans = [plan.draft for _, plan in passes], [plan for _, plan in passes]
+            sizes = [size for draft in drafts for size in draft.row_sizes]
+            tokens = torch.cat([draft.flat(draft.tokens) for draft in drafts])
+            parents = torch.cat([draft.flat(draft.parents) for draft in drafts])
+            lengths, table = torch.cat([plan.lengths for plan in plans]), _table(plans)
+            capacity = max(cache.capacity for cache, _ in passes)
+        firsts = (_INT * (len(sizes) + 1))(0, *accumulate(sizes))
         cosines, sines = self._angles_of(capacity)
-        keys, values = self._cached(passes[0][0])
+        keys, values = self._cached(cache)
         at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
-        out = torch.empty(sum(counts), at.width, dtype=self._dtype)
+        out = torch.empty(*(tokens.shape if alone else (firsts[-1],)), at.width, dtype=self._dtype)
         at.threads, at.batch, at.capacity = torch.get_num_threads(), len(lengths), capacity
         at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
         at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
@@ -155,10 +164,16 @@ class FusedPass:
         if table is not None:
             at.table, at.table_stride, at.table_rows = table.blocks.data_ptr(), table.blocks.stride(0), table.rows
         native.kernels().medusa_pass(ctypes.byref(at))
-        return [draft.spread(part) for draft, part in zip(drafts, out.split(counts), strict=True)]
+        if alone:
+            return [out]
+        parts = out.split([sum(draft.row_sizes) for draft in drafts])
+        return [draft.spread(part) for draft, part in zip(drafts, parts, strict=True)]
 
     def _cached(self, cache: SlotCache) -> tuple[Any, Any]:
-        """Where each layer's keys and values begin."""
+        """Where each layer's keys and values begin. All layers move when the first one does."""
+        first, found = cache.layers[0].keys, self._found
+        if found is not None and first is not None and found[0]() is first:
+            return found[1]
         layers = cache.layers[: len(self._blocks)]
         if not layers[-1].is_initialized:
             like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
@@ -166,7 +181,9 @@ class FusedPass:
                 if not layer.is_initialized:
                     layer.lazy_initialization(like, like)
         addresses = _POINTER * len(layers)
-        return addresses(*(x.keys.data_ptr() for x in layers)), addresses(*(x.values.data_ptr() for x in layers))
+        pair = addresses(*(x.keys.data_ptr() for x in layers)), addresses(*(x.values.data_ptr() for x in layers))
+        self._found = weakref.ref(layers[0].keys), pair
+        return pair
 
     def _embeddings(self) -> Tensor:
         layer = self._decoder.embed_tokens
@@ -255,11 +272,6 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
         "scaling": attention.scaling,
         "residual": float(getattr(layer, "residual_multiplier", 1.0)),
     }
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """All of them in one piece."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _table(plans: Sequence[TreePlan]) -> BlockTable | None:

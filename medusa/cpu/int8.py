@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from medusa.cpu.native import DTYPES, available, replace_linears
+from medusa.cpu.native import DTYPES, available, linear, replace_linears
 
 GROUP = 128
 """Numbers of a row that share a scale; as in kernels/int8.h."""
@@ -40,8 +40,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for x [..., in] of the bias's dtype, in it."""
-        out: Tensor = torch.ops.medusa.linear(x, self.rounded, self.bias, self.scales)
-        return out
+        return linear(x, self.rounded, self.bias, self.scales)
 
 
 def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:

@@ -5,6 +5,7 @@ Both read weights where torch has them. A row's numbers are equal bit by bit wha
 
 import ctypes
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,7 @@ def kernels() -> ctypes.CDLL:
         "pass": [pointer],
         "draft": [pointer],
         "draw": [pointer],
-        "select_path": [pointer],
+        "accept": [pointer],
         "depths": [number, number, pointer, pointer],
         "gumbel": [number, pointer, number, pointer, pointer],
     }
@@ -113,11 +114,11 @@ class NativeLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for x [..., in] of the weight's dtype; no gradient passes through."""
-        out: Tensor = torch.ops.medusa.linear(x, self.weight, self.bias)
-        return out
+        return linear(x, self.weight, self.bias)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for x [..., in], by the kernel; of 8 bits with ``scales`` (``medusa.cpu.int8``)."""
     if scales is None and (x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]):
         raise RuntimeError(
             f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
@@ -129,6 +130,26 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | Non
         x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
+
+
+class LinearKernel:
+    """``linear`` with one layer's weights, which must not move: what can be said beforehand is said once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._alive = [tensor.detach() for tensor in (weight, bias) if tensor is not None]
+        self._layer, self.dtype = LinearStruct.of(weight, bias), weight.dtype
+        self._outputs, self._inputs = weight.shape
+        self._compute, self._type = kernels().medusa_linear, number_type(weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., out] of x [..., in] of the weight's dtype."""
+        *rows, inputs = x.shape
+        if x.dtype != self.dtype or inputs != self._inputs:
+            raise RuntimeError(f"rows {list(x.shape)} of {x.dtype} do not fit {self._inputs} inputs of {self.dtype}")
+        x, out = x.contiguous(), x.new_empty(*rows, self._outputs)
+        threads = torch.get_num_threads()
+        self._compute(self._type, threads, self._layer, math.prod(rows), x.data_ptr(), out.data_ptr())
+        return out
 
 
 def native_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
@@ -171,12 +192,12 @@ def _plain(linear: nn.Linear) -> bool:
 
 def reads(x: Tensor) -> bool:
     """Whether the kernels know such a tensor, and there are kernels."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and available()
+    return x.is_cpu and x.dtype in DTYPES and available()
 
 
 def reads_indices(*tensors: Tensor) -> bool:
     """Whether the kernels walk trees of these indices: int64 on a CPU."""
-    return all(x.device.type == "cpu" and x.dtype == torch.int64 for x in tensors) and available()
+    return all(x.is_cpu and x.dtype == torch.int64 for x in tensors) and available()
 
 
 def keep_rows(
@@ -197,33 +218,11 @@ def keep_rows(
         table: Blocks of each sequence and rows of a block; None = slots of ``capacity`` rows each.
         capacity: See there.
     """
-    torch.ops.medusa.keep_rows(buffers, path_BA, counts_B, lengths_B, *(table or (None, 0)), capacity)
-
-
-def _keep_rows(
-    buffers: Sequence[Tensor],
-    path: Tensor,
-    counts: Tensor,
-    lengths: Tensor,
-    blocks: Tensor | None,
-    rows: int,
-    capacity: int,
-) -> None:
-    path, counts, lengths = path.contiguous(), counts.contiguous(), lengths.contiguous()
+    path, counts, lengths = path_BA.contiguous(), counts_B.contiguous(), lengths_B.contiguous()
+    blocks, rows = table or (None, 0)
     memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
     kernels().medusa_keep(
         len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),
         None if blocks is None else blocks.data_ptr(), 0 if blocks is None else blocks.stride(0), rows, capacity,
     )  # fmt: skip
-
-
-# Operators, so that profilers and whoever else listens to torch see them.
-LIBRARY = torch.library.Library("medusa", "FRAGMENT")
-LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales=None) -> Tensor")
-LIBRARY.define(
-    "keep_rows(Tensor(a!)[] buffers, Tensor path, Tensor counts, Tensor lengths, Tensor? blocks, int rows,"
-    " int capacity) -> ()"
-)
-for _function in (_linear, _keep_rows):
-    LIBRARY.impl(_function.__name__[1:], _function, "CPU")

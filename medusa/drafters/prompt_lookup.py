@@ -112,6 +112,8 @@ class PromptLookupDrafter(Drafter):
             guesses.append(found[0] if found else (0, []))
             rows.append(best(tree, self.nodes))
         self._last = state.history, positions, guesses
+        if all(len(row) == 1 for row in rows):
+            return Draft.chain(state.roots[:, None])
         return build(rows)
 
     def _continuation(self, text: Row, place: int) -> list[int]:

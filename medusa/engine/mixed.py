@@ -61,7 +61,7 @@ class MixedRule:
         for group, (rows, part) in zip(self._groups, draft.parts, strict=True):
             size = part.tokens.shape[1]
             verdict = group.rule(part, logits_BNV[rows][:, :size], state.select(rows))
-            edges_BN[rows, :size], bonus_BN[rows, :size] = verdict.edges, verdict.bonus
+            edges_BN[rows, :size], bonus_BN[rows, :size] = verdict.allowed(part), verdict.bonus
             if verdict.likelihood is not None:
                 likelihood_BN[rows, :size] = verdict.likelihood.float()
         return Verdict(edges_BN, bonus_BN, likelihood_BN)

@@ -61,6 +61,8 @@ class Prompts:
 
     def take(self) -> list[tuple[list[Row], Prefill]]:
         """The oldest prompts in progress, as many as one pass may compute chunks of; ``put_back`` those that go on."""
+        if not self._waiting and not self._prefills:
+            return []
         # Where passes are shared, each prompt is by itself. Elsewhere prompts of as many chunks are computed together,
         # the short ones first; in a group the longest stands first, see ``Prefill``.
         missing, self._waiting = self._let_in()

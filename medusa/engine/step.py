@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.acceptance import Accepted, Rule, select_path
+from medusa.acceptance import Accepted, Rule, accept
 from medusa.base.model import BaseModel
-from medusa.base.verify import verify_together
+from medusa.base.verify import verify, verify_together
 from medusa.cache import SlotCache
 from medusa.drafters import Drafter
 from medusa.engine.prefill import Prefill, logits_beside
@@ -95,10 +95,14 @@ def step_on_device(
     """
     draft = _fit(base, cache, drafter.propose(state, cache))
 
-    hidden_BNF, *chunks = verify_together(base, [(cache, draft), *((one.cache, one.chunk()) for one in prompts)])
-    for one, hidden_BCF in zip(prompts, chunks, strict=True):
-        one.take(hidden_BCF)
-    logits_BNV = draft.spread(logits_beside(base, draft.flat(hidden_BNF), prompts))
+    if prompts:
+        hidden_BNF, *chunks = verify_together(base, [(cache, draft), *((one.cache, one.chunk()) for one in prompts)])
+        for one, hidden_BCF in zip(prompts, chunks, strict=True):
+            one.take(hidden_BCF)
+        logits_BNV = draft.spread(logits_beside(base, draft.flat(hidden_BNF), prompts))
+    else:
+        hidden_BNF = verify(base, cache, draft)
+        logits_BNV = draft.on_nodes(base.logits, hidden_BNF)
 
     return _conclude(cache, draft, hidden_BNF, logits_BNV, rule, state, reader)
 
@@ -114,11 +118,11 @@ def _conclude(
 ) -> tuple[Tensor, DecodeState, Sequence[int]]:
     """Accept a path of each tree and keep its rows; logits are 0 behind the end of smaller trees."""
     verdict = rule(draft, logits_BNV, state)
-    accepted = select_path(draft, verdict)
+    accepted = accept(draft, verdict, state, hidden_BNF)
     if reader is not None:
         reader.read(accepted, logits_BNV)
 
-    counts_B = torch.where(state.active, accepted.counts, 0)
+    counts_B = accepted.counts
     if draft.depth == 0:
         cache.extend(counts_B)  # the root alone: its row already stands where it belongs
     else:
@@ -126,8 +130,8 @@ def _conclude(
     for follower in cache.observers:
         path_BAF = hidden_BNF.gather(1, accepted.path[..., None].expand(-1, -1, hidden_BNF.shape[2]))
         follower.observe(path_BAF, accepted.tokens, counts_B.tolist())
-    emitted = torch.cat([accepted.tokens.T, counts_B[None]])
-    return emitted, _next_state(state, accepted, hidden_BNF, cache), draft.row_sizes
+    state = dataclasses.replace(state, roots=accepted.bonus, hidden=accepted.hidden, positions=cache.lengths)
+    return accepted.emitted, state, draft.row_sizes
 
 
 def _read(cache: SlotCache, emitted: Tensor, state: DecodeState, sizes: Sequence[int]) -> StepResult:
@@ -165,11 +169,3 @@ def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:
     if missing <= 0:
         return state
     return dataclasses.replace(state, history=pad(state.history, (0, missing)))
-
-
-def _next_state(state: DecodeState, accepted: Accepted, hidden_BNF: Tensor, cache: SlotCache) -> DecodeState:
-    new_A = torch.arange(1, accepted.tokens.shape[1] + 1, device=hidden_BNF.device)
-    state.history.scatter_(1, state.positions[:, None] + new_A, accepted.tokens)
-    index_B = torch.arange(len(hidden_BNF), device=hidden_BNF.device)
-    hidden_BF = hidden_BNF[index_B, accepted.leaf]
-    return dataclasses.replace(state, roots=accepted.bonus, hidden=hidden_BF, positions=cache.lengths)

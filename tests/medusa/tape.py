@@ -4,9 +4,12 @@ Like a graph it keeps addresses and the numbers that Python computed, and nothin
 choices depend on the host writes wrong text from its second run on, and one that waits for a value cannot be recorded.
 """
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from medusa.cpu import native
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal}
@@ -21,7 +24,19 @@ def address(tensor):
 
 
 class Strict(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: reading values, and copies between the host and the device."""
+    """Refuses what a CUDA graph cannot hold: reading values, and copies between the host and the device.
+
+    As on a GPU there are no kernels for CPUs meanwhile: torch's operators alone are seen.
+    """
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(native, "available", lambda: False)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.undo()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         packet, inputs = function.overloadpacket, tensors_of(arguments, options)

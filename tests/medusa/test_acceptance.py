@@ -85,7 +85,7 @@ def test_typical_is_never_chosen_by_itself():
     draft = draft_of(Tree.full([2]), [0, 0, 1])
 
     def allowed(rule, position):
-        return rule(draft, logits, state_at([position])).edges[0, 1:].sum()
+        return rule(draft, logits, state_at([position])).allowed(draft)[0, 1:].sum()
 
     for temperature in (0.0, 1.0):
         rule = make_rule(None, temperature=temperature)

@@ -1,5 +1,6 @@
 """The C++ kernels: a linear layer, and a decoder's whole pass for families of the usual block."""
 
+import dataclasses
 import itertools
 import logging
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from medusa import BaseModel
-from medusa.acceptance import Verdict, select_path
+from medusa.acceptance import Verdict, accept
 from medusa.acceptance.logits import Warper
 from medusa.base.verify import verify
 from medusa.cpu import build, native
@@ -18,6 +19,7 @@ from medusa.cpu.selection import argmax, draw, gumbel
 from medusa.engine.prefill import prefill
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.noise import gumbel_noise, gumbel_of, keys
+from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.test_conformance import FAMILIES, tiny
 
@@ -125,24 +127,37 @@ def test_noise_for_drafts_is_nearly_that_of_draws():
     torch.testing.assert_close(gumbel(keyed, tokens), gumbel_of(keyed[:, None], tokens), atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("likelihood", [False, True])
-def test_the_accepted_path_is_that_of_the_reference(monkeypatch, likelihood):
+@pytest.mark.parametrize("says", ["edges", "likelihood", "bonus"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_is_accepted_is_that_of_the_reference(monkeypatch, says, ragged):
     generator = torch.Generator().manual_seed(0)
+
+    def numbers(most, *shape):
+        return torch.randint(most, shape, generator=generator)
+
     for nodes in (1, 2, 5, 9, 33):
-        parents = torch.stack([torch.randint(max(n, 1), (40,), generator=generator) for n in range(nodes)], dim=1)
-        tokens, bonus = torch.randint(50, (2, 40, nodes), generator=generator)
-        edges = torch.rand(40, nodes, generator=generator) < 0.6
-        likely = torch.rand(40, nodes, generator=generator).log() if likelihood else None
+        parents = torch.stack([numbers(max(n, 1), 40) for n in range(nodes)], dim=1)
+        tokens, bonus = numbers(3, 40, nodes), numbers(3, 40, nodes)
+        edges = None if says == "bonus" else numbers(10, 40, nodes) < 6
+        likely = torch.rand(40, nodes, generator=generator).log() if says == "likelihood" else None
+        sizes = (nodes, *(1 + numbers(nodes, 39)).tolist()) if ragged else None
+        hidden = torch.randn(40, nodes, 7, generator=generator).to(BF16)
+        history, positions, active = numbers(9, 40, 60), numbers(20, 40), numbers(2, 40) > 0
         found = []
-        for available_here in (True, False):
-            monkeypatch.setattr(native, "reads_indices", lambda *_, here=available_here: here)
-            draft = Draft.of(tokens, parents, nodes)
-            found.append((draft.depths, select_path(draft, Verdict(edges, bonus, likely))))
-        (our_depths, ours), (depths, reference) = found
+        for here in (True, False):
+            monkeypatch.setattr(native, "reads_indices", lambda *_, here=here: here)
+            draft = dataclasses.replace(Draft.of(tokens, parents, nodes), sizes=sizes)
+            state = DecodeState(tokens[:, 0], hidden[:, 0], active, history.clone(), positions, positions, positions)
+            accepted = accept(draft, Verdict(edges, bonus, likely), state, hidden)
+            found.append((draft.depths, accepted, state.history))
+        (our_depths, ours, our_text), (depths, reference, text) = found
         assert torch.equal(our_depths, depths)
-        assert all(torch.equal(getattr(ours, x), getattr(reference, x)) for x in ("path", "counts", "leaf", "bonus"))
+        assert all(torch.equal(getattr(ours, x), getattr(reference, x)) for x in ("path", "counts", "bonus", "hidden"))
         for row, count in enumerate(ours.counts.tolist()):
+            assert bool(count) == bool(active[row])
             assert torch.equal(ours.tokens[row, :count], reference.tokens[row, :count])
+            end = positions[row] + count + 1
+            assert torch.equal(our_text[row, :end], text[row, :end])
 
 
 def test_rows_that_do_not_fit_are_refused():

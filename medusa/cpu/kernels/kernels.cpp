@@ -124,9 +124,9 @@ extern "C" int medusa_gumbel(int64_t rows, const int64_t* keys, int64_t count, c
     });
 }
 
-extern "C" int medusa_select_path(const Verdict* at) {
+extern "C" int medusa_accept(const Accepting* at) {
     return outcome([&] {
-        for (int64_t b = 0; b < at->batch; b++) select_path(*at, b);
+        for (int64_t b = 0; b < at->batch; b++) accept(*at, b);
     });
 }
 
@@ -156,7 +156,7 @@ extern "C" int medusa_keep(int64_t buffers, char* const* memory, const int64_t* 
 // The first column with the largest number of each row of x [rows, columns].
 extern "C" int medusa_argmax(int number_type, int threads, int64_t rows, int64_t columns, const void* x, int64_t* out) {
     return outcome([&] {
-        Team(threads, 1).run([&](Team::Member& member) {
+        Team(int(std::clamp<int64_t>(rows, 1, threads)), 1).run([&](Team::Member& member) {
             member.share(rows, [&](int64_t r) {
                 with_number(number_type, [&](auto number) { out[r] = largest((const decltype(number)*)x + r * columns, columns); });
             });
@@ -166,7 +166,7 @@ extern "C" int medusa_argmax(int number_type, int threads, int64_t rows, int64_t
 
 extern "C" int medusa_draw(const Drawing* at) {
     return outcome([&] {
-        Team(int(at->threads), 1).run([&](Team::Member& member) {
+        Team(int(std::clamp<int64_t>(at->rows, 1, at->threads)), 1).run([&](Team::Member& member) {
             Draw draw(*at);
             member.share(at->rows, [&](int64_t r) {
                 const int64_t from = r * at->columns;
