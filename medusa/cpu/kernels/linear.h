@@ -195,7 +195,7 @@ template <int MOST, class Use> static inline void with_constant(int count, Use u
 
 // Outputs n .. n + count of some rows, at most STRIP: biases are added, and all are rounded as T is.
 template <class T, class O>
-static inline void finish(const Linear& at, int64_t n, int count, const float* sums, int64_t rows, O* out, int64_t stride) {
+static inline void finish(const Linear& at, int64_t n, int count, const float* sums, int64_t rows, O out, int64_t stride) {
     for (int i = 0; i < count; i += LANES) {
         const vf bias = at.bias ? wide((const T*)at.bias + n + i, count - i) : vf{};
         for (int64_t r = 0; r < rows; r++)
@@ -205,7 +205,7 @@ static inline void finish(const Linear& at, int64_t n, int count, const float* s
 
 // Outputs first .. last of at most NEAR rows, ROWS at a time: each weight comes from memory once.
 template <class T, class O>
-static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O* out, int64_t stride) {
+static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
     alignas(64) float sums[NEAR * STRIP + LANES];
     const int64_t room = arranged<T>(at.in), groups = (rows + ROWS - 1) / ROWS;
     for (int64_t n = first; n < last; n += STRIP) {
@@ -240,7 +240,7 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
 // The same where weights are widened first, a panel of outputs x numbers along `in` at a time, which stays in the nearest
 // cache: 6 rows meet two outputs, as 16 registers want it. Sums wait in `partial` for the next numbers along `in`.
 template <class T, class O>
-static void widened(const Linear& at, const float* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+static void widened(const Linear& at, const float* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
     constexpr int MOST = 6, PAIR = 2, PANEL = 2 * OUTPUTS, DEEP = 512, SLICE = 64;  // rows at a time
     const int64_t room = arranged<T>(at.in), blocks = (room + DEEP - 1) / DEEP, deep = arranged<T>((room + blocks - 1) / blocks);
     alignas(64) float panel[PANEL * DEEP] = {}, sums[SLICE * STRIP + LANES];
@@ -258,7 +258,7 @@ static void widened(const Linear& at, const float* x, int64_t rows, O* out, int6
             UNROLLED for (int i = 0; i < R * PAIR; i++) sums[i / PAIR][c + i % PAIR] = here[i / PAIR][i % PAIR];
         }
     };
-    for (int64_t slice = 0; slice < rows; slice += SLICE, x += SLICE * room, out += SLICE * stride)
+    for (int64_t slice = 0; slice < rows; slice += SLICE, x += SLICE * room, out = out + SLICE * stride)
         for (int64_t n = first; n < last; n += STRIP) {
             const int64_t there = std::min<int64_t>(SLICE, rows - slice), groups = (there + MOST - 1) / MOST;
             const int count = int(std::min<int64_t>(STRIP, last - n));
@@ -286,7 +286,7 @@ static void widened(const Linear& at, const float* x, int64_t rows, O* out, int6
 
 // Outputs first .. last of all rows.
 template <class T, class O>
-static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
     if constexpr (Row<T>::WIDENED)
         if (rows >= MANY) return widened<T>(at, x, rows, out, stride, first, last);
     in_groups(rows, rows <= NEAR ? NEAR : ROWS, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
@@ -301,13 +301,13 @@ template <class T> struct Plain {
     static constexpr int64_t OUTPUTS = ::OUTPUTS;  // of a tile
     struct Thread { ~Thread() {} };                // what a thread of a team needs
     static int64_t room(int64_t in) { return arranged<T>(in); }  // numbers of a row, arranged
-    static int64_t rows(int64_t count) { return count; }         // that so many take up
+    static constexpr int64_t rows(int64_t count) { return count; }         // that so many take up
     // Numbers of a row, from a column on, among rows with so much room each.
     static void arrange(const float* numbers, int64_t count, number* to, int64_t room, int64_t row, int64_t column) {
         Row<T>::arrange(numbers, count, to + row * room + column);
     }
     template <class O>
-    static void linear(const Linear& at, const number* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+    static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
         ::linear<T>(at, x, rows, out, stride, first, last);
     }
 };
