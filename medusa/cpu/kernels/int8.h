@@ -53,7 +53,7 @@ template <class T> struct Rounded {
     static constexpr int64_t UNIT = GROUP, OUTPUTS = TILE8;
     struct Thread { ~Thread() {} };
     static int64_t room(int64_t in) { return (in + GROUP - 1) / GROUP; }
-    static int64_t rows(int64_t count) { return count; }
+    static constexpr int64_t rows(int64_t count) { return count; }
 
     static void arrange(const float* numbers, int64_t in, Group* to, int64_t room, int64_t row, int64_t column) {
         to += row * room + column / GROUP;
@@ -83,7 +83,7 @@ template <class T> struct Rounded {
 
     // Outputs n .. n + count of R rows.
     template <int R, class O>
-    static inline void tile(const Linear& at, int64_t n, int count, const Group* x, O* out, int64_t stride) {
+    static inline void tile(const Linear& at, int64_t n, int count, const Group* x, O out, int64_t stride) {
         const int64_t groups = room(at.in);
         const uint8_t* weight[TILE8];
         for (int c = 0; c < TILE8; c++) weight[c] = (const uint8_t*)at.weight + (n + std::min(c, count - 1)) * groups * GROUP;
@@ -108,13 +108,13 @@ template <class T> struct Rounded {
         }
     }
     template <int R, class O>
-    static void tiles(const Linear& at, int64_t first, int64_t last, const Group* x, O* out, int64_t stride) {
+    static void tiles(const Linear& at, int64_t first, int64_t last, const Group* x, O out, int64_t stride) {
         for (int64_t n = first; n < last; n += TILE8) tile<R>(at, n, int(std::min<int64_t>(TILE8, last - n)), x, out, stride);
     }
 
     // Outputs first .. last of all rows.
     template <class O>
-    static void linear(const Linear& at, const Group* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+    static void linear(const Linear& at, const Group* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
         in_groups(rows, TILE8, room(at.in) * GROUP, TILE8, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
             with_constant<TILE8>(int(count), [&](auto some) {
                 tiles<decltype(some)::value>(at, from, to, x + row * room(at.in), out + row * stride, stride);

@@ -182,7 +182,7 @@ template <int MOST, class Use> static inline void with_constant(int count, Use u
 
 // Outputs n .. n + count of some rows, at most STRIP: biases are added, and all are rounded as T is.
 template <class T, class O>
-static inline void finish(const Linear& at, int64_t n, int count, const float* sums, int64_t rows, O* out, int64_t stride) {
+static inline void finish(const Linear& at, int64_t n, int count, const float* sums, int64_t rows, O out, int64_t stride) {
     for (int i = 0; i < count; i += LANES) {
         const vf bias = at.bias ? wide((const T*)at.bias + n + i, count - i) : vf{};
         for (int64_t r = 0; r < rows; r++)
@@ -192,7 +192,7 @@ static inline void finish(const Linear& at, int64_t n, int count, const float* s
 
 // Outputs first .. last of at most NEAR rows, ROWS at a time: each weight comes from memory once.
 template <class T, class O>
-static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O* out, int64_t stride) {
+static void strips(const Linear& at, int64_t first, int64_t last, const number<T>* x, int64_t rows, O out, int64_t stride) {
     alignas(64) float sums[NEAR * STRIP + LANES];
     const int64_t room = arranged<T>(at.in), groups = (rows + ROWS - 1) / ROWS;
     for (int64_t n = first; n < last; n += STRIP) {
@@ -226,7 +226,7 @@ static void in_groups(int64_t rows, int64_t most, int64_t bytes, int64_t unit, i
 
 // Outputs first .. last of all rows.
 template <class T, class O>
-static void linear(const Linear& at, const number<T>* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
     in_groups(rows, rows <= NEAR ? NEAR : ROWS, at.in * sizeof(T), STRIP, first, last, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         strips<T>(at, from, to, x + row * arranged<T>(at.in), count, out + row * stride, stride);
     });
@@ -240,13 +240,13 @@ template <class T> struct Plain {
     static constexpr int64_t OUTPUTS = ::OUTPUTS;  // of a tile
     struct Thread { ~Thread() {} };                // what a thread of a team needs
     static int64_t room(int64_t in) { return arranged<T>(in); }  // numbers of a row, arranged
-    static int64_t rows(int64_t count) { return count; }         // that so many take up
+    static constexpr int64_t rows(int64_t count) { return count; }         // that so many take up
     // Numbers of a row, from a column on, among rows with so much room each.
     static void arrange(const float* numbers, int64_t count, number* to, int64_t room, int64_t row, int64_t column) {
         Row<T>::arrange(numbers, count, to + row * room + column);
     }
     template <class O>
-    static void linear(const Linear& at, const number* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
+    static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
         ::linear<T>(at, x, rows, out, stride, first, last);
     }
 };

@@ -30,13 +30,24 @@ struct Pass {
     void *const *keys, *const *values;  // of each layer's cache, [slots, capacity, kv heads, D], or blocks
 };
 
-constexpr int64_t SLAB = 256;      // rows whose inner numbers are kept at a time
+constexpr int64_t SLAB = 512;      // rows whose inner numbers are kept at a time
 constexpr int64_t COLUMNS = 384;   // of gates that are computed at a time, at least: whole tiles of every kind
 constexpr int64_t MIDDLE = 65536;  // numbers that stay in a core's cache
 constexpr int64_t FEW = 16;        // rows that every thread arranges for itself: sooner done than waited for
 
+// Numbers of the residual stream, to which what is put there is added.
+template <class T> struct Sum {
+    float *at, factor;
+    Sum operator+(int64_t n) const { return {at + n, factor}; }
+};
+template <class T> static inline void put(vf x, Sum<T> to, int count) {
+    put(rounded(wide(to.at, count) + rounded(x * splat(to.factor), T()), T()), to.at, count);
+}
+template <class T> static inline void narrow(float x, Sum<T> to) { *to.at = rounded<T>(*to.at + rounded<T>(x * to.factor)); }
+
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
+    static constexpr int64_t GROUP = W::rows(1);  // rows that are arranged together where they are many
     const int64_t rows = at.firsts[at.batch];
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
@@ -71,7 +82,16 @@ template <class T, class W> class Run {  // W: how its weights are met
             row(r, numbers), W::arrange(numbers, in, to, W::room(in), r, 0);
         };
         const bool many = rows > FEW;
-        if (many) member.share(rows, [&](int64_t r) { arrange(r, x.data()); });
+        if (many)
+            member.share((rows + GROUP - 1) / GROUP, [&](int64_t group) {
+                const int64_t first = group * GROUP, count = std::min(GROUP, rows - first);
+                if constexpr (GROUP > 1) {
+                    thread_local Buffer<float> numbers;
+                    grow(numbers, GROUP * in + LANES);
+                    for (int64_t r = 0; r < count; r++) row(first + r, &numbers[r * in]);
+                    W::arrange_group(numbers.data(), count, in, x.data(), W::room(in), first);
+                } else arrange(first, x.data());
+            });
         return [this, in, arrange, many, ready = false]() mutable -> const typename W::number* {
             thread_local Buffer<typename W::number> own;
             if (many) return x.data();
@@ -145,6 +165,9 @@ template <class T, class W> class Run {  // W: how its weights are met
 
     // Outputs begin .. end of gates, times what they let through, of `count` rows, in `gated`.
     void gate(const Block& block, const typename W::number* from, int64_t count, int64_t begin, int64_t end) {
+        const auto join = [](vf gate, vf up) { return rounded(rounded(gate * sigmoid(gate), T()) * up, T()); };
+        if constexpr (GROUP > 1)
+            if (count > GROUP) return W::gated(block.gate, block.up, from, count, gated.data(), begin, end, join);
         const int64_t most = std::min(columns(count), end - begin);
         thread_local Buffer<T> middle;
         grow(middle, 2 * count * most);
@@ -157,8 +180,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t r = 0; r < count; r++) {
                 for (int64_t i = 0; i < stop - begin; i += LANES) {
                     const int here = int(std::min<int64_t>(LANES, stop - begin - i));
-                    const vf g = wide(gates + r * most + i, here), up = wide(ups + r * most + i, here);
-                    put(rounded(rounded(g * sigmoid(g), T()) * up, T()), row + i, here);
+                    put(join(wide(gates + r * most + i, here), wide(ups + r * most + i, here)), row + i, here);
                 }
                 W::arrange(row, stop - begin, gated.data(), wide_inner, r, begin);
             }
@@ -168,14 +190,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     // Adds a layer's output for `count` rows to those of the residual stream from `row` on.
     template <class From> void add(const Linear& layer, From from, int64_t row, int64_t count, Member& member) {
         member.share(at.hidden, W::OUTPUTS, [&](int64_t begin, int64_t end) {
-            W::linear(layer, from(), count, projected.data(), at.hidden, begin, end);
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t i = begin; i < end; i += LANES) {
-                    const int here = int(std::min<int64_t>(LANES, end - i));
-                    float* sum = &stream[(row + r) * at.hidden + i];
-                    const vf more = wide(&projected[r * at.hidden + i], here);
-                    put(rounded(wide(sum, here) + rounded(more * splat(at.residual), T()), T()), sum, here);
-                }
+            W::linear(layer, from(), count, Sum<T>{&stream[row * at.hidden], at.residual}, at.hidden, begin, end);
         });
     }
 
@@ -206,7 +221,7 @@ template <class T, class W> class Run {  // W: how its weights are met
 
   public:
     explicit Run(const Pass& pass) : at(pass) {
-        stream.resize(rows * at.hidden + LANES), projected.resize(rows * std::max(queries + 2 * keys, at.hidden));
+        stream.resize(rows * at.hidden + LANES), projected.resize(rows * (queries + 2 * keys));
         if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);

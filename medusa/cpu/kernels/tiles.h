@@ -12,7 +12,8 @@
 #include "linear.h"
 
 constexpr int SIDE = 16, DEPTH = 32;  // outputs and rows of a tile of sums; numbers along `in` of the operands
-constexpr int64_t NEAR_BYTES = 512 << 10;  // rows that stay in a core's cache while weights pass by
+constexpr int DEEP = 576;             // numbers along `in` of the weights that stay in the nearest cache
+constexpr int64_t NEAR_BYTES = 1 << 20;  // rows that stay in a core's cache while weights pass by
 
 // Whether the system lets this process use the unit.
 static inline bool has_tiles() {
@@ -23,73 +24,155 @@ static inline bool has_tiles() {
 // GCC does not know that these instructions read and write memory.
 #define MEMORY_SEEN asm volatile("" ::: "memory")
 
-// Adds to the sums in registers 0 .. 3: outputs n and n + SIDE, rows and the next SIDE rows.
-static inline void multiply(const bf16* weights, int64_t step, const bf16* more_weights, int64_t more_step, const bf16* x, int64_t group) {
-    _tile_loadd(4, weights, step * 2);
-    _tile_loadd(6, x, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, more_weights, more_step * 2);
-    _tile_dpbf16ps(1, 5, 6);
-    _tile_loadd(7, x + group, 64);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
-}
+typedef float Sums[SIDE][SIDE];        // of outputs x rows
+typedef bf16 Pair[2][SIDE][DEPTH];     // weights of two times SIDE outputs
 
-// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows.
+// Where weights of two times SIDE outputs stand, and how many of either are there.
+struct Outputs {
+    const bf16* weights[2];
+    int there[2];
+    int64_t in;
+
+    const bf16* row(int i) const { return weights[i / SIDE] + i % SIDE * in; }
+    bool whole(int64_t k) const { return there[0] + there[1] == 2 * SIDE && k + DEPTH <= in; }
+    void copy(int64_t k, Pair& to) const {  // what is not there is zero
+        std::memset(to, 0, sizeof to);
+        for (int i = 0; i < 2 * SIDE; i++)
+            if (i % SIDE < there[i / SIDE]) std::memcpy(to[i / SIDE][i % SIDE], row(i) + k, std::min<int64_t>(DEPTH, in - k) * 2);
+        MEMORY_SEEN;
+    }
+};
+
+// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows. The next outputs' weights come near.
 template <bool SECOND> static inline void multiply_one(const bf16* weights, int64_t step, const bf16* x) {
     _tile_loadd(4, weights, step * 2);
-    _tile_loadd(6, x, 64);
+    _tile_stream_loadd(6, x, 64);
+    for (int i = SIDE; i < 2 * SIDE; i++) __builtin_prefetch(weights + i * step, 0, 2);
     if (SECOND) _tile_dpbf16ps(1, 4, 6);
     else _tile_dpbf16ps(0, 4, 6);
 }
 
-// Outputs n .. n + 2 SIDE, of which the first `count` are there, of one or two groups of rows; meanwhile `lines` of memory
-// come near for every step along `in`, from `next` on.
-template <int GROUPS, class O>
-static inline void block(const Linear& at, int64_t n, int count, const bf16* x, int64_t rows, O* out, int64_t stride, const bf16* next, int lines) {
-    const int64_t in = at.in, wide_in = (in + DEPTH - 1) / DEPTH * DEPTH, group = SIDE * wide_in;
-    const bf16* weight = (const bf16*)at.weight + n * in;
-    const bool whole = count == 2 * SIDE;
+// Sums of one group of rows: one half of the outputs after the other, as memory gives 16 rows of weights sooner than 32.
+static inline void few(const Outputs& at, const bf16* x, Sums* sums) {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    int64_t k = 0;
-    const auto fetch = [&](int count) {
-        for (int i = 0; i < count; i++) __builtin_prefetch(next + i * DEPTH, 0, 2);
-        next += count * DEPTH;
-    };
-    if (whole && GROUPS == 1) {  // one output tile after the other: memory gives 16 rows of weights sooner than 32
-        for (k = 0; k + DEPTH <= in; k += DEPTH) fetch(lines / 2), multiply_one<false>(weight + k, in, x + SIDE * k);
-        for (k = 0; k + DEPTH <= in; k += DEPTH) fetch(lines - lines / 2), multiply_one<true>(weight + SIDE * in + k, in, x + SIDE * k);
-    } else if (whole)
-        for (; k + DEPTH <= in; k += DEPTH) fetch(lines), multiply(weight + k, in, weight + SIDE * in + k, in, x + SIDE * k, group);
-    for (; k < in; k += DEPTH) {  // what is not there is zero
-        bf16 part[2 * SIDE][DEPTH] = {};
-        for (int i = 0; i < count; i++) std::memcpy(part[i], weight + i * in + k, std::min<int64_t>(DEPTH, in - k) * 2);
-        MEMORY_SEEN;
-        if (GROUPS == 2) multiply(part[0], DEPTH, part[SIDE], DEPTH, x + SIDE * k, group);
-        else multiply_one<false>(part[0], DEPTH, x + SIDE * k), multiply_one<true>(part[SIDE], DEPTH, x + SIDE * k);
+    const int64_t whole = at.whole(0) ? at.in / DEPTH * DEPTH : 0;
+    for (int64_t k = 0; k < whole; k += DEPTH) multiply_one<false>(at.weights[0] + k, at.in, x + SIDE * k);
+    for (int64_t k = 0; k < whole; k += DEPTH) multiply_one<true>(at.weights[1] + k, at.in, x + SIDE * k);
+    for (int64_t k = whole; k < at.in; k += DEPTH) {
+        Pair part;
+        at.copy(k, part);
+        multiply_one<false>(part[0][0], DEPTH, x + SIDE * k), multiply_one<true>(part[1][0], DEPTH, x + SIDE * k);
     }
-    alignas(64) float sums[2 * GROUPS][SIDE][SIDE];
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
-    if (GROUPS == 2) {
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
-    }
     MEMORY_SEEN;
-    for (int part = 0; part < 2 * GROUPS; part++) {
-        const int first = part % 2 * SIDE, there = std::min(count - first, SIDE), row = part / 2 * SIDE;
-        if (there <= 0) continue;
-        vf columns[SIDE], bias = {};
-        for (int i = 0; i < SIDE; i++) columns[i] = load<vf>(sums[part][i]);
-        transpose((vu*)columns);
-        if (at.bias) bias = wide((const bf16*)at.bias + n + first, there);
-        for (int r = 0; r < std::min<int64_t>(SIDE, rows - row); r++) {
-            const vu all = __builtin_convertvector(vh(_mm512_cvtneps_pbh(__m512(columns[r] + bias))), vu) << 16;
-            put(vf(all), out + (row + r) * stride + n + first, there);
+}
+
+// Adds to the sums in registers 0 .. 3: two times SIDE outputs, two groups of rows. Weights are kept as they come from memory,
+// so that later rows find them in whole cache lines; what is read of the rows leaves them the nearest cache.
+template <bool KEPT> static inline void multiply(const bf16* weights, const bf16* more_weights, int64_t step, Pair& kept, const bf16* x, const bf16* more_x) {
+    _tile_stream_loadd(6, x, 64);
+    if (KEPT) _tile_loadd(4, kept[0], 64);
+    else _tile_loadd(4, weights, step * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    if (KEPT) _tile_loadd(5, kept[1], 64);
+    else _tile_loadd(5, more_weights, step * 2);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_stream_loadd(7, more_x, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+    if (!KEPT) {
+        _tile_stored(4, kept[0], 64);
+        _tile_stored(5, kept[1], 64);
+    }
+}
+
+// Calls take(row, sums) for each group of many rows. They meet as many weights at a time as stay in the nearest cache;
+// meanwhile the next ones come near, and the core takes the sums of the two groups before: the unit does not wait for it.
+template <class Take> static void many(const Outputs& at, const Outputs& next, const bf16* x, int64_t rows, Take take) {
+    alignas(64) Sums sums[2][4];
+    alignas(64) Pair kept[DEEP / DEPTH];
+    thread_local Buffer<float> partial;
+    const int64_t wide_in = (at.in + DEPTH - 1) / DEPTH * DEPTH, slices = (wide_in + DEEP - 1) / DEEP;
+    const int64_t deep = (wide_in / DEPTH + slices - 1) / slices * DEPTH, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
+    if (slices > 1) grow(partial, blocks * sizeof sums[0] / sizeof(float));
+    for (int64_t from = 0; from < wide_in; from += deep) {
+        const int64_t to = std::min(from + deep, wide_in), third = (to - from) / (3 * DEPTH) * DEPTH;
+        const bool last = to == wide_in;
+        const Outputs& coming = last ? next : at;
+        const int64_t ahead = last ? -from : deep;
+        for (int64_t b = 0; b < blocks; b++) {
+            const bf16 *here = x + b * 2 * SIDE * wide_in, *more = rows - b * 2 * SIDE > SIDE ? here + SIDE * wide_in : here;
+            Sums* waiting = slices > 1 ? (Sums*)&partial[b * sizeof sums[0] / sizeof(float)] : sums[b % 2];
+            if (from == 0) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            } else {
+                _tile_loadd(0, waiting[0], 64);
+                _tile_loadd(1, waiting[1], 64);
+                _tile_loadd(2, waiting[2], 64);
+                _tile_loadd(3, waiting[3], 64);
+            }
+            const auto steps = [&](int64_t k, int64_t to) {
+                for (; k < to; k += DEPTH) {
+                    for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks; i++)
+                        __builtin_prefetch(coming.row(i) + k + ahead, 0, 2);
+                    Pair& weights = kept[(k - from) / DEPTH];
+                    if (b == 0 && at.whole(k)) multiply<false>(at.weights[0] + k, at.weights[1] + k, at.in, weights, here + SIDE * k, more + SIDE * k);
+                    else {
+                        if (b == 0) at.copy(k, weights);
+                        multiply<true>(nullptr, nullptr, 0, weights, here + SIDE * k, more + SIDE * k);
+                    }
+                }
+            };
+            steps(from, from + third);
+            if (last && b) take(b * 2 * SIDE - 2 * SIDE, sums[(b + 1) % 2]);
+            steps(from + third, from + 2 * third);
+            if (last && b) take(b * 2 * SIDE - SIDE, sums[(b + 1) % 2] + 2);
+            steps(from + 2 * third, to);
+            if (last) waiting = sums[b % 2];
+            _tile_stored(0, waiting[0], 64);
+            _tile_stored(1, waiting[1], 64);
+            _tile_stored(2, waiting[2], 64);
+            _tile_stored(3, waiting[3], 64);
+            MEMORY_SEEN;
         }
+    }
+    take(blocks * 2 * SIDE - 2 * SIDE, sums[(blocks + 1) % 2]);
+    if (rows > blocks * 2 * SIDE - SIDE) take(blocks * 2 * SIDE - SIDE, sums[(blocks + 1) % 2] + 2);
+}
+
+// The nearest numbers that bfloat16 holds.
+static inline vf near(vf x) { return vf(__builtin_convertvector(vh(_mm512_cvtneps_pbh(__m512(x))), vu) << 16); }
+
+// Numbers of even and of odd outputs, rounded: pairs.
+static inline vu pairs(vf even, vf odd) {
+    alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return vu(_mm512_permutexvar_epi16(_mm512_load_si512(ORDER), __m512i(_mm512_cvtne2ps_pbh(__m512(odd), __m512(even)))));
+}
+
+// Outputs n .. n + count of at most SIDE rows, from two tiles of sums: biases are added, and all are rounded.
+template <class O> static inline void put_rows(const Linear& at, int64_t n, int count, const Sums* sums, int64_t rows, O out, int64_t stride) {
+    const float* sum = sums[0][0];
+    vu words[SIDE];
+    float bias[2 * SIDE] = {};
+    for (int i = 0; at.bias && i < count; i++) bias[i] = widen(((const bf16*)at.bias)[n + i]);
+    for (int i = 0; i < SIDE; i++) {
+        vf even = load<vf>(sum + 2 * i * SIDE), odd = load<vf>(sum + (2 * i + 1) * SIDE);
+        if (at.bias) even += splat(bias[2 * i]), odd += splat(bias[2 * i + 1]);
+        words[i] = pairs(even, odd);
+    }
+    transpose(words);
+    for (int64_t r = 0; r < std::min<int64_t>(SIDE, rows); r++) {
+        const O to = out + (r * stride + n);
+        const vf even = vf(words[r] << 16), odd = vf(words[r] & 0xffff0000u);
+        if constexpr (std::is_same_v<O, bf16*>)
+            if (count == 2 * SIDE) { store(to, words[r]); continue; }
+        put(SHUFFLE(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), to, count);
+        if (count > LANES) put(SHUFFLE(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), to + LANES, count - LANES);
     }
 }
 
@@ -113,7 +196,7 @@ struct Tiles {
     };
 
     static int64_t room(int64_t in) { return (in + DEPTH - 1) / DEPTH * DEPTH; }
-    static int64_t rows(int64_t count) { return (count + SIDE - 1) / SIDE * SIDE; }
+    static constexpr int64_t rows(int64_t count) { return (count + SIDE - 1) / SIDE * SIDE; }
 
     static void arrange(const float* numbers, int64_t count, bf16* to, int64_t room, int64_t row, int64_t column) {
         bf16* pairs = to + row / SIDE * SIDE * room + column * SIDE + row % SIDE * 2;
@@ -127,24 +210,76 @@ struct Tiles {
         }
     }
 
-    // Outputs first .. last of all rows: blocks of rows that stay near, for each of them all weights.
-    template <class O>
-    static void linear(const Linear& at, const bf16* x, int64_t rows, O* out, int64_t stride, int64_t first, int64_t last) {
-        const int64_t wide_in = room(at.in), fitting = NEAR_BYTES / (wide_in * 2) / (2 * SIDE) * (2 * SIDE);
-        const int64_t most = std::max<int64_t>(2 * SIDE, fitting);
-        for (int64_t from = 0; from < rows; from += most) {
-            const int64_t to = std::min(rows, from + most), blocks = (to - from + 2 * SIDE - 1) / (2 * SIDE);
-            for (int64_t n = first; n < last; n += OUTPUTS) {
-                const int count = int(std::min<int64_t>(OUTPUTS, last - n));
-                const int lines = n + 2 * OUTPUTS > last || rows <= SIDE ? 0 : int((OUTPUTS + blocks - 1) / blocks);
-                const bf16* next = (const bf16*)at.weight + (n + OUTPUTS) * at.in;
-                for (int64_t row = from; row < to; row += 2 * SIDE, next += lines * at.in) {
-                    const bf16* here = x + row * wide_in;
-                    if (rows - row > SIDE) block<2>(at, n, count, here, rows - row, out + row * stride, stride, next, lines);
-                    else block<1>(at, n, count, here, rows - row, out + row * stride, stride, next, lines);
-                }
+    // The same of a group of at most SIDE rows, `count` numbers each.
+    static void arrange_group(const float* numbers, int64_t rows, int64_t count, bf16* to, int64_t room, int64_t row) {
+        bf16* pairs = to + row * room;
+        for (int64_t k = 0; k < count; k += DEPTH, pairs += SIDE * DEPTH) {
+            vu words[SIDE] = {};
+            for (int64_t r = 0; r < rows; r++) {
+                const float* from = numbers + r * count + k;
+                const int here = int(count - k);
+                const vf low = wide(from, here), high = here > LANES ? wide(from + LANES, here - LANES) : vf{};
+                words[r] = vu(_mm512_cvtne2ps_pbh(__m512(high), __m512(low)));
             }
+            transpose(words);
+            for (int i = 0; i < SIDE; i++) store(pairs + i * DEPTH, words[i]);
         }
+    }
+
+    // Calls take(n, row, sums) for outputs first .. last, `step` at a time, and each group of rows: blocks of rows that stay
+    // near, for each of them all weights. from(n) says where these stand.
+    template <class From, class Take>
+    static void each(int64_t first, int64_t last, int64_t step, const bf16* x, int64_t rows, From from, Take take) {
+        if (rows == 0) return;
+        const int64_t wide_in = room(from(first).in), fitting = std::max<int64_t>(2 * SIDE, NEAR_BYTES / (wide_in * 2));
+        const int64_t blocks = (rows + fitting - 1) / fitting, most = (rows + blocks * 2 * SIDE - 1) / (blocks * 2 * SIDE) * 2 * SIDE;
+        for (int64_t n = first; n < last && rows <= SIDE; n += step) {
+            alignas(64) Sums sums[2];
+            few(from(n), x, sums);
+            take(n, 0, sums);
+        }
+        for (int64_t row = 0; row < rows && rows > SIDE; row += most)
+            for (int64_t n = first; n < last; n += step)
+                many(from(n), from(n + step < last ? n + step : first), x + row * wide_in, std::min(most, rows - row),
+                     [&](int64_t r, const Sums* sums) { take(n, row + r, sums); });
+    }
+
+    // Outputs first .. last of all rows.
+    template <class O>
+    static void linear(const Linear& at, const bf16* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
+        const auto from = [&](int64_t n) {
+            const bf16* weights = (const bf16*)at.weight + n * at.in;
+            const int count = int(std::min<int64_t>(OUTPUTS, last - n));
+            return Outputs{{weights, weights + SIDE * at.in}, {std::min(count, SIDE), std::max(0, count - SIDE)}, at.in};
+        };
+        each(first, last, OUTPUTS, x, rows, from, [&](int64_t n, int64_t row, const Sums* sums) {
+            put_rows(at, n, int(std::min<int64_t>(OUTPUTS, last - n)), sums, rows - row, out + row * stride, stride);
+        });
+    }
+
+    // What join(a gate, what it lets through) gives for outputs first .. last of many rows, arranged as the next layer wants it:
+    // pairs of outputs, row by row, as sums are.
+    template <class Join>
+    static void gated(const Linear& gate, const Linear& up, const bf16* x, int64_t rows, bf16* to, int64_t first, int64_t last, Join join) {
+        const Linear* layers[2] = {&gate, &up};
+        const int64_t wide_to = room(gate.outputs);
+        const auto from = [&](int64_t n) {
+            const int count = int(std::min<int64_t>(SIDE, last - n));
+            return Outputs{{(const bf16*)gate.weight + n * gate.in, (const bf16*)up.weight + n * gate.in}, {count, count}, gate.in};
+        };
+        each(first, last, SIDE, x, rows, from, [&](int64_t n, int64_t row, const Sums* sums) {
+            bf16* pairs = to + row * wide_to + n * SIDE;
+            const auto one = [&](int i) {
+                vf numbers[2];
+                for (int j = 0; j < 2; j++) {
+                    const bf16* bias = (const bf16*)layers[j]->bias;
+                    const vf sum = load<vf>(sums[j][i]);
+                    numbers[j] = near(bias && n + i < last ? sum + splat(widen(bias[n + i])) : sum);
+                }
+                return vu(join(numbers[0], numbers[1]));
+            };
+            for (int i = 0; i < SIDE; i += 2, pairs += DEPTH) store(pairs, one(i) >> 16 | one(i + 1));
+        });
     }
 };
 #endif
