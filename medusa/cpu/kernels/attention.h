@@ -133,7 +133,7 @@ template <class T, bool TILES> struct Attention {
     // One segment: the largest score of each row, the sum of its weights, and the weighted sum of values [rows][width].
     void segment(const Rows& rows, int64_t b, int64_t kv, int64_t index, Scratch& s, float* top, float* total, float* sums) const {
         const int64_t start = index * SEGMENT, stop = start + SEGMENT;
-        const int dim = int(at.dim), size = this->size(), width = at.width();
+        const int dim = int(at.dim), width = at.width();
         std::fill(top, top + rows.count, NOTHING), std::fill(total, total + rows.count, 0.f);
         std::fill(sums, sums + rows.count * width, 0.f);
         if (stop <= rows.from || start >= rows.to) return;

@@ -240,7 +240,7 @@ template <class T> struct Plain {
     static constexpr int64_t OUTPUTS = ::OUTPUTS;  // of a tile
     struct Thread { ~Thread() {} };                // what a thread of a team needs
     static int64_t room(int64_t in) { return arranged<T>(in); }  // numbers of a row, arranged
-    static constexpr int64_t rows(int64_t count) { return count; }         // that so many take up
+    static constexpr int64_t rows(int64_t count) { return count; }  // that so many take up
     // Numbers of a row, from a column on, among rows with so much room each.
     static void arrange(const float* numbers, int64_t count, number* to, int64_t room, int64_t row, int64_t column) {
         Row<T>::arrange(numbers, count, to + row * room + column);
