@@ -24,8 +24,8 @@ static inline bool has_tiles() {
 // GCC does not know that these instructions read and write memory.
 #define MEMORY_SEEN asm volatile("" ::: "memory")
 
-typedef float Sums[SIDE][SIDE];        // of outputs x rows
-typedef bf16 Pair[2][SIDE][DEPTH];     // weights of two times SIDE outputs
+typedef float Sums[SIDE][SIDE];     // of outputs x rows
+typedef bf16 Pair[2][SIDE][DEPTH];  // weights of two times SIDE outputs
 
 // Where weights of two times SIDE outputs stand, and how many of either are there.
 struct Outputs {
@@ -43,11 +43,12 @@ struct Outputs {
     }
 };
 
-// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows. The next outputs' weights come near.
+// Adds to the sums in register 0, or 1 for the SECOND outputs, of one group of rows. Of the next outputs' weights some come
+// near; the processor's own prefetcher brings the others.
 template <bool SECOND> static inline void multiply_one(const bf16* weights, int64_t step, const bf16* x) {
     _tile_loadd(4, weights, step * 2);
     _tile_stream_loadd(6, x, 64);
-    for (int i = SIDE; i < 2 * SIDE; i++) __builtin_prefetch(weights + i * step, 0, 2);
+    for (int i = SIDE; i < 2 * SIDE; i += 4) __builtin_prefetch(weights + i * step, 0, 2);
     if (SECOND) _tile_dpbf16ps(1, 4, 6);
     else _tile_dpbf16ps(0, 4, 6);
 }
@@ -71,13 +72,13 @@ static inline void few(const Outputs& at, const bf16* x, Sums* sums) {
 
 // Adds to the sums in registers 0 .. 3: two times SIDE outputs, two groups of rows. Weights are kept as they come from memory,
 // so that later rows find them in whole cache lines; what is read of the rows leaves them the nearest cache.
-template <bool KEPT> static inline void multiply(const bf16* weights, const bf16* more_weights, int64_t step, Pair& kept, const bf16* x, const bf16* more_x) {
+template <bool KEPT> static inline void multiply(const Outputs& at, int64_t k, Pair& kept, const bf16* x, const bf16* more_x) {
     _tile_stream_loadd(6, x, 64);
     if (KEPT) _tile_loadd(4, kept[0], 64);
-    else _tile_loadd(4, weights, step * 2);
+    else _tile_loadd(4, at.weights[0] + k, at.in * 2);
     _tile_dpbf16ps(0, 4, 6);
     if (KEPT) _tile_loadd(5, kept[1], 64);
-    else _tile_loadd(5, more_weights, step * 2);
+    else _tile_loadd(5, at.weights[1] + k, at.in * 2);
     _tile_dpbf16ps(1, 5, 6);
     _tile_stream_loadd(7, more_x, 64);
     _tile_dpbf16ps(2, 4, 7);
@@ -96,6 +97,7 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
     thread_local Buffer<float> partial;
     const int64_t wide_in = (at.in + DEPTH - 1) / DEPTH * DEPTH, slices = (wide_in + DEEP - 1) / DEEP;
     const int64_t deep = (wide_in / DEPTH + slices - 1) / slices * DEPTH, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
+    const int apart = blocks <= 2 ? 4 : 1;  // where rows are few, the processor's prefetcher brings the weights between
     if (slices > 1) grow(partial, blocks * sizeof sums[0] / sizeof(float));
     for (int64_t from = 0; from < wide_in; from += deep) {
         const int64_t to = std::min(from + deep, wide_in), third = (to - from) / (3 * DEPTH) * DEPTH;
@@ -118,14 +120,15 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
             }
             const auto steps = [&](int64_t k, int64_t to) {
                 for (; k < to; k += DEPTH) {
-                    for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks; i++)
+                    for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks; i += apart)
                         __builtin_prefetch(coming.row(i) + k + ahead, 0, 2);
                     Pair& weights = kept[(k - from) / DEPTH];
-                    if (b == 0 && at.whole(k)) multiply<false>(at.weights[0] + k, at.weights[1] + k, at.in, weights, here + SIDE * k, more + SIDE * k);
-                    else {
-                        if (b == 0) at.copy(k, weights);
-                        multiply<true>(nullptr, nullptr, 0, weights, here + SIDE * k, more + SIDE * k);
+                    if (b == 0 && at.whole(k)) {
+                        multiply<false>(at, k, weights, here + SIDE * k, more + SIDE * k);
+                        continue;
                     }
+                    if (b == 0) at.copy(k, weights);
+                    multiply<true>(at, k, weights, here + SIDE * k, more + SIDE * k);
                 }
             };
             steps(from, from + third);
@@ -150,7 +153,8 @@ static inline vf near(vf x) { return vf(__builtin_convertvector(vh(_mm512_cvtnep
 
 // Numbers of even and of odd outputs, rounded: pairs.
 static inline vu pairs(vf even, vf odd) {
-    alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    alignas(64) static constexpr uint16_t ORDER[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return vu(_mm512_permutexvar_epi16(_mm512_load_si512(ORDER), __m512i(_mm512_cvtne2ps_pbh(__m512(odd), __m512(even)))));
 }
 
