@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from medusa.base.model import BaseModel
     from medusa.budget.calibration import Calibration
     from medusa.engine.batch import Batch
+    from medusa.engine.config import EngineConfig
     from medusa.engine.output import Completion, Output, Piece
     from medusa.engine.prefix import Prefix
+    from medusa.engine.request import Request
     from medusa.heads import DraftHeads, HeadsConfig, build_heads
     from medusa.io.settings_file import load_settings
     from medusa.io.tree_file import load_tree
@@ -28,11 +30,13 @@ __all__ = [
     "Completion",
     "Draft",
     "DraftHeads",
+    "EngineConfig",
     "HeadsConfig",
     "MedusaModel",
     "Output",
     "Piece",
     "Prefix",
+    "Request",
     "SamplingParams",
     "Speculation",
     "Stream",
@@ -49,11 +53,13 @@ _HOMES = {
     "Completion": "medusa.engine.output",
     "Draft": "medusa.tree",
     "DraftHeads": "medusa.heads",
+    "EngineConfig": "medusa.engine.config",
     "HeadsConfig": "medusa.heads",
     "MedusaModel": "medusa.model",
     "Output": "medusa.engine.output",
     "Piece": "medusa.engine.output",
     "Prefix": "medusa.engine.prefix",
+    "Request": "medusa.engine.request",
     "SamplingParams": "medusa.sampling",
     "Speculation": "medusa.sampling",
     "Stream": "medusa.model",

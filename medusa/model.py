@@ -15,10 +15,12 @@ from medusa.budget.calibration import Calibration
 from medusa.cache import BlockPool
 from medusa.drafters.choose import Drafters
 from medusa.drafters.ngram import NgramCache
-from medusa.engine.batch import PREFILL_ROWS, Batch
+from medusa.engine.batch import Batch
+from medusa.engine.config import EngineConfig
 from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
-from medusa.engine.output import Completion, Output, Piece
+from medusa.engine.output import Output, Piece
+from medusa.engine.request import Request
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
 from medusa.heads.frozen import freeze
@@ -214,8 +216,8 @@ class MedusaModel:
             prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these.
             **options: The fields of ``SamplingParams`` and ``Speculation``; ``seed`` may be one per prompt. Or
                 ``sampling`` (one ``SamplingParams``, or one per prompt) and ``speculation`` (likewise) as objects.
-                ``prefix``, for one prompt, keeps what is computed, so that the next prompt with the same beginning is
-                not computed from its first token on; the text does not depend on it.
+                ``prefix`` (a ``Prefix``) keeps what is computed, so that later prompts with the same beginning are not
+                computed from their first token on; the text does not depend on it.
 
         Returns:
             An ``Output`` for one prompt, a list of them for a batch.
@@ -224,27 +226,29 @@ class MedusaModel:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
         batch, single = encode(self.base.tokenizer, prompts)
-        completions, steps = self._start(batch, False, options)
+        requests, steps = self._start(batch, False, options)
         for _ in steps:
             pass
-        return completions[0].output if single else [completion.output for completion in completions]
+        return requests[0].output if single else [request.output for request in requests]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Complete one prompt; the result iterates over pieces of text as they become final."""
         batch, single = encode(self.base.tokenizer, prompt)
         if not single:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
-        (completion,), steps = self._start(batch, True, options)
-        return Stream(steps, completion.output)
+        (request,), steps = self._start(batch, True, options)
+        return Stream(steps, request.output)
 
-    def batch(self, pool: BlockPool | None = None, prefill_rows: int = PREFILL_ROWS) -> Batch:
+    def batch(self, pool: BlockPool | None = None, config: EngineConfig = EngineConfig()) -> Batch:
         """An empty batch that requests join and leave while it steps; for one thread.
 
         Args:
             pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
-            prefill_rows: Prompt tokens that one pass computes between two decode steps, at most.
+            config: How much it does at a time.
         """
-        return Batch(self.base, self.drafters, self.graphs, prefill_rows=prefill_rows, pool=pool)
+        if pool is None and self.graphs is not None:
+            pool = self.graphs.pool
+        return Batch(self.base, self.drafters, self.graphs, pool, config)
 
     @property
     def ngrams(self) -> NgramCache:
@@ -270,11 +274,11 @@ class MedusaModel:
 
     def _start(
         self, prompts: list[list[int]], incremental: bool, options: Options
-    ) -> tuple[list[Completion], Generator[list[list[Piece]]]]:
+    ) -> tuple[list[Request], Generator[list[list[Piece]]]]:
         prefix = options.pop("prefix", None)
         sampling, speculation = from_options(options, len(prompts))
-        requests = zip(prompts, sampling, speculation, strict=True)
-        return start(self.base, self.drafters, self.graphs, list(requests), prefix, incremental)
+        batch = self.batch(prefix.pool(self.base) if prefix is not None else None)
+        return start(batch, list(zip(prompts, sampling, speculation, strict=True)), incremental)
 
 
 def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:

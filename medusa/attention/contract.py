@@ -143,6 +143,16 @@ class TreePlan:
         """Window and chunk of the layer of that index."""
         return self.spans.get(layer, Span())
 
+    def alone(self, index: int) -> "TreePlan":
+        """The plan of one of the sequences."""
+        table, lengths_1 = BlockTable(self.table.blocks[index, None], self.table.size), self.lengths[index, None]
+        for draft in self.drafts:
+            if index < len(draft.tokens):
+                break
+            index -= len(draft.tokens)
+        own = draft.select(torch.tensor([index], device=draft.tokens.device))
+        return TreePlan([own], lengths_1, self.kv_length, table, self.backend, self.spans)
+
     @property
     def rows(self) -> int:
         """R."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from medusa.acceptance import BuiltRule
 from medusa.budget.policy import PLAIN, Arm, Policy
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
 from medusa.engine.output import Output
 from medusa.state import DecodeState
@@ -34,17 +34,16 @@ class AutoDrafter(Drafter):
     def __init__(self, policy: Policy, build: Build, arms: Sequence[Arm]) -> None:
         largest = [build(arm) for arm in arms]
         self.nodes = max(drafter.nodes for drafter in largest)
-        self.follows = any(drafter.follows for drafter in largest)
         self._policy, self._build = policy, build
         self._arm = policy.choose()
         self._drafter = build(self._arm)
 
-    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots``."""
         arm = self._policy.choose()
         if arm != self._arm:
             self._arm, self._drafter = arm, self._build(arm)
-        return self._drafter.propose(state, cache)
+        return self._drafter.propose(state, sequences)
 
     def beside_prompts(self) -> Drafter:
         """Nobody: first tokens come sooner."""
