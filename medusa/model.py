@@ -77,7 +77,7 @@ class MedusaModel:
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         if draft_model is not None:
             check_draft_model(draft_model, base)
-        self.drafters = Drafters(base, self.heads, self.graphs, draft_model)
+        self.drafters = Drafters(base, self.heads, self.graphs is not None, draft_model)
 
     @classmethod
     def from_pretrained(
@@ -152,7 +152,8 @@ class MedusaModel:
         model.base = base = self.base.tapped(layers)
         model.heads = freeze(self.heads, base, layers) if self.heads else None
         model.named = {name: freeze(heads, base, layers) for name, heads in fitted.items()}
-        model.drafters = self.drafters.with_heads(model.heads, model.named)
+        model.graphs = None if self.graphs is None else self.graphs.over(base)
+        model.drafters = self.drafters.with_heads(base, model.heads, model.named)
         return model
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:

@@ -21,7 +21,7 @@ from medusa.engine.prefill import Prefill, advance
 from medusa.engine.prompts import Prompts
 from medusa.engine.row import Row, compose
 from medusa.engine.step import first_step
-from medusa.engine.steps import EagerSteps, Steps
+from medusa.engine.steps import EagerSteps, StartSteps, Steps
 from medusa.sampling import SamplingParams, Speculation
 from medusa.state import DecodeState
 
@@ -196,7 +196,8 @@ class Batch:
         if self._reader is not None or any(row.constraint for row in self._rows):  # the host has a say in each step
             self._steps = EagerSteps(self._base, self._cache, drafter, rule, self._state, self._reader)
         else:
-            self._steps = self._drafters.start(self._base, self._cache, drafter, rule, self._state)
+            start: StartSteps = EagerSteps if self._graphs is None else self._graphs.steps
+            self._steps = start(self._base, self._cache, drafter, rule, self._state)
         return self._steps
 
     def _extend(

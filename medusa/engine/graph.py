@@ -69,6 +69,10 @@ class StepGraphs:
         self._failed = False
         self._told: set[str] = set()
 
+    def over(self, base: BaseModel) -> "StepGraphs":
+        """The same for another base, whose states may have other shapes: with caches and recordings of its own."""
+        return self if base is self._base else StepGraphs(base, self._record)
+
     def steps(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> Steps:
         """Steps as graphs, or eager ones where they cannot be recorded; why is logged once."""
         reason = self._objection(base, drafter)
