@@ -79,7 +79,7 @@ class MedusaModel:
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         if draft_model is not None:
             check_draft_model(draft_model, base)
-        self.drafters = Drafters(base, self.heads, self.graphs, draft_model)
+        self.drafters = Drafters(base, self.heads, self.graphs is not None, draft_model)
 
     @classmethod
     def from_pretrained(
@@ -154,7 +154,7 @@ class MedusaModel:
         model.base = base = self.base.tapped(layers)
         model.heads = freeze(self.heads, base, layers) if self.heads else None
         model.named = {name: freeze(heads, base, layers) for name, heads in fitted.items()}
-        model.drafters = self.drafters.with_heads(model.heads, model.named)
+        model.drafters = self.drafters.with_heads(base, model.heads, model.named)
         return model
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
@@ -239,12 +239,12 @@ class MedusaModel:
         (request,), steps = self._start(batch, True, options)
         return Stream(steps, request.output)
 
-    def batch(self, pool: BlockPool | None = None, config: EngineConfig = EngineConfig()) -> Batch:
+    def batch(self, pool: BlockPool | None = None, config: EngineConfig | None = None) -> Batch:
         """An empty batch that requests join and leave while it steps; for one thread.
 
         Args:
             pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
-            config: How much it does at a time.
+            config: How much it does at a time; None = the defaults.
         """
         if pool is None and self.graphs is not None:
             pool = self.graphs.pool

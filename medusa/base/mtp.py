@@ -1,7 +1,8 @@
 """The multi-token-prediction layer that some bases bring along (DeepSeek-V3, GLM-4.5): a drafter trained with them.
 
-Its position t reads the base's hidden state at token t and the embedding of token t + 1, sees those before it, and gives a
-hidden state from which the base's own output layer guesses token t + 2. Fed with its own output, it guesses further.
+At position t it reads the base's hidden state at token t and the embedding of token t + 1, sees the positions before,
+and gives a hidden state from which the base's own output layer guesses token t + 2. Fed with its own output, it guesses
+further.
 
 Source: DeepSeek-V3 (2024), section 2.2.
 

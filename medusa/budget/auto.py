@@ -3,12 +3,12 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from medusa.acceptance import BuiltRule
 from medusa.budget.policy import PLAIN, Arm, Policy
 from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
-from medusa.engine.output import Output
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -18,6 +18,16 @@ Build = Callable[[Arm], Drafter]
 """The drafter of an arm."""
 WATCHED = 64
 """Drafters whose completions are learned from, the latest ones."""
+
+
+class Completed(Protocol):
+    """What a completion says about its drafter once it is over."""
+
+    tokens: list[int]
+    """All of them; the first was its prompt's."""
+    steps: int
+    seconds: float
+    """From the first token to the last."""
 
 
 class AutoDrafter(Drafter):
@@ -108,7 +118,7 @@ class Auto:
             self._watched.popitem(last=False)
         return drafter
 
-    def observe(self, drafter: Drafter, rule: BuiltRule, batch: int, output: Output) -> None:
+    def observe(self, drafter: Drafter, rule: BuiltRule, batch: int, output: Completed) -> None:
         """Learn from a completion that is over."""
         watched = self._watched.get((id(drafter), rule.work, _bucket(batch)))
         if watched is not None and output.steps > 1:

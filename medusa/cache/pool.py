@@ -135,8 +135,8 @@ class BlockPool:
         """
         if count > self.available:
             raise PoolFullError(
-                f"KV cache ({self.tokens} positions) is full: {self.held_tokens} are held, {count * BLOCK} more needed; let"
-                " fewer requests in at a time or make the cache larger"
+                f"KV cache ({self.tokens} positions) is full: {self.held_tokens} are held, {count * BLOCK} more needed;"
+                " let fewer requests in at a time or make the cache larger"
             )
         blocks = [self._one() for _ in range(count)]
         self._users.update(blocks)

@@ -41,7 +41,7 @@ class Batch:
         drafters: Chooses what drafts for a request.
         graphs: Runs decode steps as CUDA graphs; None = eagerly.
         pool: The KV cache, which batches of one base and one thread may share (``BaseModel.new_pool``); None = its own.
-        config: How much it does at a time.
+        config: How much it does at a time; None = the defaults.
     """
 
     def __init__(
@@ -50,11 +50,12 @@ class Batch:
         drafters: Drafters,
         graphs: StepGraphs | None = None,
         pool: BlockPool | None = None,
-        config: EngineConfig = EngineConfig(),
+        config: EngineConfig | None = None,
     ) -> None:
-        self._base, self._drafters, self._graphs, self._config = base, drafters, graphs, config
+        self._base, self._drafters, self._graphs = base, drafters, graphs
+        self._config = config or EngineConfig()
         self.pool = pool or base.new_pool()
-        self._scheduler = Scheduler(self.pool, config, recall=base.mtp is None)
+        self._scheduler = Scheduler(self.pool, self._config, recall=base.mtp is None)
         self._decoding: list[Request] = []  # in the order of the state
         self._state: DecodeState | None = None
         self._steps: Steps | None = None
@@ -66,8 +67,8 @@ class Batch:
 
     def __len__(self) -> int:
         """Requests that have not ended, or whose last tokens the next ``step`` hands over."""
-        active = sum(request.active for request in (*self._scheduler, *self._decoding))
-        return active + sum(not request.active for request in self._grown)
+        active = [request for request in (*self._scheduler, *self._decoding) if request.active]
+        return len(active) + sum(not request.active for request in self._grown)
 
     @property
     def waiting(self) -> int:

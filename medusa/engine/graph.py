@@ -232,7 +232,8 @@ class GraphSteps:
     ) -> None:
         self._graphs, self._base, self._sequences, self._drafter, self._rule = graphs, base, sequences, drafter, rule
         self._pool, self._lines = sequences[0].pool, [one.line for one in sequences]
-        self._state, self._bucket = state, None
+        self._state = state
+        self._bucket: _Bucket | None = None
         self._under_way: deque[_Arrival] = deque()
 
     @property

@@ -1,4 +1,4 @@
-"""Requests of one batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
+"""Requests of a batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -46,8 +46,8 @@ def choose_decoding(base: BaseModel) -> BaseModel:
     positions (ALiBi); all of it fails where a layer keeps a state of its own (recurrent layers).
 
     What layers may see of a text is asked of transformers (``BaseModel.spans``). Where layers have attention code of
-    their own, it is not known: they get as many places as the context has, the last of which are empty, so that a window over the last ones
-    shows nothing.
+    their own, it is not known: they get as many places as the context has, the last of which are empty, so that a
+    window over the last ones shows nothing.
 
     Raises:
         UnsupportedBaseError: Not even single rows are exact.

@@ -11,9 +11,11 @@ from medusa import MedusaModel
 from medusa.budget.auto import Auto, AutoDrafter
 from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
 from medusa.drafters import PlainDrafter
+from medusa.drafters.build import SOURCES, split
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
 from medusa.engine.prefill import prefill
+from medusa.sampling import DRAFTERS
 from medusa.tree import Draft
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
@@ -271,3 +273,36 @@ def test_what_auto_means_is_always_said(base, make_heads):
     model.generate([5, 6, 7], max_new_tokens=60, logit_bias={0: -100.0})
     assert "(tokens per second: hybrid " in model.explain()
     assert "so that a seed gives the same text again" in model.explain("heads-sampled")
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize(
+    "drafting", [{}, {"nodes": 1}, {"heads": "deep", "nodes": 8}, {"drafter": "early-exit", "nodes": 4}], ids=str
+)
+def test_heads_that_come_later_read_layers_that_nobody_read_before(base, make_heads, recorded, drafting):
+    """Hidden states become wider; what the first model keeps between calls is not the second one's."""
+    model = MedusaModel(base, make_heads(), StepGraphs(base, Recorder()) if recorded else None)
+    options = {"max_new_tokens": 20, "drafter": drafting.get("drafter"), "nodes": drafting.get("nodes")}
+    before = [model.generate(PROMPTS, **options) for _ in range(3)]
+    wider = model.with_heads({"deep": make_heads(feature_layers=(1,))})
+    after = [wider.generate(PROMPTS, max_new_tokens=20, **drafting) for _ in range(3)]
+    after.append(model.generate(PROMPTS, **options))
+    assert wider.drafters.parts.base is wider.base
+    expected = [output.tokens for output in MedusaModel(base).generate(PROMPTS, max_new_tokens=20, nodes=1)]
+    assert [[output.tokens for output in outputs] for outputs in (*before, *after)] == [expected] * 7
+
+
+def test_every_name_has_its_source():
+    assert {"hybrid", *SOURCES} == set(DRAFTERS)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize(
+    "names", [("heads",), ("prompt-lookup", "heads"), ("prompt-lookup", "ngram", "draft-model", "mtp")], ids=len
+)
+def test_where_shapes_are_fixed_sources_share_the_nodes(names, nodes):
+    shares = split(names, nodes, side_by_side=True)
+    assert min(shares.values()) >= 2, "each guesses something, or is left out"
+    assert 1 + sum(share - 1 for share in shares.values()) <= nodes
+    assert names[-1] in shares or nodes == 2, "costly ones come first"
+    assert set(split(names, nodes, side_by_side=False)) == set(names)
