@@ -119,10 +119,11 @@ class Draft:
     sizes: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
-    @property
+    @cached_property
     def row_sizes(self) -> Sequence[int]:
         """Nodes of each tree, whether they differ or not."""
-        return self.sizes or [self.tokens.shape[1]] * len(self.tokens)
+        batch, nodes = self.tokens.shape
+        return self.sizes or (nodes,) * batch
 
     def flat(self, rows_BN: Tensor) -> Tensor:
         """[R, ...] of [B, N, ...]: what belongs to the trees' own nodes alone, sequence by sequence."""

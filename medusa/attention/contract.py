@@ -132,7 +132,7 @@ class TreePlan:
         spans: Mapping[int | None, Span] | None = None,
     ) -> None:
         self.drafts = drafts
-        self.sizes = tuple(size for draft in drafts for size in draft.row_sizes)
+        self.sizes = drafts[0].row_sizes if len(drafts) == 1 else [n for draft in drafts for n in draft.row_sizes]
         self.lengths = lengths_S
         self.kv_length = kv_length
         self.table = table

@@ -128,14 +128,15 @@ def plan_pass(
     Raises:
         PoolFullError: There are no blocks left.
     """
-    drafts, sequences = [draft for draft, _ in parts], [one for _, ones in parts for one in ones]
-    sizes, pool = [size for draft in drafts for size in draft.row_sizes], sequences[0].pool
-    ends = [one.length + size for one, size in zip(sequences, sizes, strict=True)]
+    sequences = [one for _, ones in parts for one in ones]
+    sizes, pool = [size for draft, _ in parts for size in draft.row_sizes], sequences[0].pool
+    lengths = [one.length for one in sequences]
+    ends = [length + size for length, size in zip(lengths, sizes, strict=True)]
     for one, end in zip(sequences, ends, strict=True):
         one.reserve(end)
-    lengths_S = torch.tensor([one.length for one in sequences], device=pool.device)
     table = BlockTable(pool.tables.of([one.line for one in sequences]), pool.size)
-    return TreePlan(drafts, lengths_S, kv_length or max(ends), table, attention, spans)
+    lengths_S = torch.tensor(lengths, device=pool.device)
+    return TreePlan([draft for draft, _ in parts], lengths_S, kv_length or max(ends), table, attention, spans)
 
 
 def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor, counts_S: Tensor) -> None:

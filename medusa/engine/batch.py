@@ -78,7 +78,7 @@ class Batch:
     @property
     def stuck(self) -> bool:
         """Whether all that are left wait, for room that others in the same pool have."""
-        return 0 < len(self) == self.waiting
+        return self.waiting > 0 and len(self) == self.waiting
 
     def add(
         self,

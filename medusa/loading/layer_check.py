@@ -70,18 +70,19 @@ class LayerCheck:
         yield from self._noting(round_input, self._rounded)
 
     @contextmanager
-    def replaying(self, texts_N: Sequence[int], compared: bool) -> Iterator[None]:
+    def replaying(self, texts: int | Sequence[int], compared: bool) -> Iterator[None]:
         """A pass over cached rows whose layers get the recorded rows of their positions.
 
         Args:
-            texts_N: Which text each row of the pass belongs to.
+            texts: Which text all rows of the pass, or each of them, belong to.
             compared: Hold what attention gives against what it gave over plain text.
         """
 
         def find(_: nn.Module, __: Any, options: dict[str, Any]) -> None:
             positions_1N = options["position_ids"]
             length = next(iter(self._inputs.values())).shape[1]
-            self._index = torch.tensor([texts_N], device=positions_1N.device), positions_1N.clamp(max=length - 1)
+            texts_1N = torch.zeros_like(positions_1N) + torch.tensor(texts, device=positions_1N.device)
+            self._index = texts_1N, positions_1N.clamp(max=length - 1)
 
         def replace_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             rows, expected = _rows(args, options), self._expected(self._inputs[layer])

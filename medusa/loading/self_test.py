@@ -132,7 +132,7 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
             for chunk in (prompt[first : first + size] for first in range(0, len(prompt) - 1, size)):
                 chunk = chunk[: len(prompt) - 1 - one.length]  # all but the last token, which is the root
                 plan = base.plan([(Draft.chain(torch.tensor([chunk], device=base.device)), [one])], places)
-                with layers.replaying([index * len(LEAVES)] * len(chunk), compared=False):
+                with layers.replaying(index * len(LEAVES), compared=False):
                     base.run(pool, plan)
                 one.length += len(chunk)
         texts = [index * len(LEAVES) + PATHS[node] for index in range(len(prompts)) for node in nodes]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request as HttpRequest
 
 from medusa import SamplingParams, Speculation, Tree
-from medusa.engine.row import TREES
+from medusa.engine.config import EngineConfig
 from serve.api.errors import ApiError, as_api_error, refused
 from serve.api.protocol import Message, Sampling
 from serve.engine import Engine
@@ -32,8 +32,8 @@ CHOOSING = (
     "ignore_eos",
 )  # fmt: skip
 """Fields that mean what they mean in ``SamplingParams``."""
-MOST_NODES = TREES // 2
-"""Of a request's trees: each row of a batch writes as many as the largest, and keeps room for them."""
+MOST_NODES = EngineConfig().tree_reserve // 2
+"""Of a request's trees: two of them have room behind its text."""
 LONGEST_TOKEN = 64
 """Characters; a text with more than so many for each token of the context is not encoded."""
 DISCONNECTED = 0.2
