@@ -1,7 +1,9 @@
 """What transformers' layers write to and read from during a pass."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -54,7 +56,8 @@ class PassLayer(CacheLayerMixin):
 
     def __init__(self, cache: "PassCache", arena: Arena) -> None:
         super().__init__()
-        self._cache, self._arena = cache, arena
+        # Not the cache itself: a cycle would keep all memory until Python looks for cycles.
+        self._cache, self._arena = cast(PassCache, weakref.proxy(cache)), arena
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the arena, whose head sizes and device the first states tell."""
