@@ -55,7 +55,7 @@ def kernels() -> ctypes.CDLL:
     arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
-        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number, number],
+        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
         "pass": [pointer],
         "draft": [pointer],
         "draw": [pointer],
@@ -205,24 +205,22 @@ def keep_rows(
     path_BA: Tensor,
     counts_B: Tensor,
     lengths_B: Tensor,
-    table: tuple[Tensor, int] | None,
-    capacity: int,
+    table: tuple[Tensor, int],
 ) -> None:
-    """Move the rows of accepted paths to where their sequences end, see ``SlotCache.commit``.
+    """Move what buffers hold of accepted paths to where their sequences end.
 
     Args:
-        buffers: Keys and values of all layers, on a CPU: [slots, rows, ...], or blocks.
+        buffers: Keys and values of all layers, on a CPU: [blocks, size, ...].
         path_BA: int64, the node at each place of a path; none stands before its place.
         counts_B: int64, nodes of each path.
-        lengths_B: int64, rows of each sequence before them.
-        table: Blocks of each sequence and rows of a block; None = slots of ``capacity`` rows each.
-        capacity: See there.
+        lengths_B: int64, cached positions of each sequence before them.
+        table: Blocks of each sequence, and positions of a block (``BlockTable``).
     """
     path, counts, lengths = path_BA.contiguous(), counts_B.contiguous(), lengths_B.contiguous()
-    blocks, rows = table or (None, 0)
+    blocks, size = table
     memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
     kernels().medusa_keep(
         len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),
-        None if blocks is None else blocks.data_ptr(), 0 if blocks is None else blocks.stride(0), rows, capacity,
+        blocks.data_ptr(), blocks.stride(0), size,
     )  # fmt: skip
