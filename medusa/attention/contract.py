@@ -7,16 +7,18 @@ every layer then asks the plan's backend for the attention of its rows.
 Legend: S sequences, R rows of all trees, n_s nodes of a tree, L cached positions of a sequence, H heads, D head size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from medusa.attention.spans import Span
 from medusa.tree import Draft
+
+T = TypeVar("T")
 
 WORD = 32
 """Bits of a mask word."""
@@ -138,6 +140,14 @@ class TreePlan:
         self.table = table
         self.backend = backend
         self.spans = spans or {}
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, form: Hashable, make: Callable[[], T]) -> T:
+        """What a backend derives from the plan under that name, made when a layer first asks for it."""
+        if form not in self._made:
+            self._made[form] = make()
+        made: T = self._made[form]
+        return made
 
     def span(self, layer: int | None) -> Span:
         """Window and chunk of the layer of that index."""
@@ -210,11 +220,17 @@ class TreePlan:
         return blocks_R * self.table.size + at_R % self.table.size
 
     @cached_property
+    def ancestors(self) -> Tensor:
+        """[R, max n_s] bool: node j of the row's tree is the row itself or an ancestor."""
+        widest = max(draft.tokens.shape[1] for draft in self.drafts)
+        masks = [draft.ancestors for draft in self.drafts]
+        rows = self._rows([torch.nn.functional.pad(mask, (0, widest - mask.shape[-1])) for mask in masks])
+        return rows[:, : max(self.sizes)]
+
+    @cached_property
     def words(self) -> Tensor:
         """[R, ceil(max n_s / 32)] int32: bit j % 32 of word j // 32 says whether node j is the row or an ancestor."""
-        width = -(-max(self.sizes) // WORD)
-        words = [pack_bits(draft.ancestors) for draft in self.drafts]
-        return self._rows([torch.nn.functional.pad(bits, (0, width - bits.shape[-1])) for bits in words])
+        return pack_bits(self.ancestors)
 
     def _rows(self, parts: Sequence[Tensor]) -> Tensor:
         """[R, ...] of what each draft has at its nodes [b, N, ...]."""

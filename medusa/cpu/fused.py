@@ -60,7 +60,7 @@ class _Pass(ctypes.Structure):
             (name, _INT)
             for name in (
                 "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "capacity", "width", "vocabulary", "context",
+                "layers", "width", "vocabulary", "context",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
@@ -133,7 +133,7 @@ class FusedPass:
         keys, values = self._cached(pool)
         at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
         out = torch.empty(firsts[-1], at.width, dtype=self._dtype)
-        at.threads, at.batch, at.capacity = torch.get_num_threads(), len(lengths), plan.kv_length
+        at.threads, at.batch = torch.get_num_threads(), len(lengths)
         at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
         at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
         at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]

@@ -55,7 +55,7 @@ def kernels() -> ctypes.CDLL:
     arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
-        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number, number],
+        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
         "pass": [pointer],
         "draft": [pointer],
         "draw": [pointer],
@@ -218,5 +218,5 @@ def keep_rows(
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
     kernels().medusa_keep(
         len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),
-        table_SW.data_ptr(), table_SW.stride(0), size, 0,
+        table_SW.data_ptr(), table_SW.stride(0), size,
     )  # fmt: skip

@@ -317,24 +317,23 @@ def test_the_first_of_the_largest_is_found(columns, dtype):
     assert torch.equal(argmax(x), x.argmax(-1))
 
 
-@pytest.mark.parametrize("table", [None, (torch.tensor([[2, 0], [1, 4], [3, 5]]), 5)], ids=["slots", "blocks"])
-def test_rows_of_accepted_paths_move_to_the_end_of_their_text(table):
+def test_accepted_paths_move_to_the_end_of_their_text():
     torch.manual_seed(0)
-    shape = (3, 10) if table is None else (6, 5)
-    buffers = [torch.randn(*shape, 2, width).to(dtype) for width in (4, 7) for dtype in (BF16, SINGLE)]
+    blocks, size = torch.tensor([[2, 0], [1, 4], [3, 5]]), 5
+    buffers = [torch.randn(6, size, 2, width).to(dtype) for width in (4, 7) for dtype in (BF16, SINGLE)]
     before = [buffer.clone().flatten(0, 1) for buffer in buffers]
     lengths, counts = torch.tensor([2, 3, 8]), torch.tensor([3, 4, 0])
     path = torch.tensor([[0, 2, 5, 3], [0, 1, 3, 6], [0, 1, 2, 3]])
 
     def place(slot, position):
-        return slot * 10 + position if table is None else int(table[0][slot, position // 5]) * 5 + position % 5
+        return int(blocks[slot, position // size]) * size + position % size
 
     moved = {
         place(slot, int(lengths[slot]) + at): place(slot, int(lengths[slot] + path[slot, at]))
         for slot in range(3)
         for at in range(counts[slot])
     }
-    keep_rows(buffers, path, counts, lengths, table, 10)
+    keep_rows(buffers, path, counts, lengths, (blocks, size))
     for buffer, rows in zip(buffers, before, strict=True):
         expected = rows.clone()
         expected[list(moved)] = rows[list(moved.values())]
