@@ -109,7 +109,3 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sc
         weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
         out = torch.matmul(weights.to(value.dtype), value)
     return out.reshape(batch, heads, nodes, -1)
-
-
-def explicit_mask(plan: TreePlan, dtype: torch.dtype, device: torch.device) -> Tensor:
-    raise NotImplementedError

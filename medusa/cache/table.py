@@ -35,6 +35,7 @@ class BlockTables:
         """The sequence has gone."""
         self._free.append(line)
 
+    @torch.inference_mode()
     def write(self, line: int, first: int, blocks: Sequence[int]) -> None:
         """A sequence has these blocks from its ``first``-th on."""
         self.reach(first + len(blocks))
@@ -46,6 +47,7 @@ class BlockTables:
         if blocks > self._host.shape[1]:
             self._move(len(self._host), max(blocks, 2 * self._host.shape[1]))
 
+    @torch.inference_mode()
     def tensor(self) -> Tensor:
         """[lines, W] int64 as it is now, at the same place until ``epoch`` changes."""
         if self._changed and self._copy is not self._host:

@@ -42,6 +42,10 @@ class Batch:
         graphs: Runs decode steps as CUDA graphs; None = eagerly.
         pool: The KV cache, which batches of one base and one thread may share (``BaseModel.new_pool``); None = its own.
         config: How much it does at a time; None = the defaults.
+
+    Attributes:
+        pool: The KV cache.
+        preemptions: How often a request has lost its room and waited again.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Batch:
         self._chosen: dict[Request, Drafter] = {}
         self._reader: LogprobReader | None = None
         self._grown: dict[Request, list[Piece]] = {}
-        self._added = 0
+        self._added = self.preemptions = 0
 
     def __len__(self) -> int:
         """Requests that have not ended, or whose last tokens the next ``step`` hands over."""
@@ -147,6 +151,7 @@ class Batch:
         request.completion.abort()
         self._scheduler.drop()
         self._leave()
+        self._grown.pop(request, None)
 
     def step(self) -> dict[Request, list[Piece]]:
         """One decode step of the requests that are ready, and chunks of the texts that wait.
@@ -187,6 +192,7 @@ class Batch:
                 self._keep([index for index, request in enumerate(self._decoding) if request is not last])
             last.close()
             self._scheduler.add(last)
+            self.preemptions += 1
 
     def _begin(self) -> Steps:
         """Start steps for the requests as they are now: choose drafters, and group those that share one and a rule."""

@@ -328,21 +328,15 @@ def test_the_next_turn_of_a_chat_finds_the_answer(model):
 def test_a_pool_of_a_tenth_of_what_is_wanted_ends_every_request(model):
     """Requests lose their room and go on later with the text that they would have alone; none starves."""
     chance = random.Random(3)
-    asked = [(text(chance, 60), SamplingParams(max_new_tokens=70, seed=n, temperature=n % 2)) for n in range(16)]
-    pool = model.base.new_pool(16 * 288 // 10)
-    batch = model.batch(pool, EngineConfig(chunk=BLOCK))
+    params = [SamplingParams(max_new_tokens=70, seed=n, temperature=n % 2, **ENDLESS) for n in range(16)]
+    asked = [(text(chance, 60), one) for one in params]
+    batch = model.batch(model.base.new_pool(16 * 288 // 10), EngineConfig(chunk=BLOCK))
     requests = [batch.add(*one, Speculation("hybrid", nodes=6)) for one in asked]
-    ended, preempted, before = [], 0, 0
-    while len(batch):
-        batch.step()
-        under_way = sum(one.sequence is not None for one in requests)
-        preempted += max(0, before - under_way - sum(not one.active for one in requests) + len(ended))
-        ended = [one for one in requests if not one.active]
-        before = under_way
-    assert preempted > 3
+    finish(batch)
+    assert batch.preemptions > 3
     for (prompt, params), request in zip(asked, requests, strict=True):
         assert request.output.tokens == model.generate(prompt, sampling=params).tokens
-    assert pool.held_tokens == 0
+    assert batch.pool.held_tokens == 0
 
 
 def test_what_never_fits_is_refused(model):
