@@ -7,6 +7,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def clean_environment() -> Iterator[None]:
 class CountedPool(BlockPool):
     """Pools that are looked at after each test."""
 
-    alive: weakref.WeakSet[BlockPool] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[BlockPool]] = weakref.WeakSet()
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]

@@ -74,14 +74,16 @@ class LayerCheck:
         """A pass over cached rows whose layers get the recorded rows of their positions.
 
         Args:
-            texts: Which text all rows of the pass, or each of them, belong to.
+            texts: Which text all rows belong to, or each of them, of one decoder call after the other.
             compared: Hold what attention gives against what it gave over plain text.
         """
+        left = None if isinstance(texts, int) else list(texts)
 
         def find(_: nn.Module, __: Any, options: dict[str, Any]) -> None:
             positions_1N = options["position_ids"]
-            length = next(iter(self._inputs.values())).shape[1]
-            texts_1N = torch.zeros_like(positions_1N) + torch.tensor(texts, device=positions_1N.device)
+            length, count = next(iter(self._inputs.values())).shape[1], positions_1N.shape[1]
+            now = texts if left is None else [left.pop(0) for _ in range(count)]
+            texts_1N = torch.zeros_like(positions_1N) + torch.tensor(now, device=positions_1N.device)
             self._index = texts_1N, positions_1N.clamp(max=length - 1)
 
         def replace_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

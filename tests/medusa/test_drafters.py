@@ -24,11 +24,11 @@ from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
 from medusa.drafters.prompt_lookup import MAX_MATCH, Confidence
 from medusa.drafters.sampled import coin_tree
-from medusa.engine.prefill import prefill
 from medusa.engine.step import _fit, decode_step
 from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
 from medusa.state import DecodeState
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.states import decode_state
 from tests.medusa.trees import LOPSIDED
@@ -314,10 +314,10 @@ def test_where_shapes_are_fixed_trees_stand_side_by_side(base):
 def test_the_history_of_a_sequence_ends_with_its_root(model, base):
     prompts = [[5, 6, 7, 5, 6], [8], [9, 9]]
     drafter = HybridDrafter([PromptLookupDrafter(5)], [HeadsDrafter(model.heads, base, 6)], 9)
-    cache = base.new_cache(3, capacity=100)
-    state, texts = prefill(base, cache, prompts), [list(prompt) for prompt in prompts]
+    sequences, state = prefill(base, prompts)
+    texts = [list(prompt) for prompt in prompts]
     for step in range(12):
-        result = decode_step(base, cache, drafter, greedy, state)
+        result = decode_step(base, sequences, drafter, greedy, state)
         state = dataclasses.replace(result.state, active=torch.tensor([True, step < 6, True]))  # the second one ends
         for row, new in enumerate(result.tokens):
             texts[row] += new

@@ -14,9 +14,9 @@ from medusa.drafters import PlainDrafter
 from medusa.drafters.build import SOURCES, split
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
-from medusa.engine.prefill import prefill
 from medusa.sampling import DRAFTERS
 from medusa.tree import Draft
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
 
@@ -190,7 +190,7 @@ def test_sequences_that_have_ended_are_not_counted(base):
     seen, policy = [], climber(8, 2)
     policy.observe = lambda *observed: seen.append(observed)
     drafter = AutoDrafter(policy, lambda arm: PlainDrafter(), [arm(64)])
-    drafter.propose(prefill(base, base.new_cache(2), [[1, 2, 3], [4, 5]]))
+    drafter.propose(prefill(base, [[1, 2, 3], [4, 5]])[1])
     drafter.observe([0, 3], 0.5)
     drafter.observe([0, 0], 0.5)
     drafter.observe([1, 3], 0.5)

@@ -5,7 +5,8 @@ import io
 import pytest
 
 from medusa import Prefix
-from medusa.cache import SlotLayer
+from medusa.cache import BLOCK
+from medusa.cache.layer import PassLayer
 from serve.chat.commands import COMMANDS
 from serve.chat.conversation import Conversation, Settings
 from serve.chat.repl import Repl
@@ -36,17 +37,17 @@ def chat(model, prefix, lines):
 
 
 def test_a_chat_says_the_same_and_computes_less(model):
-    lines = "hello\nand you?\n/regen\n/reset\nhello again\n"
+    lines = f"hello{' there' * 6}\nand you?\n/regen\n/reset\nhello again\n"
     (out, repl), (expected, plain) = chat(model, Prefix(), lines), chat(model, None, lines)
     assert out == expected
     assert plain.totals.cached_tokens == 0
     # Bytes are tokens here, and odd ones do not survive as text: turns agree up to the first of them at least.
-    assert repl.totals.cached_tokens >= 2 * len("hello")
+    assert repl.totals.cached_tokens >= BLOCK
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 11])
 def test_after_an_interrupted_answer_the_chat_goes_on_right(model, monkeypatch, count):
-    update, calls = SlotLayer.update, 0
+    update, calls = PassLayer.update, 0
 
     def interrupted(*arguments, **options):
         nonlocal calls
@@ -55,7 +56,7 @@ def test_after_an_interrupted_answer_the_chat_goes_on_right(model, monkeypatch, 
             raise KeyboardInterrupt
         return update(*arguments, **options)
 
-    monkeypatch.setattr(SlotLayer, "update", interrupted)
+    monkeypatch.setattr(PassLayer, "update", interrupted)
     outs = []
     for prefix in (Prefix(), None):
         calls = 0
@@ -69,6 +70,6 @@ def test_stats_and_reset(model):
     known, asked = repl.totals.cached_tokens, repl.totals.prompt_tokens
     notes = repl.terminal._notes.getvalue()
     assert f"{known} of {asked} prompt tokens were known from the answer before" in notes
-    assert prefix._cache is not None
+    assert prefix._pool is not None
     chat(model, prefix, "hello\n/reset\n")
-    assert prefix._cache is None, "the memory is free again"
+    assert prefix._pool is None, "the memory is free again"
