@@ -122,6 +122,7 @@ class TreePlan:
         table: Where cached positions and rows stand.
         backend: Who computes.
         spans: Windows and chunks by layer index; layers that are missing see all that stands before.
+        gathered: Layers hand over a copy of these sequences' blocks alone, in the order of the table.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class TreePlan:
         self.table = table
         self.backend = backend
         self.spans = spans or {}
+        self.gathered = False
         self._made: dict[Hashable, Any] = {}
 
     def once(self, form: Hashable, make: Callable[[], T]) -> T:
@@ -162,6 +164,19 @@ class TreePlan:
             index -= len(draft.tokens)
         own = draft.select(torch.tensor([index], device=draft.tokens.device))
         return TreePlan([own], lengths_1, self.kv_length, table, self.backend, self.spans)
+
+    def gathering(self) -> "TreePlan":
+        """The plan for layers that compute on what is cached before their attention reads it: they get a copy."""
+        plan = TreePlan(self.drafts, self.lengths, self.kv_length, self.table, self.backend, self.spans)
+        plan.gathered, count = True, len(self.sizes) * self.width
+        numbers = torch.arange(count, device=self.lengths.device).view(-1, self.width)
+        plan.table = BlockTable(numbers, self.table.size)
+        return plan
+
+    @property
+    def width(self) -> int:
+        """Blocks of each sequence that attention may read."""
+        return -(-self.kv_length // self.table.size)
 
     @property
     def rows(self) -> int:

@@ -41,7 +41,7 @@ def tree_attention(
         module: The attention layer.
         query: [B, H, T, D]; with a plan [1, H, R, D].
         key: [B, Hkv, S, D]; with a plan the layer's whole part of the pool [blocks, size, Hkv, D], as its cache layer
-            hands it over.
+            hands it over, or [1, Hkv, blocks * size, D] where that is a copy.
         value: Likewise, with Dv.
         attention_mask: Used without a plan only.
         tree_plan: The pass's plan.
@@ -58,6 +58,9 @@ def tree_attention(
         query_RHD = rescale_queries(module, query[0].transpose(0, 1), tree_plan)
         window, chunk = tree_plan.span(getattr(module, "layer_idx", None))
         scoring = Scoring(scale, window, softcap, s_aux, chunk)
+        if tree_plan.gathered:
+            size = tree_plan.table.size
+            key, value = (x[0].transpose(0, 1).unflatten(0, (-1, size)).contiguous() for x in (key, value))
         return attend_rows(tree_plan, query_RHD, key, value, scoring)[None], None
     if softcap is None and s_aux is None:
         plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
@@ -81,9 +84,11 @@ def attend_rows(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scori
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """transformers' boolean mask [B, 1, T, S], or the causal one where it left that out, as 0 and -inf."""
+    """transformers' mask [B, 1, T, S], or the causal one where it left that out, as 0 and -inf."""
     if mask is None:
         mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype != torch.bool:
+        return mask
     return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), float("-inf"))
 
 

@@ -322,15 +322,15 @@ class BaseModel:
         return torch.full((1, 1, 1, 1), torch.nan, device=self.device)
 
     def _tree_pass(self, pool: BlockPool, plan: TreePlan) -> Tensor:
-        explicit = self.explicit_mask
-        with pool.cache.running(plan, explicit) as cache:
+        explicit, gathered = self.explicit_mask, self.traits.gathered
+        with pool.cache.running(plan, explicit, gathered) as cache:
             hidden = self._pass(
                 input_ids=plan.tokens[None],
                 position_ids=plan.positions.clamp(max=self.context_length - 1)[None],
                 attention_mask=explicit_mask(plan, self.dtype, self.device) if explicit else self._no_mask,
                 past_key_values=cache,
                 use_cache=True,
-                tree_plan=None if explicit else plan,
+                tree_plan=None if explicit else plan.gathering() if gathered else plan,
             )
         return hidden[0].to(self.device)
 

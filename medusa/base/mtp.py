@@ -107,18 +107,19 @@ class MtpLayer:
         going = [index for index, count in enumerate(counts) if count]
         if not going:
             return
-        chosen, index = [own[index] for index in going], torch.tensor(going, device=self._device)
-        draft = Draft.chain(tokens_BC[index], [counts[one] for one in going])
+        chosen, sizes, index = [own[at] for at in going], [counts[at] for at in going], torch.tensor(going)
+        longest, index = max(sizes), index.to(self._device)
+        draft = Draft.chain(tokens_BC[index, :longest], sizes)
         plan, pool = plan_pass([(draft, chosen)], self._attention), chosen[0].pool
         places_1R = (plan.positions + 1)[None]
         embedded_1RD = self._model.embed_tokens(plan.tokens[None])
         angles = None
         if self._model.rotary_emb is not None:
             angles = self._model.rotary_emb(embedded_1RD, position_ids=places_1R)
-        with pool.cache.running(plan, explicit=False) as cache:
+        with pool.cache.running(plan, gathered=True) as cache:
             out_1RD = self._model.layers[0](
-                embedded_1RD, draft.flat(hidden_BCD[index])[None], position_embeddings=angles, attention_mask=None,
-                position_ids=places_1R, past_key_values=cache, tree_plan=plan,
+                embedded_1RD, draft.flat(hidden_BCD[index, :longest])[None], position_embeddings=angles, attention_mask=None,
+                position_ids=places_1R, past_key_values=cache, tree_plan=plan.gathering(),
             )  # fmt: skip
         if self._model.use_shared_post_norm:
             out_1RD = self._model.shared_post_norm(out_1RD)

@@ -51,7 +51,8 @@ class Arena:
 class PassLayer(CacheLayerMixin):
     """One layer of a pass: its rows are written where the plan says, and attention gets the whole arena.
 
-    Where masks travel with each call, attention gets what a sequence has side by side instead.
+    Or a copy [1, Hkv, places, D] of what the pass's sequences have: where the layer computes on it first, and where
+    masks travel with each call.
     """
 
     def __init__(self, cache: "PassCache", arena: Arena) -> None:
@@ -71,7 +72,7 @@ class PassLayer(CacheLayerMixin):
         for buffer, states in zip(self._arena.buffers, (key_states, value_states), strict=True):
             rows = buffer.flatten(0, 1)
             rows.index_copy_(0, places_R, states[0].transpose(0, 1))
-            seen.append(self._cache.side_by_side(rows) if self._cache.explicit else buffer)
+            seen.append(self._cache.seen(buffer))
         return seen[0], seen[1]
 
     def get_seq_length(self) -> int:
@@ -91,20 +92,26 @@ class PassCache(Cache):
     """The pool's face towards transformers, for one pass at a time.
 
     Attributes:
-        explicit: Each call carries its mask.
         blocks: Of the arenas.
     """
 
     def __init__(self, arenas: list[Arena], blocks: int) -> None:
         super().__init__(layers=[PassLayer(self, arena) for arena in arenas])
-        self.blocks, self.explicit = blocks, False
+        self.blocks = blocks
+        self._explicit = self._gathered = False
         self._plan: TreePlan | None = None
         self._places: dict[torch.device, Tensor] = {}
 
     @contextmanager
-    def running(self, plan: TreePlan, explicit: bool) -> Iterator["PassCache"]:
-        """The cache of this pass, until its end."""
-        self._plan, self.explicit = plan, explicit
+    def running(self, plan: TreePlan, explicit: bool = False, gathered: bool = False) -> Iterator["PassCache"]:
+        """The cache of this pass, until its end.
+
+        Args:
+            plan: Of the pass; with explicit masks of one sequence.
+            explicit: Each call carries its mask.
+            gathered: Layers compute on what is cached before attention reads it.
+        """
+        self._plan, self._explicit, self._gathered = plan, explicit, gathered
         try:
             yield self
         finally:
@@ -113,7 +120,7 @@ class PassCache(Cache):
     @property
     def before(self) -> int:
         """See ``PassLayer.get_seq_length``."""
-        return self.plan.kv_length - self.plan.rows if self.explicit else 0
+        return self.plan.kv_length - self.plan.rows if self._explicit else 0
 
     @property
     def plan(self) -> TreePlan:
@@ -127,11 +134,19 @@ class PassCache(Cache):
             self._places[device] = self.plan.places.to(device)
         return self._places[device]
 
-    def side_by_side(self, rows: Tensor) -> Tensor:
+    def seen(self, buffer: Tensor) -> Tensor:
+        """What attention reads of keys or values [blocks, size, Hkv, D]."""
+        plan = self.plan
+        if self._gathered and not self._explicit:
+            blocks = plan.table.blocks[:, : plan.width].flatten().to(buffer.device)
+            return buffer[blocks].flatten(0, 1).transpose(0, 1)[None]
+        return self._side_by_side(buffer.flatten(0, 1)) if self._explicit else buffer
+
+    def _side_by_side(self, rows: Tensor) -> Tensor:
         """[1, Hkv, kv_length, D] of the plan's only sequence; 0 where nothing has been written."""
         plan = self.plan
         index_S = torch.arange(plan.kv_length, device=plan.lengths.device)
         written_S = index_S < plan.lengths[0] + plan.rows
         places_S = plan.table.places(torch.where(written_S, index_S, 0)[None])[0].to(rows.device)
-        kept = rows[places_S] * written_S.to(rows.device, rows.dtype)[:, None, None]
+        kept = torch.where(written_S.to(rows.device)[:, None, None], rows[places_S], 0)
         return kept.transpose(0, 1)[None]

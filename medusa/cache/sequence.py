@@ -38,6 +38,16 @@ class CachedSequence:
         self._close = weakref.finalize(self, _release, pool, self._blocks, self.line)
         self._close.atexit = False
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return not self._blocks
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it has full blocks that others cannot find yet."""
+        return self.length // self.pool.size > len(self._entries)
+
     def recall(self, tokens: Sequence[int]) -> int:
         """Begin with what is known of this text already, whole blocks; returns how many positions that is."""
         assert not self._blocks, "recalled before anything is written"

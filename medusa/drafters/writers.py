@@ -64,10 +64,25 @@ class SmallModel:
         own = [one.follower(self._model, self._model.new_pool) for one in sequences]
         for ours, theirs in zip(own, sequences, strict=True):
             ours.length = min(ours.length, theirs.length)  # a step was given up
+        self._recall(state, own)
         missing = [
             on * (theirs.length + 1 - ours.length) for on, theirs, ours in zip(drafting, sequences, own, strict=True)
         ]
-        yield own, self._read(state, own, missing)
+        hidden_BD = self._read(state, own, missing)
+        self._remember(state, own)
+        yield own, hidden_BD
+
+    def _recall(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
+        """Begin new sequences with what is known of their texts from others."""
+        for row, one in enumerate(own):
+            if one.empty:
+                one.recall(state.history[row, : int(state.positions[row])].tolist())
+
+    def _remember(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
+        """Let others find full blocks."""
+        for row, one in enumerate(own):
+            if one.unknown:
+                one.remember(state.history[row, : one.length].tolist())
 
     def _read(self, state: DecodeState, own: Sequence[CachedSequence], missing: list[int]) -> Tensor:
         """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""

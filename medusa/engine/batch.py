@@ -59,7 +59,7 @@ class Batch:
         self._base, self._drafters, self._graphs = base, drafters, graphs
         self._config = config or EngineConfig()
         self.pool = pool or base.new_pool()
-        self._scheduler = Scheduler(self.pool, self._config, recall=base.mtp is None)
+        self._scheduler = Scheduler(self.pool, self._config, base)
         self._decoding: list[Request] = []  # in the order of the state
         self._state: DecodeState | None = None
         self._steps: Steps | None = None

@@ -7,6 +7,7 @@ request that came last gives its blocks back and waits again; it goes on later w
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
+from medusa.base.model import BaseModel
 from medusa.cache import BlockPool, CachedSequence
 from medusa.engine.config import EngineConfig
 from medusa.engine.prefill import Chunk
@@ -19,11 +20,13 @@ class Scheduler:
     Args:
         pool: Where keys and values stand.
         config: Limits.
-        recall: Whether what is known of a text need not be computed again.
+        base: With one that decodes plainly, a chunk is one token; with one that predicts several tokens by a layer of
+            its own, that layer needs all texts computed again.
     """
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, recall: bool) -> None:
-        self.pool, self._config, self._recall = pool, config, recall
+    def __init__(self, pool: BlockPool, config: EngineConfig, base: BaseModel) -> None:
+        self.pool, self._config, self._recall = pool, config, base.mtp is None
+        self._chunk = 1 if base.decoding == "plain" else config.chunk
         self._waiting: list[Request] = []
         self._prompts: deque[Request] = deque()
 
@@ -61,7 +64,7 @@ class Scheduler:
         chunks, budget = list[Chunk](), self._config.pass_tokens
         while self._prompts:
             request = self._prompts[0]
-            size = min(request.missing, self._config.chunk)
+            size = min(request.missing, self._chunk)
             if chunks and size > budget:
                 break
             chunks.append(Chunk(request, size))

@@ -55,10 +55,10 @@ def choose_decoding(base: BaseModel) -> BaseModel:
     reasons: dict[Decoding, str] = {}
     windows = _has_windows(base)
     for decoding, nodes in DRAFTS.items():
-        for explicit_mask in (False, True):
+        for gathered, explicit_mask in ((False, False), (True, False), (False, True)):
             if explicit_mask and windows:
                 continue
-            tried = base.with_traits(decoding=decoding, explicit_mask=explicit_mask)
+            tried = base.with_traits(decoding=decoding, gathered=gathered, explicit_mask=explicit_mask)
             reason = _objection(tried, nodes)
             if reason is None:
                 _report(tried, reasons)

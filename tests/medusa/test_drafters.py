@@ -328,7 +328,7 @@ def test_the_history_of_a_sequence_ends_with_its_root(model, base):
 
 
 def test_drawn_chains_keep_their_laws_where_only_chains_are_verified():
-    base, cache = SimpleNamespace(decoding="chain", context_length=100), SimpleNamespace(longest=95)
+    base, cache = SimpleNamespace(decoding="chain", context_length=100), [SimpleNamespace(length=95)]
     tokens, probs = torch.tensor([[1, 2, 3, 4, 5]]), torch.rand(1, 5, 9)
     drawn = _fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 1, 2, 3]]), 4, probs))
     assert drawn.tokens.tolist() == [[1, 2, 3, 4]], "as far as the context goes"

@@ -110,7 +110,7 @@ def test_a_conversation_keeps_the_models_rows(monkeypatch):
     base, small = pair("llama")
     model, prefix, missing = MedusaModel(base, draft_model=small), Prefix(), []
     watch(monkeypatch, missing)
-    text = [5, 9, 7] * 8
+    text = [5, 9, 7] * 24
     for _ in range(2):
         output = model.generate(text, max_new_tokens=8, drafter="draft-model", nodes=4, prefix=prefix, ignore_eos=True)
         assert output.tokens == model.generate(text, max_new_tokens=8, nodes=1, ignore_eos=True).tokens

@@ -39,6 +39,7 @@ def tiny(family):
     model = AutoModelForCausalLM.from_config(config).float().eval()
     layers = MtpModel(model, 1).float().eval()
     base = BaseModel(model, words(), family)
+    base = base.with_traits(gathered=family == "deepseek_v3")
     return base.with_mtp(MtpLayer(layers, base.attention, base.device)), layers
 
 

@@ -335,7 +335,7 @@ def test_accepted_paths_move_to_the_end_of_their_text():
         for slot in range(3)
         for at in range(counts[slot])
     }
-    keep_rows(buffers, path, counts, lengths, (blocks, size))
+    keep_rows(buffers, path, counts, lengths, blocks, size)
     for buffer, rows in zip(buffers, before, strict=True):
         expected = rows.clone()
         expected[list(moved)] = rows[list(moved.values())]
