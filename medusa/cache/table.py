@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+LINES = 128
+"""Lines at first; it doubles."""
+
 
 class BlockTables:
     """Lines of block numbers. Line 0 belongs to nobody and says block 0 everywhere.
@@ -17,9 +20,9 @@ class BlockTables:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._host = torch.zeros(8, 8, dtype=torch.int64)
+        self._host = torch.zeros(LINES, 8, dtype=torch.int64)
         self._device, self._copy = device, self._host if device.type == "cpu" else self._host.to(device)
-        self._free = list(range(7, 0, -1))
+        self._free = list(range(LINES - 1, 0, -1))
         self._changed = False
         self.epoch = 0
 

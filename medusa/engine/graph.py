@@ -38,6 +38,8 @@ KEPT_BUCKETS = 8
 """Buckets that are kept while nobody uses them; likewise."""
 SHORTEST = 512
 """Places of the smallest bucket."""
+LARGER = 4
+"""A bucket is used for so many times fewer requests, or shorter texts, than it has room for."""
 
 Replay = Callable[[], object]
 Record = Callable[[Replay], Replay]
@@ -99,6 +101,11 @@ class _Bucket:
     def requests(self) -> int:
         """How many, inert ones too."""
         return len(self.lines)
+
+    def fits(self, state: DecodeState, requests: int, kv_length: int) -> bool:
+        """Whether so many requests with so long texts have room here, and fill enough of it."""
+        enough = requests <= self.requests <= LARGER * requests and kv_length <= self.kv_length <= LARGER * kv_length
+        return enough and self.state.hidden.shape[1] == state.hidden.shape[1]
 
     def load(self, state: DecodeState, lines: Sequence[int]) -> None:
         """Take over a state; whatever lies behind it becomes inert."""
@@ -164,16 +171,19 @@ class StepGraphs:
         self._idle, self._pool = [], None
 
     def lend(self, pool: BlockPool, state: DecodeState, reach: int) -> _Bucket:
-        """Buffers for a state whose texts may reach so far in the next steps; two users never share them."""
+        """Buffers for a state whose texts may reach so far in the next steps; two users never share them.
+
+        Some that are there already, and not much too large, come before new ones, for which steps must be recorded.
+        """
         requests, kv_length = 1 << (len(state.roots) - 1).bit_length(), max(SHORTEST, 1 << (reach - 1).bit_length())
-        pool.tables.reach(kv_length // pool.size)
+        pool.tables.reach(-(-kv_length // pool.size))
         self._idle = [one for one in self._idle if one.epoch == one.pool.epoch]
-        for bucket in self._idle:
-            same = bucket.pool is pool and bucket.state.hidden.shape[1] == state.hidden.shape[1]
-            if same and (bucket.requests, bucket.kv_length) == (requests, kv_length):
-                self._idle.remove(bucket)
-                return bucket
-        return _Bucket(pool, state, requests, kv_length)
+        fitting = [one for one in self._idle if one.pool is pool and one.fits(state, requests, kv_length)]
+        if not fitting:
+            return _Bucket(pool, state, requests, kv_length)
+        bucket = min(fitting, key=lambda one: (one.requests, one.kv_length))
+        self._idle.remove(bucket)
+        return bucket
 
     def give_back(self, bucket: _Bucket) -> None:
         """Nobody uses it any more."""
@@ -289,7 +299,7 @@ class GraphSteps:
 
     def _place(self) -> _Bucket:
         """Buffers with blocks for the next step, with the state in them; others where these are too small or stale."""
-        behind = (len(self._under_way) + 1) * self._drafter.nodes
+        behind = self.ahead * self._drafter.nodes
         for one in self._sequences:
             one.reserve(one.length + behind)
         reach, bucket = max(one.length for one in self._sequences) + behind, self._bucket
