@@ -6,14 +6,12 @@ more, and say so themselves.
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.check import ROOT, WHEELS, WORK, check
+from benchmarks.gpu.check import WORK, check
 from benchmarks.gpu.parts import parts
-from benchmarks.gpu.wheels import pack
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = Path(options.out).resolve()
     chosen = {name: part for name, part in parts(out, WORK).items() if not options.only or name in options.only}
     try:
-        if options.pack:
-            print(f"{WHEELS}: {pack(WHEELS, ROOT / 'constraints.txt') / 2**20:.1f} MiB of wheels")
-            return 0
         if options.dry_run:
             for name, part in chosen.items():
                 print(f"{name:<13} at most {part.limit:.0f} s: {part.command}")
@@ -39,9 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(chosen, out, options.limit)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
-    except subprocess.CalledProcessError as error:
-        print(f"{error.cmd[0]} failed (exit status {error.returncode}); its message is above", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -56,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, default=480, metavar="SECONDS", help="for all parts together")
     add("--only", nargs="+", choices=list(parts(Path(), WORK)), metavar="PART", help="these parts alone")
     add("--dry-run", action="store_true", help="only say what would run")
-    add("--pack", action="store_true", help="where a network is: fill .wheels with what the other machine lacks")
     return parser
 
 

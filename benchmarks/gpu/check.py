@@ -1,6 +1,5 @@
 """Runs parts one after the other, whatever becomes of each, and says what came of them. Standard library only."""
 
-import contextlib
 import json
 import os
 import signal
@@ -12,14 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.gpu.parts import Part, Report
-from benchmarks.gpu.wheels import PYTHON_VERSION, install_missing
+from benchmarks.process import Process, last_words
 
 ROOT = Path(__file__).parents[2]
-WHEELS = ROOT / ".wheels"
 WORK = ROOT / ".cache" / "gpu-check"
 NO_GPU = "skipped: no GPU"
-GRACE = 5.0
-"""Seconds between asking a process to end and ending it."""
 PROBE = """
 import json, platform, torch, transformers
 gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -62,7 +58,6 @@ def check(
     parts: Mapping[str, Part],
     out: Path,
     limit: float,
-    wheels: Path = WHEELS,
     work: Path = WORK,
     probe: Callable[[Environment], Report] = probe,
 ) -> int:
@@ -72,8 +67,7 @@ def check(
         parts: By name.
         out: Gets a log per part and report.json; made if missing.
         limit: Seconds for all parts together.
-        wheels: Packages that were carried here.
-        work: Gets those of them that this interpreter lacks; made if missing.
+        work: Where parts leave reports; made if missing.
         probe: Describes the machine.
 
     Returns:
@@ -84,19 +78,13 @@ def check(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else the part that runs would outlive this process
     deadline = time.monotonic() + limit
-    site = work / "site"
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
-    try:
-        carried: list[str] | str = install_missing(wheels, site)
-    except subprocess.CalledProcessError as error:  # most parts do without
-        carried = f"failed: pip ended with {error.returncode}; wheels are for Python {PYTHON_VERSION}"
-    paths = (str(ROOT), str(site), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
         "MEDUSA_PYTHON": sys.executable,  # what a part starts through launch.sh takes this interpreter as it is
     }
-    report: Report = {"machine": probe(environment) | {"carried": carried}, "parts": {}}
+    report: Report = {"machine": probe(environment), "parts": {}}
     print(json.dumps(report["machine"]), flush=True)
     results = {}
     for name, part in parts.items():
@@ -121,21 +109,17 @@ def run_part(part: Part, log: Path, seconds: float, environment: Environment) ->
         part.report.unlink(missing_ok=True)
     result = Result(command=part.command)
     began = time.monotonic()
-    with log.open("wb") as file:
-        words = [sys.executable, *part.words]
-        process = subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-        )
-        try:
-            status = process.wait(timeout=seconds)
-            if status != 0:
-                result.result = f"failed: exit status {status}"
-        except subprocess.TimeoutExpired:
+    process = Process(part.command, [sys.executable, *part.words], log, environment, ROOT)
+    try:
+        status = process.wait(seconds)
+        if status is None:
             result.result = f"stopped after {seconds:.0f} s"
-        finally:
-            _end(process)
+        elif status != 0:
+            result.result = f"failed: exit status {status}"
+    finally:
+        process.close()
     result.seconds = round(time.monotonic() - began, 1)
-    result.figure = _last_line(log)
+    result.figure = "".join(last_words(log)[-1:]).strip("= ")
     try:
         if part.report is not None and part.report.is_file():
             result.report = json.loads(part.report.read_text(encoding="utf-8"))
@@ -155,18 +139,3 @@ def table(results: Mapping[str, Result]) -> str:
         f"{name:<{widths[0]}}  {result:<{widths[1]}}  {seconds:>{widths[2]}}  {figure}".rstrip()
         for name, result, seconds, figure in rows
     )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, whichever still run."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip("= ") if lines else ""

@@ -61,15 +61,14 @@ def compare(
                 for name, contestant in contestants.items():
                     progress.set_description(f"{name}, {plan.levels[at]} clients")
                     server = servers[contestant.server]
-                    server.resume()
-                    asking = server.asking(contestant.more, plan.temperature)
-                    figures = _measure(asking, plan, turn, at, server.session)
-                    server.pause()
+                    with server.awake():
+                        asking = server.asking(contestant.more, plan.temperature)
+                        figures = _measure(asking, plan, turn, at)
                     rows.append({"server": name, "round": turn, **figures})
                     progress.update()
     finally:
         for server in servers.values():
-            server.close()
+            server.process.close()
     return rows
 
 
@@ -88,8 +87,6 @@ def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for share in ("p50", "p99")
     }
     values |= {name: [row[name] for row in group] for name in ("tokens_per_second", "tokens_per_chunk")}
-    for name in ("client", "others"):
-        values[f"{name}_cores"] = [row["cores_busy"][name] for row in group]
     known = {name: [value for value in column if value is not None] for name, column in values.items()}
     return {
         "requests": sum(row["requests"] for row in group),
@@ -99,16 +96,14 @@ def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _measure(asking: Asking, plan: Plan, turn: int, at: int, session: int | None = None) -> dict[str, Any]:
+def _measure(asking: Asking, plan: Plan, turn: int, at: int) -> dict[str, Any]:
     """One level; every server gets the same prompts in the same order."""
     steps = len(plan.levels)
     prompts = part(plan.prompts, turn * steps + at, plan.rounds * steps)
 
     async def run() -> Level:
         async with Client(asking) as client:  # new connections: a stopped server has closed the old ones
-            return await run_level(
-                client.ask, prompts, plan.levels[at], plan.max_tokens, plan.seconds, plan.requests, session
-            )
+            return await run_level(client.ask, prompts, plan.levels[at], plan.max_tokens, plan.seconds, plan.requests)
 
     try:
         return summarize(asyncio.run(run()))

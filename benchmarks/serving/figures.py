@@ -61,7 +61,6 @@ def summarize(level: Level) -> dict[str, Any]:
         "tokens_per_chunk": sum(answer.count for answer in whole) / chunks if chunks else None,
         "tokens_per_request": _mean(answer.count for answer in ends),
         "prompt_tokens_per_request": _mean(answer.prompt_tokens for answer in ends if answer.prompt_tokens is not None),
-        "cores_busy": level.used.cores() if level.used else None,
     }
 
 

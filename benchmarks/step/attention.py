@@ -10,10 +10,10 @@ import torch
 from transformers import PretrainedConfig
 
 from benchmarks.machine import bandwidth_samples, best_bandwidth, timed
-from benchmarks.step.rig import default_record
+from benchmarks.step.rig import typical_tree
+from benchmarks.step.shapes import key_heads
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
 from medusa.attention.backends import build
-from medusa.budget.tree_search import typical_tree
 from medusa.clock import alternate
 from medusa.tree import Draft
 
@@ -101,11 +101,6 @@ def measure_attention(
     }
 
 
-def key_heads(config: Any) -> int:
-    """Key heads of a layer; families without groups do not name them."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
 def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str, str]]:
     """Backends that run on the device, and why the others do not."""
     backends, missing = {}, {}
@@ -115,6 +110,15 @@ def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str,
         except BackendUnavailableError as error:
             missing[name] = str(error)
     return backends, missing
+
+
+@torch.inference_mode()
+def _recorded(action: Callable[[], object]) -> Callable[[], object]:
+    """The same as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
 
 
 class _Layer:
@@ -134,7 +138,7 @@ class _Layer:
         heads, kv_heads = config.num_attention_heads, key_heads(config)
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         generator = torch.Generator(device).manual_seed(seed)
-        tree = typical_tree(nodes, TREE_DEPTH).tree
+        tree = typical_tree(nodes, TREE_DEPTH)
         tokens_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
         self._draft = Draft.of(tokens_BN, tree.parents.to(device).expand(batch, -1), tree.depth)
         self._lengths = torch.full((batch,), context, device=device)
@@ -155,10 +159,10 @@ class _Layer:
         """
         action: Callable[[], object] = partial(self._step, backend)
         mode = "eager"
-        if record := default_record(self._device):
+        if self._device.type == "cuda":
             action()  # compiles and allocates before it is recorded
             try:
-                action, mode = record(action), "graph"
+                action, mode = _recorded(action), "graph"
             except RuntimeError as error:
                 logger.warning("no CUDA graph: %s", error)
         return lambda: timed(action, self._device) / self._layers, mode

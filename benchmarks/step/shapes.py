@@ -1,5 +1,6 @@
 """Bases of real shapes with random weights: how long a pass takes depends on the shape, not on what the weights say."""
 
+import argparse
 import copy
 import math
 from typing import Any
@@ -17,12 +18,11 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
 from medusa.cpu.int8 import Int8Linear, round_linears
 from medusa.cpu.native import use_kernels
-from medusa.loading.self_test import fuse
 
 WEIGHT_STD = 0.02
 BLOCK = (1 << 20) - 3
@@ -60,6 +60,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
 }
 """Values of the published configurations (Llama 3.1 and 3.2, Qwen3, SmolLM2) that decide the time of a pass."""
+
+
+def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
+    """The type of the weights that ``--dtype`` names, None = auto."""
+    return None if options.dtype == "auto" else getattr(torch, options.dtype)
 
 
 def shape_config(name: str) -> PretrainedConfig:
@@ -134,13 +139,6 @@ def random_heads(
     return heads
 
 
-def as_loaded(base: BaseModel, heads: DraftHeads) -> tuple[BaseModel, DraftHeads]:
-    """Both as ``MedusaModel.from_pretrained`` would have them: with the base's fused pass where it has one."""
-    model = MedusaModel(fuse(base.tapped(heads.config.feature_layers)), heads)
-    assert model.heads is not None, "given"
-    return model.base, model.heads
-
-
 @torch.no_grad()
 def fill(module: nn.Module, seed: int = 0) -> None:
     """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones.
@@ -175,3 +173,15 @@ def weight_bytes(base: BaseModel) -> int:
     rounded = sum(layer.in_features * layer.out_features for layer in layers)
     size: int = base.dtype.itemsize
     return size * sum(int(weight.numel()) for weight in read) - (size - 1) * rounded
+
+
+def kv_bytes_per_token(base: BaseModel) -> int:
+    """Bytes of keys and values of one cached token, all layers."""
+    config = base.model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * key_heads(config) * dim * base.dtype.itemsize)
+
+
+def key_heads(config: Any) -> int:
+    """Key heads of a layer; families without groups do not name them."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -1,20 +1,19 @@
-"""Other engines as processes that are asked in turn; they are stopped in between."""
+"""Other engines with the same weights: processes that complete token ids, asked in turn."""
 
 import json
 import logging
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.peers.copies import CHECKPOINT, GGUF, OPENVINO, copies_of
+from benchmarks.process import Process
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +53,16 @@ def places(environments: Path, base: str) -> dict[str, Place]:
         "llamacpp": Place(str(environments / "llamacpp/bin/python"), "llamacpp.py", str(copies / GGUF)),
         "vllm": Place(str(environments / "vllm/bin/python"), "vllm_.py", str(copies / CHECKPOINT)),
     }
-    for name, place in known.items():
-        for path in (place.python, place.model):
-            if not Path(path).exists():
-                logger.warning("engine %s is left out: %s is missing", name, path)
-    return {name: place for name, place in known.items() if Path(place.python).exists() and Path(place.model).exists()}
+    missing = {name: [path for path in (place.python, place.model) if not Path(path).exists()]
+               for name, place in known.items()}  # fmt: skip
+    for name, paths in missing.items():
+        for path in paths:
+            logger.warning("engine %s is left out: %s is missing", name, path)
+    return {name: place for name, place in known.items() if not missing[name]}
 
 
 class Engine:
-    """One engine in one mode, loaded.
+    """One engine in one mode, loaded, and stopped until it is asked.
 
     Args:
         name: Whose ``place`` it is.
@@ -77,16 +77,19 @@ class Engine:
     """
 
     def __init__(self, name: str, mode: str, place: Place, log: Path, room: int, heads: Path | None = None) -> None:
-        self.name, self.mode, self._log = name, mode, log
-        words = [place.python, str(SCRIPTS / place.script), place.model, mode, str(room)]
-        with log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
-                [*words, *([str(heads)] if heads else [])],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-                env=os.environ | _same_processors() | {"PYTHONPATH": str(Path(__file__).parents[2])},
-            )  # fmt: skip
+        self.name, self.mode = name, mode
+        words = [
+            place.python,
+            str(SCRIPTS / place.script),
+            place.model,
+            mode,
+            str(room),
+            *([str(heads)] if heads else []),
+        ]
+        path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        self.process = Process(f"engine {name} ({mode})", words, log, _same_processors() | path, piped=True)
         self.version: str = self._answer()["version"]
-        self._signal(signal.SIGSTOP)
+        self.process.pause()
 
     def complete(self, prompts: Sequence[list[int]], new: int, eos: Sequence[int]) -> list[list[int]]:
         """Answers to prompts that share a batch, greedily, of ``new`` tokens at most; those of ``eos`` end them.
@@ -94,50 +97,22 @@ class Engine:
         Raises:
             RuntimeError: The engine has ended; its last words are in the message.
         """
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None, "a pipe"
+        self.process.resume()
         try:
-            self._process.stdin.write(json.dumps({"prompts": list(prompts), "new": new, "eos": list(eos)}) + "\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps({"prompts": list(prompts), "new": new, "eos": list(eos)}) + "\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
-            raise self._ended() from None
+            raise self.process.failure() from None
         outputs: list[list[int]] = self._answer()["outputs"]
-        self._signal(signal.SIGSTOP)
+        self.process.pause()
         return outputs
 
-    def seconds_per_token(self, prompt: list[int], new: int) -> float:
-        """Of ``new`` tokens behind a first one: the prompt's own time is left out."""
-        clocks = [time.perf_counter()]
-        for count in (1, 1 + new):
-            (tokens,) = self.complete([prompt], count, [])
-            if len(tokens) != count:
-                raise RuntimeError(f"engine {self.name} ({self.mode}) wrote {len(tokens)} tokens in place of {count}")
-            clocks.append(time.perf_counter())
-        return (clocks[2] - 2 * clocks[1] + clocks[0]) / new
-
-    def close(self) -> None:
-        """End the process and what it has started."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what was not read
-                cast(IO[str], pipe).close()
-
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "a pipe"
-        line = self._process.stdout.readline()
+        line = self.process.stdout.readline()
         if not line:
-            raise self._ended()
+            raise self.process.failure()
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _ended(self) -> RuntimeError:
-        words = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
-        return RuntimeError(f"engine {self.name} ({self.mode}) ended; {self._log} says:\n" + "\n".join(words))
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
 
 
 @contextmanager
@@ -163,7 +138,7 @@ def engines(
                 if mode != MEDUSA or heads is not None:
                     log = environments / f"{name}-{mode}.log"
                     found.append(Engine(name, mode, place, log, room, heads if mode == MEDUSA else None))
-                    stack.callback(found[-1].close)
+                    stack.callback(found[-1].process.close)
         yield found
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.decoding.arguments import build_parser
+from benchmarks.arguments import build_parser
 from data.arguments import exit_status, show_messages
 
 
@@ -20,12 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_messages()
 
     def run() -> None:
-        from benchmarks.decoding.commands import COMMANDS  # imports torch, which help and wrong use do without
+        from benchmarks.run.command import run as compare  # imports torch, which help and wrong use do without
+        from benchmarks.run.command import tune
+        from benchmarks.step.command import attention, step
 
         for name in ("json", "picture", "markdown", "out"):
             if path := getattr(options, name, None):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
-        COMMANDS[options.command](options)
+        {"run": compare, "tune": tune, "step": step, "attention": attention}[options.command](options)
 
     return exit_status(run)
 

@@ -1,0 +1,139 @@
+"""``medusa-bench step`` and ``attention``: from flags to the report."""
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.machine import choose_device
+from benchmarks.picture import Field, Line
+from benchmarks.report import Report, Table, environment, machine, publish
+from benchmarks.step.attention import measure_attention
+from benchmarks.step.inside import profile_steps
+from benchmarks.step.rig import PLAIN, Rig, room_for
+from benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
+from benchmarks.step.step import measure_steps
+from data import resolve_base_name
+from medusa import BaseModel, MedusaModel
+from medusa.base import smollm2
+from medusa.base.checkpoint import choose_dtype
+from medusa.loading.self_test import choose_decoding, fuse
+
+STEP = [
+    ("B", "{batch}"), ("N", "{nodes}"), ("verify ms", "{verify_ms:.2f}"), ("over N = 1", "{verify_overhead:.2f}x"),
+    ("step ms", "{step_ms:.2f}"), ("over N = 1", "{step_overhead:.2f}x"), ("rows/s", "{rows_per_s:.0f}"),
+    ("bound ms", "{roofline_ms:.2f}"), ("of bandwidth", "{roofline_share:.0%}"),
+]  # fmt: skip
+PROJECTED = [("PROJECTED tokens/s", "{projected_tokens_per_s:.1f}"), ("over N = 1", "{projected_speedup:.2f}x")]
+ATTENTION = [
+    ("backend", "{backend}"), ("B", "{batch}"), ("N", "{nodes}"), ("", "{mode}"), ("ms per layer", "{ms:.4f}"),
+    ("bound ms", "{bound_ms:.4f}"), ("of bandwidth", "{share_of_bound:.0%}"),
+]  # fmt: skip
+BELOW = "N, tree nodes with the root (1 = plain decoding)"
+
+
+def step(options: argparse.Namespace) -> None:
+    """Whole steps by tree size and batch; heads have random weights, since only their shape takes time."""
+    model = _with_random_heads(options)
+    base = model.base
+    figures = measure_steps(
+        model, options.nodes, options.batch, options.context, options.rounds, options.seed, options.tokens_per_step
+    )
+    figures |= {"heads": _heads(options), "attention": base.attention.name, "int8": base.int8, "fused": base.fused}
+    if options.profile:
+        rig = Rig(model, options.batch[0], options.context, room_for(options.num_heads), options.seed)
+        figures["profile"] = profile_steps(rig.stepper(PLAIN), base.device)
+    report = _report(options, base.dtype, base.device, figures)
+    title = f"step: {_title(report)}"
+    columns = STEP
+    if report["tokens_per_step"]:
+        columns = [*STEP, *PROJECTED]
+        title += f"\nPROJECTED: with {report['tokens_per_step']} tokens per step, which trained heads have elsewhere"
+    tables = [Table.of(title, columns, report["rows"])]
+    if options.profile:
+        name = f"a plain step of {report['profile']['profiled_step_ms']:.2f} ms under the profiler"
+        shares = [{"name": name, "share": share} for name, share in report["profile"]["shares"].items()]
+        tables.insert(0, Table.of(name, [("operator", "{name:.60}"), ("share", "{share:.1%}")], shares))
+    lines = {}
+    for batch in options.batch:
+        rows = [row for row in report["rows"] if row["batch"] == batch]
+        nodes = [row["nodes"] for row in rows]
+        for key, label, style in (
+            ("step_ms", "whole step", "o-"), ("verify_ms", "without its draft", "--"), ("roofline_ms", "bound", ":"),
+        ):  # fmt: skip
+            lines[f"B = {batch}, {label}"] = Line(nodes, [row[key] for row in rows], style)
+    publish(options, report, tables, title, [Field(lines, BELOW, "ms", doubling=True)])
+
+
+def attention(options: argparse.Namespace) -> None:
+    """Attention of one layer by backend."""
+    device = choose_device(options.device)
+    name = options.shape or resolve_base_name(options.base)
+    try:
+        config = shape_config(name) if options.shape else AutoConfig.from_pretrained(smollm2.locate(name))
+    except OSError as error:
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; name another with --base") from error
+    dtype = given_dtype(options) or choose_dtype(torch.bfloat16, device)
+    sizes = (options.nodes, options.batch, options.context, options.rounds, options.seed)
+    figures = measure_attention(config.get_text_config(), dtype, device, *sizes)
+    report = _report(options, dtype, device, figures)
+    missing = "".join(f"; without {name}: {reason}" for name, reason in report["missing"].items())
+    title = f"attention: {_title(report)}"
+    lines = {}
+    for batch, backend in sorted({(row["batch"], row["backend"]) for row in report["rows"]}):
+        rows = [row for row in report["rows"] if (row["batch"], row["backend"]) == (batch, backend)]
+        nodes = [row["nodes"] for row in rows]
+        lines[f"B = {batch}, {backend}"] = Line(nodes, [row["ms"] for row in rows])
+        lines[f"B = {batch}, bound"] = Line(nodes, [row["bound_ms"] for row in rows], ":")
+    tables = [Table.of(title + missing, ATTENTION, report["rows"])]
+    publish(options, report, tables, title, [Field(lines, BELOW, "ms per layer", doubling=True)])
+
+
+def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
+    """A base and random heads for it, as ``MedusaModel.from_pretrained`` would have them.
+
+    Raises:
+        ValueError: The base does not verify trees.
+    """
+    disable_progress_bar()
+    device, dtype = choose_device(options.device), given_dtype(options)
+    if options.shape:
+        config = shape_config(options.shape)
+        base = random_base(config, dtype, device, options.seed, options.attention, options.int8)
+    else:
+        how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
+        base = choose_decoding(BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how))
+        if base.decoding != "tree":
+            raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
+    drafted = min(options.draft_vocab, base.vocab_size)
+    heads = random_heads(base, options.architecture, options.num_heads, options.seed, options.feature_layers, drafted)
+    return MedusaModel(fuse(base.tapped(heads.config.feature_layers)), heads)
+
+
+def _heads(options: argparse.Namespace) -> str:
+    heads = f"{options.num_heads} {options.architecture}, random"
+    heads += f", drafting {options.draft_vocab} tokens" if options.draft_vocab else ""
+    return heads + (f", reading {options.feature_layers} layers" if options.feature_layers else "")
+
+
+def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.device, figures: Report) -> Report:
+    return {
+        "kind": options.command,
+        "base": options.shape or options.base,
+        "weights": "random" if options.shape else "real",
+        "dtype": str(dtype).removeprefix("torch."),
+        **environment("medusa-bench", options.words, device),
+        **figures,
+    }
+
+
+def _title(report: Report) -> str:
+    """What was measured, and where."""
+    ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", fused pass" if report.get("fused") else "")
+    ways += ", steps as graphs" if report.get("graph") else ""
+    return (
+        f"{report['base']} ({report['weights']} weights){ways}, {report['context']} cached tokens; {machine(report)};\n"
+        f"memory {report['bandwidth_gb_per_s']:.1f} GB/s ({report['bandwidth_method']})"
+    )
