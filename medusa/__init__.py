@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa.base.model import BaseModel
-    from medusa.budget.calibration import Calibration
     from medusa.engine.batch import Batch
     from medusa.engine.output import Completion, Output, Piece
     from medusa.engine.prefix import Prefix
@@ -24,7 +23,6 @@ __version__ = "0.1.0"
 __all__ = [
     "BaseModel",
     "Batch",
-    "Calibration",
     "Completion",
     "Draft",
     "DraftHeads",
@@ -45,7 +43,6 @@ __all__ = [
 _HOMES = {
     "BaseModel": "medusa.base.model",
     "Batch": "medusa.engine.batch",
-    "Calibration": "medusa.budget.calibration",
     "Completion": "medusa.engine.output",
     "Draft": "medusa.tree",
     "DraftHeads": "medusa.heads",

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.benchmarks.gpu.wheel import make_wheel
 
 from benchmarks.decoding.__main__ import main as bench
 from benchmarks.decoding.arguments import build_parser
@@ -15,7 +16,6 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.check import check, probe
 from benchmarks.gpu.parts import Part
 from serve.demo import __main__ as demo
-from tests.benchmarks.gpu.wheel import make_wheel
 
 ROOT = Path(__file__).parents[3]
 VERSIONS = {"python": "3", "torch": "2", "transformers": "5"}
