@@ -103,7 +103,7 @@ def _publish(
 
     rows = []
     for name, directories in runs.items():
-        found = [load_provenance(RunDirectory(run).heads)["figures"] for run in directories]
+        found = [(load_provenance(RunDirectory(run).heads) or {})["figures"] for run in directories]
         steps = [figures["heldout_tokens_per_step"] for figures in found]
         top1 = [mean(head) for head in zip(*(figures["heldout_top1"] for figures in found), strict=True)]
         rows.append({
