@@ -143,7 +143,6 @@ def figures(
             "tokens": int(timing.rate.above[-1].sum()),
             "identical": sum(a == b for a, b in pairs),
             "prompts": len(pairs),
-            "common": sum(_common(a, b) for a, b in pairs) / len(pairs),
             "rounds": (timing.rate.above.sum(1) / timing.rate.below.sum(1)).tolist(),
             "kinds": {
                 kind: {
@@ -154,9 +153,3 @@ def figures(
             } if batch == 1 else {},
         })  # fmt: skip
     return rows
-
-
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens that two answers begin with in common."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,13 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
             options.url, options.model or first_model(options.url, key), options.completions, options.temperature,
             options.continuous_usage, options.body, key,
         )  # fmt: skip
-        rows = _watched(asking, plan, options.curves, report) if options.curves else load(asking, plan, asking.model)
+        servers = {asking.model: lambda: nullcontext(asking)}
+        with Watch(asking.url) if options.curves else nullcontext() as watch:
+            rows = load(servers, plan)
+        if watch is not None:
+            report["watched"] = watch.samples
+            draw(f"{asking.url} under load", curves(watch.samples), options.curves, columns=3)
+            print("\n".join(watch.summary()), f"written: {options.curves}", sep="\n")
     else:
         there = Path(options.environments)
         known = places(there, smollm2.locate("smollm2"), options.heads)
@@ -107,16 +114,6 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
     for row in rows:
         for message, count in row["error_messages"].items():
             print(f"{row['server']}, {row['clients']} clients: {count} x {message}")
-
-
-def _watched(asking: Asking, plan: Plan, path: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """``load``, and the server's own figures meanwhile."""
-    with Watch(asking.url) as watch:
-        rows = load(asking, plan, asking.model)
-    report["watched"] = watch.samples
-    draw(f"{asking.url} under load", curves(watch.samples), path, columns=3)
-    print("\n".join(watch.summary()), f"written: {path}", sep="\n")
-    return rows
 
 
 def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:

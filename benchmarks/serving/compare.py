@@ -1,7 +1,9 @@
 """Levels of load on several servers, alternated."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,49 +29,45 @@ class Plan(NamedTuple):
     rounds: int = 1
 
 
-def load(asking: Asking, plan: Plan, name: str = "") -> list[dict[str, Any]]:
-    """All levels on one server that runs, in each round; returns a row per level and round."""
+Awake = Callable[[], AbstractContextManager[Asking]]
+"""Lets a server work, and says how it is asked."""
+
+
+def load(servers: Mapping[str, Awake], plan: Plan) -> list[dict[str, Any]]:
+    """All levels on all servers in turn, in each round; returns a row per server, level and round."""
+    rows = []
     steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
-    return [
-        {"server": name, "round": turn} | _measure(asking, plan, turn, at)
-        for turn, at in tqdm(steps, desc=name or asking.url, unit="level")
-    ]
+    with tqdm(total=len(steps) * len(servers), unit="level") as progress:
+        for turn, at in steps:
+            for name, awake in servers.items():
+                progress.set_description(f"{name}, {plan.levels[at]} clients")
+                with awake() as asking:
+                    rows.append({"server": name, "round": turn, **_measure(asking, plan, turn, at)})
+                progress.update()
+    return rows
 
 
 def compare(
     contestants: Mapping[str, Contestant], places: Mapping[str, Place], plan: Plan, logs: Path
 ) -> list[dict[str, Any]]:
-    """The same on all contestants in turn, level by level; only who is asked runs.
+    """``load`` on servers that are started for it; only who is asked runs.
 
     Args:
         contestants: Who is compared.
         places: Servers by the names that contestants have for them.
         plan: What they are asked.
         logs: The directory for what servers say.
-
-    Returns:
-        A row per contestant, level and round.
     """
-    servers: dict[str, Server] = {}
-    rows = []
-    try:
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
         for name in dict.fromkeys(contestant.server for contestant in contestants.values()):
             servers[name] = Server(name, places[name], logs / f"serving-{name}.log")
-        steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
-        with tqdm(total=len(steps) * len(contestants), unit="level") as progress:
-            for turn, at in steps:
-                for name, contestant in contestants.items():
-                    progress.set_description(f"{name}, {plan.levels[at]} clients")
-                    server = servers[contestant.server]
-                    with server.awake():
-                        asking = server.asking(contestant.more, plan.temperature)
-                        figures = _measure(asking, plan, turn, at)
-                    rows.append({"server": name, "round": turn, **figures})
-                    progress.update()
-    finally:
-        for server in servers.values():
-            server.process.close()
-    return rows
+            stack.callback(servers[name].process.close)
+        asked = {
+            name: partial(servers[contestant.server].awake, contestant.more, plan.temperature)
+            for name, contestant in contestants.items()
+        }
+        return load(asked, plan)
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

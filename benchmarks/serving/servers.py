@@ -100,19 +100,15 @@ class Server:
             raise
         self.process.pause()
 
-    def asking(self, more: Mapping[str, Any], temperature: float) -> Asking:
-        """How it is asked."""
-        return Asking(
+    @contextmanager
+    def awake(self, more: Mapping[str, Any], temperature: float) -> Iterator[Asking]:
+        """It works within the block, and is asked so."""
+        self.process.resume()
+        time.sleep(WAKE_SECONDS)
+        yield Asking(
             f"http://127.0.0.1:{self._port}/v1", self._place.model, temperature=temperature,
             continuous_usage=self._place.continuous_usage, more=more,
         )  # fmt: skip
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """It works within the block."""
-        self.process.resume()
-        time.sleep(WAKE_SECONDS)
-        yield
         self.process.pause()
 
     def _wait(self) -> None:

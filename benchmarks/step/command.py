@@ -12,7 +12,7 @@ from benchmarks.picture import Field, Line
 from benchmarks.report import Report, Table, environment, machine, publish
 from benchmarks.step.attention import measure_attention
 from benchmarks.step.inside import profile_steps
-from benchmarks.step.rig import PLAIN, Rig, room_for
+from benchmarks.step.rig import PLAIN, Rig, Sizes
 from benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
 from benchmarks.step.step import measure_steps
 from data import resolve_base_name
@@ -38,13 +38,11 @@ def step(options: argparse.Namespace) -> None:
     """Whole steps by tree size and batch; heads have random weights, since only their shape takes time."""
     model = _with_random_heads(options)
     base = model.base
-    figures = measure_steps(
-        model, options.nodes, options.batch, options.context, options.rounds, options.seed, options.tokens_per_step
-    )
+    figures = measure_steps(model, _sizes(options), options.tokens_per_step)
     figures |= {"heads": _heads(options), "attention": base.attention.name, "int8": base.int8, "fused": base.fused}
     if options.profile:
-        rig = Rig(model, options.batch[0], options.context, room_for(options.num_heads), options.seed)
-        figures["profile"] = profile_steps(rig.stepper(PLAIN), base.device)
+        batch = Rig(model, options.batch[0], options.context, options.seed).begin(PLAIN)
+        figures["profile"] = profile_steps(batch.step, base.device)
     report = _report(options, base.dtype, base.device, figures)
     title = f"step: {_title(report)}"
     columns = STEP
@@ -76,8 +74,7 @@ def attention(options: argparse.Namespace) -> None:
     except OSError as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; name another with --base") from error
     dtype = given_dtype(options) or choose_dtype(torch.bfloat16, device)
-    sizes = (options.nodes, options.batch, options.context, options.rounds, options.seed)
-    figures = measure_attention(config.get_text_config(), dtype, device, *sizes)
+    figures = measure_attention(config.get_text_config(), dtype, device, _sizes(options))
     report = _report(options, dtype, device, figures)
     missing = "".join(f"; without {name}: {reason}" for name, reason in report["missing"].items())
     title = f"attention: {_title(report)}"
@@ -89,6 +86,10 @@ def attention(options: argparse.Namespace) -> None:
         lines[f"B = {batch}, bound"] = Line(nodes, [row["bound_ms"] for row in rows], ":")
     tables = [Table.of(title + missing, ATTENTION, report["rows"])]
     publish(options, report, tables, title, [Field(lines, BELOW, "ms per layer", doubling=True)])
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(options.nodes, options.batch, options.context, options.rounds, options.seed)
 
 
 def _with_random_heads(options: argparse.Namespace) -> MedusaModel:

@@ -4,8 +4,9 @@ All that benchmarks need of the engine: a batch that requests join, its steps, a
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,21 @@ def typical_tree(nodes: int, depth: int) -> Tree:
     return Tree(tuple(paths))
 
 
+class Sizes(NamedTuple):
+    """What steps and their attention are measured at."""
+
+    nodes: Sequence[int]
+    """Tree sizes N."""
+    batches: Sequence[int]
+    """Sequences B."""
+    context: int
+    """Cached tokens L of each."""
+    rounds: int
+    """Measured repetitions."""
+    seed: int = 0
+    """Of all random numbers."""
+
+
 class FreeDrafter(Drafter):
     """Drafts that cost nothing: a fixed tree of the same tokens every time."""
 
@@ -65,15 +81,15 @@ class Rig:
         model: A base with heads.
         batch: Sequences B.
         context: Cached tokens L of each.
-        room: Tokens that each may grow by before it begins anew.
         seed: Of the tokens.
 
     Raises:
-        ValueError: Context and room exceed the base's context length.
+        ValueError: The context, and what steps write behind it, exceed the base's context length.
     """
 
-    def __init__(self, model: MedusaModel, batch: int, context: int, room: int, seed: int = 0) -> None:
-        base = model.base
+    def __init__(self, model: MedusaModel, batch: int, context: int, seed: int = 0) -> None:
+        base, depth = model.base, model.heads.config.num_heads if model.heads else 0
+        room = (MOST_ROWS * STEPS + 4) * (depth + 1)  # with steps before and ahead of those that are timed
         if context + room > base.context_length:
             raise ValueError(
                 f"context ({context} tokens) and {room} tokens behind it exceed the base's context"
@@ -92,18 +108,6 @@ class Rig:
             batch.step()
         return batch
 
-    def stepper(self, speculation: Speculation) -> Callable[[], None]:
-        """What runs one step per call, from the rig's context again once its room is used up."""
-        batch = self.begin(speculation)
-
-        def step() -> None:
-            nonlocal batch
-            if len(batch) < len(self._prompts):
-                batch = self.begin(speculation)
-            batch.step()
-
-        return step
-
     def step_seconds(self, speculation: Speculation) -> float:
         """Seconds of a step: the median over several rows of steps, after one that does not count."""
         batch = self.begin(speculation)
@@ -114,8 +118,3 @@ class Rig:
 
     def _row(self, batch: Batch) -> float:
         return seconds(lambda: [batch.step() for _ in range(STEPS)], self._device)
-
-
-def room_for(depth: int) -> int:
-    """Tokens that ``Rig.step_seconds`` may write behind the context, with steps before and ahead of those it times."""
-    return (MOST_ROWS * STEPS + 4) * (depth + 1)

@@ -25,8 +25,6 @@ from medusa.cpu.int8 import Int8Linear, round_linears
 from medusa.cpu.native import use_kernels
 
 WEIGHT_STD = 0.02
-BLOCK = (1 << 20) - 3
-"""Random numbers that are drawn; they repeat, but not in step with the rows of a matrix."""
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, head_dim: int, tied: bool) -> dict[str, Any]:
@@ -141,22 +139,16 @@ def random_heads(
 
 @torch.no_grad()
 def fill(module: nn.Module, seed: int = 0) -> None:
-    """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones.
-
-    Drawing every number would take minutes for a large model on a CPU: one block is drawn and copied.
-    """
-    blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones."""
+    generators: dict[torch.device, torch.Generator] = {}
     bound = WEIGHT_STD * math.sqrt(3)
     for parameter in module.parameters():
         if parameter.dim() < 2:
             parameter.fill_(1.0)
             continue
-        key = (parameter.device, parameter.dtype)
-        if key not in blocks:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-            blocks[key] = parameter.new_empty(BLOCK).uniform_(-bound, bound, generator=generator)
-        for part in parameter.view(-1).split(BLOCK):
-            part.copy_(blocks[key][: len(part)])
+        device = parameter.device
+        generators.setdefault(device, torch.Generator(device).manual_seed(seed))
+        parameter.uniform_(-bound, bound, generator=generators[device])
 
 
 def weight_bytes(base: BaseModel) -> int:

@@ -5,13 +5,12 @@ divided by the bandwidth of the memory, which is measured in the same run. Up to
 little more than that: this is what drafting lives on.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks.machine import Key, bandwidth_samples, best_bandwidth, ratio
-from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, room_for, typical_tree
+from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
 from benchmarks.step.shapes import kv_bytes_per_token, weight_bytes
 from medusa import MedusaModel, Speculation
 from medusa.clock import alternate
@@ -19,24 +18,12 @@ from medusa.clock import alternate
 Times = dict[Key, list[float]]
 
 
-def measure_steps(
-    model: MedusaModel,
-    nodes: Sequence[int],
-    batches: Sequence[int],
-    context: int,
-    rounds: int,
-    seed: int = 0,
-    tokens_per_step: float | None = None,
-) -> dict[str, Any]:
+def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | None = None) -> dict[str, Any]:
     """Time steps of fixed trees, alternately, as ``generate`` runs them: on a GPU as graphs.
 
     Args:
         model: A base with heads.
-        nodes: Tree sizes N; 1 (plain decoding) is always measured too.
-        batches: Batch sizes B.
-        context: Cached tokens L per sequence.
-        rounds: Measured repetitions.
-        seed: Of the tokens.
+        sizes: What is measured; plain decoding (N = 1) always is.
         tokens_per_step: Of trained heads; adds the speed that this shape would have with them.
 
     Returns:
@@ -44,17 +31,18 @@ def measure_steps(
         drafts cost nothing.
     """
     assert model.heads is not None, "steps draft with heads"
-    nodes, depth, base = sorted({1, *nodes}), model.heads.config.num_heads, model.base
+    nodes, batches, context = sorted({1, *sizes.nodes}), sizes.batches, sizes.context
+    depth, base = model.heads.config.num_heads, model.base
     samples = bandwidth_samples(base.device)
     for batch in batches:
-        rig = Rig(model, batch, context, room_for(depth), seed)
+        rig = Rig(model, batch, context, sizes.seed)
         for count in nodes:
             tree = typical_tree(count, depth)
             drafted = PLAIN if count == 1 else Speculation(tree=tree)
             free = PLAIN if count == 1 else Speculation(drafter=FreeDrafter(tree, base.device))
             samples["step", batch, count] = partial(rig.step_seconds, drafted)
             samples["verify", batch, count] = partial(rig.step_seconds, free)
-    times = alternate(samples, rounds)
+    times = alternate(samples, sizes.rounds)
     method, bandwidth = best_bandwidth(times)
     weights, kv_bytes = weight_bytes(base), kv_bytes_per_token(base)
     rows = [

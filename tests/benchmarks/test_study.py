@@ -1,7 +1,6 @@
 """Variants of a recipe, trained and compared."""
 
 import json
-import shutil
 
 import pytest
 
@@ -12,8 +11,8 @@ VARIANTS = "one: {heads.architecture: medusa}\ntwo: {heads.architecture: recurre
 
 
 @pytest.fixture
-def words(tmp_path, base_directory, samples):
-    heldout, evaluate = shutil.copy(samples, tmp_path / "heldout.jsonl"), {"prompts": 2, "max_new_tokens": 6}
+def words(tmp_path, base_directory, samples, heldout):
+    evaluate = {"prompts": 2, "max_new_tokens": 6}
     sections = {"data": {"heldout": str(heldout)}, "optim": {"steps": 6}, "evaluate": evaluate}
     recipe = write_recipe(tmp_path / "recipe.yaml", base_directory, samples, sections)
     (tmp_path / "variants.yaml").write_text(VARIANTS)

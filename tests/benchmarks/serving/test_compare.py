@@ -57,8 +57,8 @@ def test_a_server_that_is_not_asked_is_stopped(tmp_path):
     server = Server("a", place(), tmp_path / "a.log")
     try:
         assert becomes(server, "T")
-        server.process.resume()
-        assert becomes(server, "SR")
+        with server.awake({}, 0.0):
+            assert becomes(server, "SR")
     finally:
         server.process.close()
     assert not Path(f"/proc/{server.process.pid}").exists()
