@@ -53,12 +53,12 @@ def places(environments: Path, base: str) -> dict[str, Place]:
         "llamacpp": Place(str(environments / "llamacpp/bin/python"), "llamacpp.py", str(copies / GGUF)),
         "vllm": Place(str(environments / "vllm/bin/python"), "vllm_.py", str(copies / CHECKPOINT)),
     }
-    missing = {name: [path for path in (place.python, place.model) if not Path(path).exists()]
-               for name, place in known.items()}  # fmt: skip
-    for name, paths in missing.items():
-        for path in paths:
-            logger.warning("engine %s is left out: %s is missing", name, path)
-    return {name: place for name, place in known.items() if not missing[name]}
+    for name, place in list(known.items()):
+        for path in (place.python, place.model):
+            if not Path(path).exists():
+                logger.warning("engine %s is left out: %s is missing", name, path)
+                known.pop(name, None)
+    return known
 
 
 class Engine:

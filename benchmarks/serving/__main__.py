@@ -19,7 +19,7 @@ from benchmarks.report import Table, environment, publish
 from benchmarks.serving.client import Asking, first_model
 from benchmarks.serving.compare import Plan, compare, load, medians
 from benchmarks.serving.prompts import read_prompts
-from benchmarks.serving.servers import CONTESTANTS, places
+from benchmarks.serving.servers import NAMES, places
 from benchmarks.serving.watch import Watch, curves
 from data.arguments import at_least, exit_status
 from medusa.base import smollm2
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     several = commands.add_parser("compare", help="start servers of smollm2, and load them in turn")
     several.add_argument("environments", help="the directory that benchmarks/peers/setup.sh has filled")
-    several.add_argument("--servers", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="default: all")
+    several.add_argument("--servers", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     several.add_argument("--heads", help="trained heads of smollm2 (default: those that come with the clone)")
     for command in (one, several):
         _add_plan(command)
@@ -104,8 +104,9 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
     else:
         there = Path(options.environments)
         known = places(there, smollm2.locate("smollm2"), options.heads)
+        known = {name: known[name] for name in options.servers}
         report["servers"] = {name: shlex.join(place.command) for name, place in known.items()}
-        rows = compare({name: CONTESTANTS[name] for name in options.servers}, known, plan, there)
+        rows = compare(known, plan, there)
     shown = medians(rows)
     title = f"answers of at most {options.max_tokens} tokens, temperature {options.temperature:g}"
     publish(options, {**report, "shown": shown, "figures": rows}, [_table(shown, title)], title, _fields(shown))

@@ -14,7 +14,7 @@ from benchmarks.serving.client import Asking, Client
 from benchmarks.serving.figures import summarize
 from benchmarks.serving.load import Level, run_level
 from benchmarks.serving.prompts import part
-from benchmarks.serving.servers import Contestant, Place, Server
+from benchmarks.serving.servers import Place, Server
 
 
 class Plan(NamedTuple):
@@ -47,26 +47,14 @@ def load(servers: Mapping[str, Awake], plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def compare(
-    contestants: Mapping[str, Contestant], places: Mapping[str, Place], plan: Plan, logs: Path
-) -> list[dict[str, Any]]:
-    """``load`` on servers that are started for it; only who is asked runs.
-
-    Args:
-        contestants: Who is compared.
-        places: Servers by the names that contestants have for them.
-        plan: What they are asked.
-        logs: The directory for what servers say.
-    """
+def compare(places: Mapping[str, Place], plan: Plan, logs: Path) -> list[dict[str, Any]]:
+    """``load`` on servers that are started for it, with logs in a directory; only who is asked runs."""
     with ExitStack() as stack:
-        servers: dict[str, Server] = {}
-        for name in dict.fromkeys(contestant.server for contestant in contestants.values()):
-            servers[name] = Server(name, places[name], logs / f"serving-{name}.log")
-            stack.callback(servers[name].process.close)
-        asked = {
-            name: partial(servers[contestant.server].awake, contestant.more, plan.temperature)
-            for name, contestant in contestants.items()
-        }
+        asked: dict[str, Awake] = {}
+        for name, place in places.items():
+            server = Server(name, place, logs / f"serving-{name}.log")
+            stack.callback(server.process.close)
+            asked[name] = partial(server.awake, plan.temperature)
         return load(asked, plan)
 
 

@@ -60,7 +60,6 @@ def summarize(level: Level) -> dict[str, Any]:
         "tokens_from": "usage" if whole and all(answer.tokens is not None for answer in whole) else "chunks",
         "tokens_per_chunk": sum(answer.count for answer in whole) / chunks if chunks else None,
         "tokens_per_request": _mean(answer.count for answer in ends),
-        "prompt_tokens_per_request": _mean(answer.prompt_tokens for answer in ends if answer.prompt_tokens is not None),
     }
 
 

@@ -26,9 +26,8 @@ def read_prompts(path: str | None, count: int) -> list[str]:
             values = json.loads(line)
             prompts.append(str(values["prompt"] if "prompt" in values else values["turns"][0]))
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(
-                f'{path}:{number} is no prompt; give lines of {{"prompt": ..}} or {{"turns": [..]}}'
-            ) from error
+            remedy = 'give lines of {"prompt": ..} or {"turns": [..]}'
+            raise ValueError(f"{path}:{number} is no prompt; {remedy}") from error
     if not prompts:
         raise ValueError(f"prompts ({path}) are none; give a file with lines")
     return prompts[:count]

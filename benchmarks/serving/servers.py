@@ -30,24 +30,12 @@ class Place(NamedTuple):
     continuous_usage: bool
     """It can tell the tokens of each chunk."""
     environment: Mapping[str, str] = {}
-
-
-class Contestant(NamedTuple):
-    """A server, and how it is asked."""
-
-    server: str
-    """Name of its place."""
     more: Mapping[str, Any] = {}
     """Fields of every request."""
 
 
-CONTESTANTS = {
-    "ours": Contestant("ours"),
-    "ours-plain": Contestant("ours-plain", {"speculation": {"enabled": False}}),
-    "vllm": Contestant("vllm"),
-    "transformers": Contestant("transformers"),
-}
-"""What is compared. A server each, this engine without speculation too: servers keep prompts that they have seen."""
+NAMES = ("ours", "ours-plain", "vllm", "transformers")
+"""Who is compared. This engine without speculation is a server of its own: servers keep prompts that they have seen."""
 
 
 def places(environments: Path, model: str, heads: str | None) -> dict[str, Place]:
@@ -65,7 +53,7 @@ def places(environments: Path, model: str, heads: str | None) -> dict[str, Place
     own = Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS)
     return {
         "ours": own,
-        "ours-plain": own,
+        "ours-plain": own._replace(more={"speculation": {"enabled": False}}),
         "vllm": Place(
             [*vllm, "--model", model, "--served-model-name", "smollm2", "--dtype", "bfloat16",
              "--max-model-len", "4096", "--max-num-seqs", "64", "--port", "{port}"],
@@ -101,13 +89,13 @@ class Server:
         self.process.pause()
 
     @contextmanager
-    def awake(self, more: Mapping[str, Any], temperature: float) -> Iterator[Asking]:
+    def awake(self, temperature: float) -> Iterator[Asking]:
         """It works within the block, and is asked so."""
         self.process.resume()
         time.sleep(WAKE_SECONDS)
         yield Asking(
             f"http://127.0.0.1:{self._port}/v1", self._place.model, temperature=temperature,
-            continuous_usage=self._place.continuous_usage, more=more,
+            continuous_usage=self._place.continuous_usage, more=self._place.more,
         )  # fmt: skip
         self.process.pause()
 

@@ -29,17 +29,10 @@ WEIGHT_STD = 0.02
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, head_dim: int, tied: bool) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": head_dim,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": tied,
-    }
+        "model_type": "llama", "vocab_size": 128_256, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head_dim,
+        "max_position_embeddings": 131_072, "tie_word_embeddings": tied,
+    }  # fmt: skip
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -87,13 +80,9 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def random_base(
-    config: PretrainedConfig,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    seed: int = 0,
-    attention: str = "auto",
+    config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, seed: int = 0, attention: str = "auto",
     int8: bool = False,
-) -> BaseModel:
+) -> BaseModel:  # fmt: skip
     """A base with random weights, prepared for decoding as ``BaseModel.load`` prepares a real one.
 
     Args:

