@@ -4,12 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-
 COLOURS = ("#2864a8", "#e08a1e", "#3a8f4d", "#8a4fa3", "#a83232", "#1a9aa0", "#b0568a", "#7a6a2f", "#5b6fd0", "#555555")
 BARS = 0.8
 """Width of a group of bars."""
@@ -39,7 +33,16 @@ class Field(NamedTuple):
 
 
 def draw(title: str, fields: Sequence[Field], path: str | Path, columns: int = 1) -> None:
-    """Draw fields into a PNG file."""
+    """Draw fields into a PNG file.
+
+    Raises:
+        ImportError: There is no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     rows = -(-len(fields) // columns)
     figure, places = pyplot.subplots(
         rows, columns, figsize=(max(9, 5 * columns), 4.4 * rows), layout="constrained", squeeze=False
@@ -56,7 +59,7 @@ def draw(title: str, fields: Sequence[Field], path: str | Path, columns: int = 1
     pyplot.close(figure)
 
 
-def _draw_lines(axes: Axes, field: Field) -> None:
+def _draw_lines(axes: Any, field: Field) -> None:
     for place, (name, line) in enumerate(field.lines.items()):
         axes.plot(line.x, line.y, line.style, color=COLOURS[place % len(COLOURS)], label=name, markersize=4)
     if field.doubling:
@@ -66,7 +69,7 @@ def _draw_lines(axes: Axes, field: Field) -> None:
     axes.set_ylim(bottom=0) if field.from_zero else axes.set_yscale("log")
 
 
-def _draw_bars(axes: Axes, field: Field) -> None:
+def _draw_bars(axes: Any, field: Field) -> None:
     names = list(dict.fromkeys(x for line in field.lines.values() for x in line.x))
     width = BARS / len(field.lines)
     for place, (name, line) in enumerate(field.lines.items()):

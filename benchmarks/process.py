@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 STOP_SECONDS = 10.0
 """Patience with a program that is asked to end."""
@@ -23,8 +23,10 @@ class Process:
         log: File that gets what it says.
         environment: Variables beside this process's own.
         directory: Where it runs; None = here.
-        piped: Its input and output are ``stdin`` and ``stdout``; otherwise it has no input, and its output goes to
-            the log too.
+        piped: It has an input and an output; otherwise it has no input, and its output goes to the log too.
+
+    Attributes:
+        pipes: Input and output, where it is piped.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Process:
                 env=os.environ | environment, cwd=directory,
             )  # fmt: skip
 
+        self.pipes = cast(tuple[IO[str], IO[str]], (self._process.stdin, self._process.stdout))
+
     @property
     def pid(self) -> int:
         """The process that leads its session."""
@@ -53,18 +57,6 @@ class Process:
     def runs(self) -> bool:
         """Whether it has not ended."""
         return self._process.poll() is None
-
-    @property
-    def stdin(self) -> IO[str]:
-        """Its input, where it is piped."""
-        assert self._process.stdin is not None, "piped"
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[str]:
-        """Its output, where it is piped."""
-        assert self._process.stdout is not None, "piped"
-        return self._process.stdout
 
     def wait(self, seconds: float) -> int | None:
         """Its exit status; None where it still runs after so many seconds."""
@@ -87,10 +79,9 @@ class Process:
         self.wait(STOP_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in filter(None, self.pipes):
             with suppress(OSError):  # what was not read
-                if pipe is not None:
-                    pipe.close()
+                pipe.close()
 
     def failure(self, how: str = "ended") -> RuntimeError:
         """An error that repeats its last words."""

@@ -6,17 +6,15 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table as Shown
 
+from benchmarks.picture import Field, draw
 from medusa.files import replace_file, write_json
 from train.provenance import device_name, software
-
-if TYPE_CHECKING:
-    from benchmarks.picture import Field
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +66,12 @@ def environment(program: str, words: Sequence[str], device: torch.device) -> Rep
 def machine(report: Mapping[str, Any]) -> str:
     """In one line, where it was measured."""
     threads = f", {report['threads']} threads" if report["threads"] else ""
-    return (
-        f"{report['device_name']}{threads}, {report['dtype']}" if "dtype" in report else report["device_name"] + threads
-    )
+    dtype = f", {report['dtype']}" if "dtype" in report else ""
+    return f"{report['device_name']}{threads}{dtype}"
 
 
 def publish(
-    options: argparse.Namespace,
-    report: Report,
-    tables: Sequence[Table],
-    title: str = "",
-    fields: Sequence["Field"] = (),
+    options: argparse.Namespace, report: Report, tables: Sequence[Table], title: str = "", fields: Sequence[Field] = ()
 ) -> None:
     """Write the report, show it, draw it, as the flags ask for.
 
@@ -94,17 +87,17 @@ def publish(
     if path := written["json"]:
         write_json(Path(path), report)
     if path := written["markdown"]:
-        text = "\n\n".join([f"`{report['command']}`", f"{machine(report)}.", *(table.markdown() for table in tables)])
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+        head = [f"`{report['command']}`", f"{machine(report)}; {versions}."]
+        text = "\n\n".join([*head, *(table.markdown() for table in tables)])
         replace_file(Path(path), lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
     for table in tables:
         console.print(table.shown())
     if path := written["picture"]:
         try:
-            from benchmarks.picture import draw
+            draw(title, fields, path)
         except ImportError as error:  # on a bare machine the figures count
             logger.warning("no picture: %s", error)
             written["picture"] = None
-        else:
-            draw(title, fields, path)
     if any(written.values()):
         console.print(f"written: {', '.join(str(path) for path in written.values() if path)}", soft_wrap=True)

@@ -19,7 +19,6 @@ from data.arguments import at_least
 from medusa.formats import load_provenance
 from medusa.io.inspect import inspect_heads
 from train.__main__ import main as train
-from train.config import Recipe
 from train.recipe_file import RecipeError, parse_overrides, read_recipe
 from train.run_directory import RunDirectory
 
@@ -84,16 +83,13 @@ def _plan(
             for seed in range(options.seeds)
         ]
         try:
-            recipes = [read_recipe(options.recipe, overrides) for overrides in runs[name]]
-            _check(recipes[0])
+            for overrides in runs[name]:
+                recipe = read_recipe(options.recipe, overrides)
+                if not recipe.data.heldout or not recipe.evaluate.prompts:
+                    raise RecipeError("data.heldout and evaluate.prompts are what variants are compared on; set both")
         except RecipeError as error:
             raise RecipeError(f"variant ({name}): {error}") from None
     return runs
-
-
-def _check(recipe: Recipe) -> None:
-    if not recipe.data.heldout or not recipe.evaluate.prompts:
-        raise RecipeError("data.heldout and evaluate.prompts are what variants are compared on; set both")
 
 
 def _publish(

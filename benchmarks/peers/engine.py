@@ -99,8 +99,8 @@ class Engine:
         """
         self.process.resume()
         try:
-            self.process.stdin.write(json.dumps({"prompts": list(prompts), "new": new, "eos": list(eos)}) + "\n")
-            self.process.stdin.flush()
+            self.process.pipes[0].write(json.dumps({"prompts": list(prompts), "new": new, "eos": list(eos)}) + "\n")
+            self.process.pipes[0].flush()
         except BrokenPipeError:
             raise self.process.failure() from None
         outputs: list[list[int]] = self._answer()["outputs"]
@@ -108,7 +108,7 @@ class Engine:
         return outputs
 
     def _answer(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
+        line = self.process.pipes[1].readline()
         if not line:
             raise self.process.failure()
         answer: dict[str, Any] = json.loads(line)

@@ -33,19 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("load", help="load a server that runs")
-    one.add_argument("url", help="its address up to /v1")
-    one.add_argument("--model", help="name of the model in requests (default: the first that the server names)")
-    one.add_argument("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
-    one.add_argument(
-        "--continuous-usage",
-        action="store_true",
-        help="ask for numbers of tokens with every chunk, as medusa-serve and vLLM tell them (default: at the end)",
-    )
-    one.add_argument("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
-    one.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
-    one.add_argument(
-        "--curves", metavar="FILE", help="draw memory, requests and tasks as /metrics tells them into this PNG file"
-    )
+    add = one.add_argument
+    add("url", help="its address up to /v1")
+    add("--model", help="name of the model in requests (default: the first that the server names)")
+    add("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
+    text = "ask for numbers of tokens with every chunk, as medusa-serve and vLLM tell them (default: at the end)"
+    add("--continuous-usage", action="store_true", help=text)
+    add("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
+    add("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
+    text = "draw memory, requests and tasks as /metrics tells them into this PNG file"
+    add("--curves", metavar="FILE", help=text)
     several = commands.add_parser("compare", help="start servers of smollm2, and load them in turn")
     several.add_argument("environments", help="the directory that benchmarks/peers/setup.sh has filled")
     several.add_argument("--servers", nargs="+", choices=NAMES, default=NAMES, help="default: all")

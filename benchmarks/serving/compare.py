@@ -69,7 +69,7 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values: dict[str, list[float | None]] = {
         f"{what}_{share}": [row[what][share] for row in group]
-        for what in ("first_token", "inter_token", "chunk_gap", "end_to_end")
+        for what in ("first_token", "inter_token", "end_to_end")
         for share in ("p50", "p99")
     }
     values |= {name: [row[name] for row in group] for name in ("tokens_per_second", "tokens_per_chunk")}

@@ -60,9 +60,8 @@ def step(options: argparse.Namespace) -> None:
             ("step_ms", "whole step", "o-"), ("verify_ms", "without its draft", "--"), ("roofline_ms", "bound", ":"),
         ):  # fmt: skip
             lines[f"B = {batch}, {label}"] = Line(nodes, [row[key] for row in rows], style)
-    publish(
-        options, report, [Table.of(title, columns, report["rows"])], title, [Field(lines, BELOW, "ms", doubling=True)]
-    )
+    field = Field(lines, BELOW, "ms", doubling=True)
+    publish(options, report, [Table.of(title, columns, report["rows"])], title, [field])
 
 
 def attention(options: argparse.Namespace) -> None:

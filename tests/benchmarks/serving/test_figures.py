@@ -32,7 +32,6 @@ def test_only_what_happens_in_the_window_counts():
     assert figures["first_token"] == {"count": 2, "p50": 1.75, "p90": pytest.approx(1.95), "p99": pytest.approx(1.995)}
     assert (figures["requests"], figures["tokens_per_request"]) == (2, 5)
     assert figures["end_to_end"]["p50"] == 5
-    assert figures["chunk_gap"] == {"count": 4, "p50": 1.5, "p90": pytest.approx(2.7), "p99": pytest.approx(2.97)}
     gaps = [1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 3.0]  # of a token each
     assert figures["inter_token"]["count"] == len(gaps)
     assert figures["inter_token"]["p50"] == percentile(gaps, 0.5) == 0.5
