@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from medusa.engine.prefix import Prefix
     from medusa.heads import DraftHeads, HeadsConfig, build_heads
     from medusa.io.settings_file import load_settings
-    from medusa.io.tree_file import load_tree
+    from medusa.io.tree_file import load_tree, save_tree
     from medusa.model import MedusaModel, Stream
     from medusa.sampling import SamplingParams, Speculation
     from medusa.tree import Draft, Tree
@@ -38,6 +38,7 @@ __all__ = [
     "build_heads",
     "load_settings",
     "load_tree",
+    "save_tree",
 ]
 
 _HOMES = {
@@ -58,6 +59,7 @@ _HOMES = {
     "build_heads": "medusa.heads",
     "load_settings": "medusa.io.settings_file",
     "load_tree": "medusa.io.tree_file",
+    "save_tree": "medusa.io.tree_file",
 }
 """Where each name is defined."""
 

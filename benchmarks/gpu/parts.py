@@ -1,6 +1,6 @@
 """What ``./launch.sh gpu-check`` tries: commands, their time limits, and the one line that each comes down to.
 
-Standard library only, as in ``benchmarks.gpu.check``.
+Standard library only, as in ``benchmarks.gpu``.
 """
 
 from collections.abc import Callable

@@ -17,8 +17,7 @@ import torch
 from benchmarks.picture import Field, Line, draw
 from benchmarks.report import Table, environment, publish
 from benchmarks.serving.client import Asking, first_model
-from benchmarks.serving.compare import Plan, compare, load, medians
-from benchmarks.serving.prompts import read_prompts
+from benchmarks.serving.compare import Plan, compare, load, medians, read_prompts
 from benchmarks.serving.servers import NAMES, places
 from benchmarks.serving.watch import Watch, curves
 from data.arguments import at_least, exit_status

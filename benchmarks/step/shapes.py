@@ -83,15 +83,9 @@ def random_base(
     config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, seed: int = 0, attention: str = "auto",
     int8: bool = False,
 ) -> BaseModel:  # fmt: skip
-    """A base with random weights, prepared for decoding as ``BaseModel.load`` prepares a real one.
+    """A base with random weights, prepared for decoding; arguments are those of ``BaseModel.load``.
 
-    Args:
-        config: Its shape, see ``shape_config``.
-        dtype: None = bfloat16, or what the device has instead.
-        device: Where it is made.
-        seed: Of the weights.
-        attention: A backend of ``medusa.attention``.
-        int8: Linear layers but the output layer with weights of 8 bits, on a CPU.
+    Its dtype is bfloat16 where none is given, or what the device has instead.
     """
     model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device, seed)
     if int8:

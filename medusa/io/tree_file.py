@@ -7,7 +7,7 @@ from typing import Any
 from medusa.files import header, read_json, write_json
 from medusa.tree import Tree
 
-REMEDY = "make one with medusa.io.tree_file.save_tree"
+REMEDY = "make one with medusa.save_tree"
 
 
 def save_tree(tree: Tree, path: str | Path, details: Mapping[str, Any] | None = None) -> None:

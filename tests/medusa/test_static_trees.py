@@ -7,9 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from medusa import Tree, load_tree
+from medusa import Tree, load_tree, save_tree
 from medusa.drafters import HeadsDrafter
-from medusa.io.tree_file import save_tree
 from medusa.state import DecodeState
 
 

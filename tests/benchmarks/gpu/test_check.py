@@ -11,8 +11,7 @@ import pytest
 from benchmarks.__main__ import main as bench
 from benchmarks.arguments import build_parser
 from benchmarks.gpu import parts as gpu
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.check import check, probe
+from benchmarks.gpu.__main__ import check, main, probe
 from benchmarks.gpu.parts import Part
 from serve.demo import __main__ as demo
 

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.serving.client import Answer
+from benchmarks.serving.compare import part, read_prompts
 from benchmarks.serving.figures import percentile, summarize
 from benchmarks.serving.load import Level
-from benchmarks.serving.prompts import part, read_prompts
 
 
 def answer(asked, times, tokens, told=(), error=None):
