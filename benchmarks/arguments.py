@@ -22,11 +22,11 @@ OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands."""
+    text = (
+        "Drafters beside plain decoding and other engines; what a decode step costs beside what it could at best."
+    )
     parser = argparse.ArgumentParser(
-        prog="medusa-bench",
-        description="What a decode step costs on this machine, beside what it could cost at best.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "medusa-bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{run,tune,step,attention}")
     for name, text, add_flags in (

@@ -57,7 +57,7 @@ def summarize(level: Level) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_from": "usage" if whole and all(answer.tokens is not None for answer in whole) else "chunks",
         "tokens_per_chunk": sum(answer.count for answer in whole) / chunks if chunks else None,
-        "tokens_per_request": _mean(answer.count for answer in ends),
+        "tokens_per_request": sum(answer.count for answer in ends) / len(ends) if ends else None,
     }
 
 
@@ -65,8 +65,3 @@ def _distribution(values: Iterable[float]) -> dict[str, float | int | None]:
     known = list(values)
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {"count": len(known)} | {name: percentile(known, at) if known else None for name, at in shares.items()}
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None
