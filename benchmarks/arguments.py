@@ -22,9 +22,7 @@ OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands."""
-    text = (
-        "Drafters beside plain decoding and other engines; what a decode step costs beside what it could at best."
-    )
+    text = "Drafters beside plain decoding and other engines; what a decode step costs beside what it could at best."
     parser = argparse.ArgumentParser(
         "medusa-bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
