@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import Calibration
 from medusa.cache import BlockPool
 from medusa.drafters.choose import Drafters
 from medusa.drafters.ngram import NgramCache
@@ -57,7 +56,6 @@ class MedusaModel:
         named: Other heads that requests may choose, see ``with_heads``.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         drafters: Chooses what drafts.
-        calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
         provenance: Where the heads come from, where that is known; saved with them.
     """
 
@@ -66,7 +64,6 @@ class MedusaModel:
         base: BaseModel,
         heads: DraftHeads | None = None,
         graph: bool | StepGraphs | None = None,
-        calibration: Calibration | None = None,
         provenance: Mapping[str, Any] | None = None,
         draft_model: BaseModel | None = None,
     ) -> None:
@@ -74,7 +71,7 @@ class MedusaModel:
             heads = _fitted(heads, base)
             base = base.tapped(heads.config.feature_layers)
             heads = freeze(heads, base)
-        self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
+        self.base, self.heads, self.provenance = base, heads, provenance
         self.named: dict[str, DraftHeads] = {}
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         if draft_model is not None:
@@ -133,7 +130,7 @@ class MedusaModel:
         loaded = load_base_and_heads(heads, base, dtype, device, attention, int8, load_options, revision)
         small = None if draft_model is None else load_draft_model(draft_model, loaded.base)
         model = loaded.base.with_mtp() if mtp else loaded.base
-        return cls(model, loaded.heads, graph, loaded.calibration, loaded.provenance, small)
+        return cls(model, loaded.heads, graph, loaded.provenance, small)
 
     def with_heads(self, named: Mapping[str, DraftHeads]) -> "MedusaModel":
         """The same model with these heads beside its own; requests choose them by name (``Speculation.heads``).
@@ -172,7 +169,7 @@ class MedusaModel:
         if self.heads is None:
             raise ValueError("this model has no heads to save; train or load heads first")
         origin = self.provenance if provenance is None else provenance
-        return save_heads(self.heads, directory, origin, self.calibration)
+        return save_heads(self.heads, directory, origin)
 
     def push_to_hub(
         self,

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.budget.calibration import Calibration
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, build_heads
 from medusa.model import MedusaModel
 from train.config import Recipe
 from train.evaluate import accuracy_figures, head_accuracy, served_tokens
 from train.progress import Progress
-from train.provenance import provenance, software
+from train.provenance import provenance
 from train.report import write_report
 from train.run_directory import Position, RunDirectory
 from train.schedule import mixed_seed
@@ -71,7 +70,6 @@ class Trainer:
         self.job, self.engine, self._config = parts.job, parts.engine, parts.config
         self.total, self.step, self.seconds = parts.start.total, parts.start.step, parts.start.seconds
         self.useful = 0  # labels of the base since this process began, for the tokens per second
-        self.calibration: Calibration | None = None  # of the last evaluation
         self._began = self.seconds
 
     def run(self, trackers: Trackers) -> None:
@@ -141,10 +139,7 @@ class Trainer:
         mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout.rows, mine, self.recipe.optim.micro_rows)
         counts = workers.total(counts).long() // (workers.world_size if together else 1)
-        self.calibration = Calibration.of(counts, self._calibration_origin(len(rows)))
-        figures: dict[str, Any] = {
-            f"heldout_{name}": values for name, values in accuracy_figures(self.calibration).items()
-        }
+        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy_figures(counts).items()}
         if options.prompts and not together:
             prompts = self.heldout.prompts[workers.rank :: workers.world_size]
             model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
@@ -173,21 +168,9 @@ class Trainer:
                 adapter = self.job.save_adapter(self.directory.heads)
                 heads = heads.with_config(base_adapter=adapter)
                 origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
-                save_heads(heads, self.directory.heads, origin, self.calibration)
+                save_heads(heads, self.directory.heads, origin)
             LOGGER.info("heads are in %s", self.directory.heads)
         self.workers.wait()
-
-    def _calibration_origin(self, rows: int) -> dict[str, Any]:
-        """What the held-out counts belong to."""
-        recipe = self.recipe
-        return {
-            "heads": f"{recipe.heads.num_heads} {recipe.heads.architecture}",
-            "base": self.base.name,
-            "data": {"source": recipe.data.heldout, "rows": rows, "row_tokens": recipe.data.row_tokens},
-            "dtype": str(self.base.dtype).removeprefix("torch."),
-            "step": self.step,
-            **software(),
-        }
 
     def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
         self.directory.log(figures)

@@ -6,7 +6,7 @@ import torch
 
 from medusa.formats.base import Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
-from medusa.formats.native import Native, load_calibration, load_provenance, save_heads
+from medusa.formats.native import Native, load_provenance, save_heads
 from medusa.formats.original import MedusaV1, MedusaV2
 from medusa.formats.tgi import Lorax, Tgi
 from medusa.formats.vllm import Universal, Vllm
@@ -25,7 +25,6 @@ __all__ = [
     "export_heads",
     "find_format",
     "holders",
-    "load_calibration",
     "load_heads",
     "load_provenance",
     "named_format",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import Calibration
 from medusa.files import peek_object, read_object
 from medusa.heads import DraftHeads, HeadsConfig
 
@@ -25,8 +24,6 @@ class Export:
     """Its output layer and tokenizer are shipped by formats whose readers do not take them from the base itself."""
     provenance: Mapping[str, Any] | None = None
     """Where the heads come from, for formats that hold it."""
-    calibration: Calibration | None = None
-    """How often the heads are right, for formats that hold it."""
 
 
 class Format(ABC):

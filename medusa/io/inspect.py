@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from medusa.base.checkpoint import resolve_base
-from medusa.formats import FORMATS, find_format, load_calibration
+from medusa.formats import FORMATS, find_format
 from medusa.formats.tensor_files import read_tensors
 from medusa.heads import HeadsConfig
 
@@ -33,7 +33,6 @@ def inspect_heads(directory: Path) -> dict[str, Any]:
             heads = form.load(directory)
             report |= {"heads": _describe(heads.config), "exports": _exports(heads.config)}
             problems += _base_problems(heads.config, directory)
-            load_calibration(directory, heads.config)
         except (OSError, ValueError) as error:
             problems.append(str(error))
     report["tensors"] = _tensors(directory, problems)

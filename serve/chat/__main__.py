@@ -132,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--tree",
         metavar="FILE",
-        help="draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)",
+        help="draft the static tree of a file, in place of --nodes and --drafter (default: a tree per step)",
     )
     decoding.add_argument(
         "--settings",

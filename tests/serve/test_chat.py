@@ -69,7 +69,7 @@ def test_a_static_tree_reaches_the_model(
 ) -> None:
     path = tmp_path / "tree.json"
     assert say(b"hello\n", "--tree", str(path)) == 1
-    assert f"tree ({path}) does not exist; make one with medusa-bench tree" in capsys.readouterr().err
+    assert f"tree ({path}) does not exist; make one with medusa.save_tree" in capsys.readouterr().err
     save_tree(Tree.full((2, 1)), path)
     assert say(b"hello\n", "--tree", str(path)) == 0
     assert capsys.readouterr().out

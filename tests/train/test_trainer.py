@@ -19,8 +19,7 @@ from data.packing import IGNORE, PackedRows, pack
 from data.sources import read_samples
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import Calibration
-from medusa.formats import load_calibration, load_heads
+from medusa.formats import load_heads
 from tests.train.jobs import metrics
 from train import setup
 from train.__main__ import main
@@ -78,10 +77,6 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
     assert provenance["command"] == shlex.join(sys.orig_argv)
     report = json.loads((finished / "training.json").read_text(encoding="utf-8"))
     assert report["evaluations"][-1]["heldout_tokens_per_step"] == last["heldout_tokens_per_step"]
-    calibration = load_calibration(finished / "heads", heads.config)
-    assert calibration is not None
-    assert accuracy_figures(calibration) == {name: last[f"heldout_{name}"] for name in accuracy_figures(calibration)}
-    assert (calibration.provenance["step"], calibration.provenance["data"]["rows"]) == (last["step"], 54)
 
 
 def test_a_finished_run_says_so(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,7 +286,7 @@ def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: P
     heads = load_heads(finished / "heads")
     packed = pack(read_samples(samples, model.tokenizer)[:5], row_tokens=96)
     rows = torch.arange(len(packed))
-    figures = accuracy_figures(Calibration.of(head_accuracy(model, heads, packed, rows, batch_rows=2), {}))
+    figures = accuracy_figures(head_accuracy(model, heads, packed, rows, batch_rows=2))
     hidden, paths, labels = _heads_inputs(model, packed, 3)
     with torch.no_grad():
         features = heads(hidden, paths, model)

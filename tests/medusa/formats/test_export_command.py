@@ -208,9 +208,8 @@ def test_inspect_sees_what_else_loading_needs(saved, tmp_path, capsys):
     assert run("inspect", heads) == 1
     assert "adapter) does not exist and the heads need it" in capsys.readouterr().out
     rewrite(base_adapter="")(heads)
-    (heads / "calibration.json").write_text("{")
-    assert run("inspect", heads) == 1
-    assert "calibration.json) is not valid JSON" in capsys.readouterr().out
+    (heads / "calibration.json").write_text("{")  # older heads have one, and nothing reads it
+    assert run("inspect", heads) == 0
 
 
 @pytest.mark.parametrize("name", ["universal", "vllm"])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
-from medusa import BaseModel, Calibration, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base.checkpoint import resolve_base
-from medusa.formats import FORMATS, Export, export_heads, find_format, holders, load_calibration, load_heads, refusal
+from medusa.formats import FORMATS, Export, export_heads, find_format, holders, load_heads, refusal
 from tests.medusa.formats import engines
 from tests.medusa.formats.stored import load_config
 
@@ -223,12 +223,10 @@ def test_exporting_again_leaves_nothing_of_the_heads_before(base, new_heads, hid
         engines.read_by_vllm(tmp_path / "heads", hidden, base.lm_head_weight)
 
 
-def test_native_exports_keep_provenance_and_calibration(new_heads, tmp_path):
-    calibration = Calibration((10, 8, 6), ((5, 2), (4, 1), (3, 1)))
-    export = Export(new_heads("shared"), None, {"steps": 3}, calibration)
+def test_native_exports_keep_provenance(new_heads, tmp_path):
+    export = Export(new_heads("shared"), None, {"steps": 3})
     directory = export_heads(export, "native", tmp_path / "heads")
     assert json.loads((directory / "provenance.json").read_text()) == {"steps": 3}
-    assert load_calibration(directory, load_config(directory)) == calibration
 
 
 def test_an_unknown_format_names_the_known(new_heads, tmp_path):
