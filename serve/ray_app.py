@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from ray import serve
 from starlette.middleware import Middleware
 
 from data.arguments import at_least, show_messages
+from serve.flags import add_flags, flag
 from serve.server import build_app, build_parser
 
 if TYPE_CHECKING:
@@ -60,39 +62,31 @@ Keys are read from the environment here, as by medusa-serve. Heads cannot be loa
 """
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How many replicas, and what each of them gets."""
+
+    replicas: int = flag(1, "copies of the server", at_least(1), "N")
+    max_replicas: int | None = flag(
+        None, "start more under load, up to so many, and end them later (default: --replicas)", at_least(1), "N"
+    )
+    target_requests: int | None = flag(
+        None,
+        "requests per replica that more of them are started for (default: those that decode together)",
+        at_least(1),
+        "N",
+    )
+    gpus: float | None = flag(
+        None, "GPUs of a replica, 0.5 = two share one (default: 1, or 0 where this machine has none)", float, "N"
+    )
+    cpus: int = flag(1, "cores of a replica; on a CPU it computes with so many threads", at_least(1), "N")
+
+
 def build_ray_parser() -> argparse.ArgumentParser:
     """The command line: that of medusa-serve, and how many."""
     parser = build_parser()
     parser.prog, parser.description, parser.epilog = "python -m serve.ray_app", "Serve from several replicas.", EPILOG
-    scale = parser.add_argument_group("scale")
-    scale.add_argument(
-        "--replicas", type=at_least(1), default=1, metavar="N", help="copies of the server (default: %(default)s)"
-    )
-    scale.add_argument(
-        "--max-replicas",
-        type=at_least(1),
-        metavar="N",
-        help="start more under load, up to so many, and end them later (default: as many as --replicas)",
-    )
-    scale.add_argument(
-        "--target-requests",
-        type=at_least(1),
-        metavar="N",
-        help="requests per replica that more of them are started for (default: those that decode together)",
-    )
-    scale.add_argument(
-        "--gpus",
-        type=float,
-        metavar="N",
-        help="GPUs of a replica, 0.5 = two share one (default: 1, or 0 where this machine has none)",
-    )
-    scale.add_argument(
-        "--cpus",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="cores of a replica; on a CPU it computes with so many threads (default: %(default)s)",
-    )
+    add_flags(parser.add_argument_group("scale"), Scale)
     return parser
 
 
