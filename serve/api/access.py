@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
 
 from serve.api.errors import ApiError
 from serve.settings import ApiSettings
@@ -57,7 +58,7 @@ def _same(ours: str, theirs: str) -> bool:
 
 
 class Limits:
-    """ASGI middleware: bodies have a limit, and every request an id and a line in the log.
+    """ASGI middleware: bodies have a limit (status 413), and every request an id and a line in the log.
 
     Args:
         app: What it stands before.
@@ -68,14 +69,21 @@ class Limits:
         self._app, self._max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, read, answered = time.monotonic(), 0, 0, False
-        headers = dict(scope["headers"])
-        name = headers.get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
-        declared = headers.get(b"content-length", b"0")
+        began, status, read = time.monotonic(), 0, 0
+        name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_body:
+                detail = f"body exceeds the limit ({self._max_body} bytes); send less"
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
+            return message
 
         async def named(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -84,30 +92,8 @@ class Limits:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode("latin-1"))]
             await send(message)
 
-        async def refuse() -> None:
-            nonlocal answered
-            answered = True
-            message = f"body exceeds the limit ({self._max_body} bytes); send less"
-            error = ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
-            await error.response()(scope, receive, named)
-
-        async def counted() -> MutableMapping[str, Any]:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_body and not answered:
-                await refuse()
-            return {"type": "http.disconnect"} if answered else message
-
-        async def unless_answered(message: MutableMapping[str, Any]) -> None:
-            if not answered:
-                await named(message)
-
         try:
-            if declared.isdigit() and int(declared) > self._max_body:
-                await refuse()
-            else:
-                await self._app(scope, counted, unless_answered)
+            await self._app(scope, counted, named)
         finally:
             if scope["path"] not in ("/health", "/metrics"):
                 seconds = time.monotonic() - began

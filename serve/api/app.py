@@ -1,8 +1,9 @@
 """The application: routes to what answers them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,14 +164,9 @@ def _who(key: str, body: Sampling) -> str:
 def _serve_page(app: FastAPI) -> None:
     """The web page: plain files."""
 
-    def file(name: str) -> Callable[[], Awaitable[FileResponse]]:
-        async def send() -> FileResponse:
-            return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
+    async def send(name: str) -> FileResponse:
+        return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
 
-        return send
-
-    for name in ("index.html", "page.css", "page.js", "figures.js", "common.js"):
-        path = "/" if name == "index.html" else f"/{name}"
-        app.add_api_route(
-            path, file(name), methods=["GET", "HEAD"], include_in_schema=False, response_class=FileResponse
-        )
+    for file in PAGE.iterdir():
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        app.add_api_route(path, partial(send, file.name), methods=["GET", "HEAD"], include_in_schema=False)
