@@ -48,7 +48,8 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
         ApiError: It is somebody else, or there is no admin.
     """
     if not settings.admin_key:
-        raise ApiError(HTTPStatus.FORBIDDEN, "heads cannot be changed at run time: the server has no admin key")
+        message = "heads cannot be changed at run time: there is no admin key, which replicas never have"
+        raise ApiError(HTTPStatus.FORBIDDEN, message)
     if not _same(bearer(request), settings.admin_key):
         raise ApiError(HTTPStatus.UNAUTHORIZED, "admin key is missing or wrong", code="invalid_api_key")
 

@@ -139,11 +139,16 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         await service.models.remove(name)
         return {"object": "list", "data": service.models.listing()}
 
+    def check_health() -> None:
+        if not engine.healthy(STUCK):
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
+
+    app.state.check_health = check_health  # for Ray too
+
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """200 while the engine works."""
-        if not engine.healthy(STUCK):
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
+        check_health()
         return Response()
 
     @app.get("/metrics", response_class=PlainTextResponse)
