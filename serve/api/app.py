@@ -26,7 +26,6 @@ from serve.api.protocol import (
 )
 from serve.api.reply import Reply
 from serve.api.service import Service, while_connected
-from serve.api.stream import stream
 from serve.models import UnknownModelError
 
 PAGE = Path(__file__).parents[1] / "page"
@@ -76,7 +75,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     async def reply(request: Request, body: Sampling, starting: Awaitable[Reply]) -> Response:
         answer = await while_connected(request, starting)
         if body.stream:
-            return stream(answer.chunks())
+            return answer.stream()
         return JSONResponse(await while_connected(request, answer.answer()))
 
     @app.post("/v1/chat/completions", responses=ERRORS)

@@ -1,16 +1,22 @@
 """An answer, whole or as a stream; what both endpoints have in common."""
 
+import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
+from fastapi.responses import StreamingResponse
+
 from medusa import Output
 from serve.api.errors import as_api_error
 from serve.api.protocol import Sampling, StreamOptions
 from serve.api.service import Service, merged
 from serve.request import Delta, Ticket
+
+logger = logging.getLogger(__name__)
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "stop"}
 """OpenAI's words for why a completion has ended."""
@@ -79,8 +85,23 @@ class Reply:
                 choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.request.prompt}
         return body | self._spec_metrics()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """The answer piece by piece."""
+    def stream(self) -> StreamingResponse:
+        """The answer as server-sent events; an error is the last one. A client that goes away ends them."""
+
+        async def events() -> AsyncGenerator[str]:
+            try:
+                async with aclosing(self._chunks()) as chunks:
+                    async for chunk in chunks:
+                        yield _event(chunk)
+            except Exception as error:  # noqa: BLE001 - the status is sent already: the stream has to tell it
+                logger.info("a stream ends early: %s", error)
+                yield _event(as_api_error(error).body())
+            yield "data: [DONE]\n\n"
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any]]:
         options = self._body.stream_options or StreamOptions()
         told = [0] * len(self._tickets)
         head = {**self._head, "object": self._kind.chunk} | ({"usage": None} if options.include_usage else {})
@@ -127,3 +148,8 @@ class Reply:
             "num_draft_tokens": output.draft_tokens,
         }
         return {"metrics": {"speculative_decoding": figures}}
+
+
+def _event(body: dict[str, Any]) -> str:
+    """One event; in ASCII, since readers of lines end them at some other characters too."""
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
