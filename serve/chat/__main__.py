@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.arguments import show_messages
 from serve.chat.commands import COMMANDS
-from serve.chat.conversation import Conversation, Settings
+from serve.chat.conversation import Conversation, GenerationOptions
 from serve.chat.repl import Repl
 from serve.chat.terminal import Terminal
 from serve.flags import add_flags, from_flags
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="as the server names it (default: its first)")
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
-    add_flags(answers, Settings)
+    add_flags(answers, GenerationOptions)
     add = parser.add_argument_group("files").add_argument
     text = "draft a static tree of medusa-bench tree, in place of --nodes and --drafter (default: a tree per step)"
     add("--tree", metavar="FILE", help=text)
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
+def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, GenerationOptions]:
     """What was given; flags that contradict each other are wrong use."""
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -70,7 +70,7 @@ def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Setting
         if (file := getattr(args, name)) and (args.nodes is not None or args.drafter is not None):
             parser.error(f"{name} ({file}) takes the place of --nodes and --drafter; leave them out")
     try:
-        return args, from_flags(Settings, args)
+        return args, from_flags(GenerationOptions, args)
     except ValueError as error:
         parser.error(str(error))
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: Settings) -> None:
+def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> None:
     from serve.chat.remote import RemoteModel
 
     model = RemoteModel(args.endpoint, args.model or "", os.environ.get("MEDUSA_API_KEY", ""))
@@ -113,7 +113,7 @@ def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: Sett
     Repl(model, terminal, COMMANDS, Conversation(args.system), settings, title).run()
 
 
-def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Settings) -> None:
+def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> None:
     from medusa import Prefix, load_tree
     from medusa.drafters.ngram import NgramCache
 

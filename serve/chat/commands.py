@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.sampling import DRAFTERS, RULES
-from serve.chat.conversation import Conversation, Settings, load, save, tree_budget
+from serve.chat.conversation import Conversation, GenerationOptions, load, save, tree_budget
 from serve.chat.repl import Command, Repl
 from serve.chat.terminal import count
 
@@ -31,14 +31,14 @@ def _setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], No
             try:
                 value = parse(argument)
             except ValueError:
-                value = argument  # Settings names the rule that it breaks
+                value = argument  # the options name the rule that it breaks
             repl.settings = replace(repl.settings, **{name: value})
         repl.terminal.note(f"{name} = {_shown(repl.settings, name)}")
 
     return run
 
 
-def _shown(settings: Settings, name: str) -> object:
+def _shown(settings: GenerationOptions, name: str) -> object:
     value = getattr(settings, name)
     return "auto" if value is None else value
 

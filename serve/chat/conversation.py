@@ -21,7 +21,7 @@ def tree_budget(text: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationOptions:
     """How answers are generated: fields are options of ``MedusaModel.stream``, and flags of the command line.
 
     Raises:
@@ -124,7 +124,7 @@ class Conversation:
         return bisect_left(range(len(self.turns) + 1), True, key=lambda n: fits(self.prompt(message, forget=n)))
 
 
-def save(path: Path, conversation: Conversation, settings: Settings) -> None:
+def save(path: Path, conversation: Conversation, settings: GenerationOptions) -> None:
     """Write messages and settings as JSON, whole or not at all.
 
     Raises:
@@ -134,7 +134,7 @@ def save(path: Path, conversation: Conversation, settings: Settings) -> None:
     replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
 
 
-def load(path: Path) -> tuple[Conversation, Settings]:
+def load(path: Path) -> tuple[Conversation, GenerationOptions]:
     """Read what :func:`save` wrote.
 
     Raises:
@@ -145,7 +145,7 @@ def load(path: Path) -> tuple[Conversation, Settings]:
     try:
         if not isinstance(settings := content.get("settings", {}), dict):
             raise ValueError("settings must be an object")
-        return _conversation(content.get("messages")), Settings(**settings)
+        return _conversation(content.get("messages")), GenerationOptions(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"conversation ({path}) is damaged: {error}; name a file that /save wrote") from None
 

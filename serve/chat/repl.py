@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from serve.chat.conversation import Conversation, Message, Settings, Turn
+from serve.chat.conversation import Conversation, GenerationOptions, Message, Turn
 from serve.chat.terminal import Terminal, count
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Repl:
     commands: Mapping[str, Command]
     """What a line that begins with a slash may be, by name."""
     conversation: Conversation
-    settings: Settings
+    settings: GenerationOptions
     title: str = ""
     """Lines of the banner about the model."""
     prefix: "Prefix | None" = None

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 from serve.chat.commands import COMMANDS
-from serve.chat.conversation import Conversation, Settings
+from serve.chat.conversation import Conversation, GenerationOptions
 from serve.chat.repl import Repl
 from serve.chat.terminal import Terminal
 
@@ -84,7 +84,7 @@ class Chat:
         self.model = model or FakeModel()
         out, err = io.StringIO(), io.StringIO()
         face = terminal(io.StringIO(lines), out, err, colour=True, environ={})
-        self.repl = Repl(self.model, face, COMMANDS, Conversation(system), Settings(**settings), prefix=prefix)
+        self.repl = Repl(self.model, face, COMMANDS, Conversation(system), GenerationOptions(**settings), prefix=prefix)
         try:
             self.repl.run()
         finally:
@@ -98,4 +98,4 @@ class Chat:
 if __name__ == "__main__":
     slow = FakeModel(answers=[[f"word{index} " for index in range(1000)]], delay=0.02)
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour="--colour" in sys.argv)
-    Repl(slow, terminal, COMMANDS, Conversation(), Settings(max_new_tokens=900), title="a fake model").run()
+    Repl(slow, terminal, COMMANDS, Conversation(), GenerationOptions(max_new_tokens=900), title="a fake model").run()

@@ -1,11 +1,11 @@
-"""Settings and conversations: what they refuse, what leaves the context, what a file must hold."""
+"""Options and conversations: what they refuse, what leaves the context, what a file must hold."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from serve.chat.conversation import Conversation, Settings, Turn, load, save
+from serve.chat.conversation import Conversation, GenerationOptions, Turn, load, save
 
 THREE_TURNS = Conversation("be brief", [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")])
 
@@ -13,7 +13,7 @@ THREE_TURNS = Conversation("be brief", [Turn("q1", "a1"), Turn("q2", "a2"), Turn
 @pytest.mark.parametrize(("acceptance", "temperature"), [("greedy", 0.5), ("sampling", 0.0), ("typical", 0.0)])
 def test_rule_and_temperature_must_agree(acceptance, temperature):
     with pytest.raises(ValueError, match=rf"acceptance \({acceptance}\) does not go with temperature"):
-        Settings(acceptance=acceptance, temperature=temperature)
+        GenerationOptions(acceptance=acceptance, temperature=temperature)
 
 
 def test_prompt_has_system_and_what_was_not_forgotten():
@@ -31,12 +31,12 @@ def test_saved_conversation_comes_back(tmp_path):
     path = tmp_path / "chat.json"
     path.write_text("older")
     conversation = Conversation("kürz", [Turn("q\n1", "a1")])
-    save(path, conversation, Settings(temperature=0.5, nodes=8))
-    assert load(path) == (conversation, Settings(temperature=0.5, nodes=8))
+    save(path, conversation, GenerationOptions(temperature=0.5, nodes=8))
+    assert load(path) == (conversation, GenerationOptions(temperature=0.5, nodes=8))
     assert "kürz" in path.read_text(encoding="utf-8")
     assert list(tmp_path.iterdir()) == [path]
     path.write_text('{"messages": []}')
-    assert load(path) == (Conversation(), Settings()), "settings may be absent"
+    assert load(path) == (Conversation(), GenerationOptions()), "settings may be absent"
 
 
 def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -48,7 +48,7 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        save(path, Conversation(), Settings())
+        save(path, Conversation(), GenerationOptions())
     assert path.read_text() == "older"
     assert list(tmp_path.iterdir()) == [path]
 
