@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from data.arguments import at_least, show_messages
 from serve.flags import add_flags, flag
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Where Ray's proxies look for middleware when they start."""
@@ -154,10 +150,10 @@ class Retries:
         app: Ray's proxy.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, asked at most ``TRIES`` times."""
         heard: list[Message] = []
         for _ in range(TRIES if scope["type"] == "http" else 1):
@@ -165,7 +161,7 @@ class Retries:
             if spoken or any(message["type"] == "http.disconnect" for message in heard):
                 return
 
-    async def _asked(self, scope: MutableMapping[str, Any], heard: list[Message], receive: Receive, send: Send) -> bool:
+    async def _asked(self, scope: Scope, heard: list[Message], receive: Receive, send: Send) -> bool:
         """Whether the client has got an answer, or the beginning of one."""
         again, held, speaking = iter(list(heard)), list[Message](), False
 

@@ -3,23 +3,17 @@
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
-from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.api.errors import ApiError
 from serve.settings import ApiSettings
 
 logger = logging.getLogger("serve.requests")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def bearer(request: Request) -> str:
@@ -66,7 +60,7 @@ class Limits:
         max_body: Bytes.
     """
 
-    def __init__(self, app: App, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +71,7 @@ class Limits:
         began, status, read = time.monotonic(), 0, 0
         name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
 
-        async def counted() -> MutableMapping[str, Any]:
+        async def counted() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
@@ -86,7 +80,7 @@ class Limits:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
             return message
 
-        async def named(message: MutableMapping[str, Any]) -> None:
+        async def named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
