@@ -45,32 +45,27 @@ class MedusaV1(Original):
     name = "medusa-v1"
     summary = "FasterDecoding/Medusa and TensorRT-LLM: an output layer per head"
     weights = PICKLE  # the original's code reads no other
+    own = True
+    elsewise = "holds an output layer per head and these heads share the base's"
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads with output layers of their own."""
-        shared = "" if config.own_lm_heads else "holds an output layer per head and these heads share the base's"
-        return super().obstacle(config) or shared
+        """Medusa heads with output layers as the version has them."""
+        return super().obstacle(config) or ("" if config.own_lm_heads == self.own else self.elsewise)
 
     def matches(self, directory: Path) -> bool:
         """By the config keys, the version, and the name of the weights."""
-        return _is_original(directory) and not _is_version_2(directory)
+        named = any((directory / name).is_file() for name in (PICKLE, SAFETENSORS))
+        return named and _has_original_config(directory) and _is_version_2(directory) != self.own
 
 
-class MedusaV2(Original):
+class MedusaV2(MedusaV1):
     """All heads share the base's output layer."""
 
     name = "medusa-v2"
     summary = "FasterDecoding/Medusa, version 2: heads share the base's output layer"
     weights = SAFETENSORS
-
-    def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads that share the base's output layer."""
-        own = "shares the base's output layer and these heads have their own" if config.own_lm_heads else ""
-        return super().obstacle(config) or own
-
-    def matches(self, directory: Path) -> bool:
-        """By the config keys, the version, and the name of the weights."""
-        return _is_original(directory) and _is_version_2(directory)
+    own = False
+    elsewise = "shares the base's output layer and these heads have their own"
 
 
 class Tgi(Original):
@@ -108,11 +103,6 @@ class Lorax(Tgi):
     def files(self, directory: Path) -> list[Path]:
         """All safetensors there are."""
         return sorted(directory.glob("*.safetensors"))
-
-
-def _is_original(directory: Path) -> bool:
-    named = any((directory / name).is_file() for name in (PICKLE, SAFETENSORS))
-    return named and _has_original_config(directory)
 
 
 def _has_original_config(directory: Path) -> bool:
