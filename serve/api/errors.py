@@ -92,6 +92,7 @@ def as_api_error(error: Exception) -> ApiError:
             return refused(f"{place}: {message}" if place else message, place or None)
         case ValueError():
             return refused(str(error))
+    logger.error("internal error", exc_info=error)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
 
 

@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-AUTO = "auto"
-LABELS = {AUTO: "auto (default)", "heads": "heads", "prompt-lookup": "prompt lookup"}
-"""Drafters, the default first: the fastest, found out as it runs."""
+from serve.demo import LABELS
+
 COLUMNS = ("tokens_per_s", "tokens_per_step", "speedup", "speedup_over_transformers")
 """Figures of a way to decode, as the table shows them."""
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from medusa import BaseModel, MedusaModel
+from serve.demo import LABELS
 from serve.demo import __main__ as demo
 from serve.demo.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
 from serve.demo.figures import measure
 from serve.demo.picture import draw
 from serve.demo.progress import Progress
 from serve.demo.questions import file_questions
-from serve.demo.report import LABELS, publish
+from serve.demo.report import publish
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
