@@ -4,7 +4,7 @@ import argparse
 
 from data import EMBEDDED
 from data.arguments import at_least
-from serve.chat.__main__ import drafter_name
+from medusa.sampling import sources
 from serve.model_options import ATTENTION
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -163,4 +163,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _drafters(text: str) -> list[str]:
-    return [drafter_name(part.strip()) for part in text.split(",")]
+    names = [part.strip() for part in text.split(",")]
+    try:
+        for name in names:
+            sources(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return names

@@ -68,16 +68,14 @@ class Format(ABC):
         return ""
 
     def save(self, export: Export, directory: Path) -> Path:
-        """Write heads into a directory, which is created if missing; every file appears whole or not at all.
+        """Write heads without an obstacle into a directory, created if missing; every file appears whole or not at all.
 
         Returns:
             The directory.
 
         Raises:
-            ValueError: The format cannot hold these heads or lacks their base, or the directory is of another format.
+            ValueError: The base that the format ships is not given, or the directory is of another format.
         """
-        if reason := self.obstacle(export.heads.config):
-            raise ValueError(f"format {self.name!r} {reason}; choose another format")
         if (directory / CONFIG).exists() and not self.matches(directory):
             raise ValueError(
                 f"directory ({directory}) holds a {CONFIG} that is not {self.name!r}; give a new directory"
