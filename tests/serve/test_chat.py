@@ -71,7 +71,7 @@ def say(monkeypatch):
 def test_a_static_tree_reaches_the_model(say, heads, tmp_path, capsys):
     path = tmp_path / "tree.json"
     assert say(b"hello\n", "--heads", heads, "--tree", path) == 1
-    assert f"tree ({path}) does not exist; make one with medusa-bench tree" in capsys.readouterr().err
+    assert f"tree ({path}) does not exist; make one with medusa.save_tree" in capsys.readouterr().err
     save_tree(Tree.full((2, 1)), path)
     assert say(b"hello\n", "--heads", heads, "--tree", path) == 0
     assert capsys.readouterr().out
