@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
-import medusa
-from medusa import BaseModel, Batch, EngineConfig, MedusaModel, Piece
+from medusa import BaseModel, Batch, EngineConfig, MedusaModel, Piece, Request
 from serve.jobs import Job
 from serve.metrics import Metrics
-from serve.request import BusyError, Delta, EngineError, LateError, Request, StoppingError, Ticket
+from serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
 from serve.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Engine:
         self._batch = self._new_batch()
         self._old: list[Batch] = []  # with requests of before the heads have changed
         self._jobs: dict[Ticket, Job] = {}
-        self._of: dict[medusa.Request, Job] = {}
+        self._of: dict[Request, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: list[tuple[Ticket, Delta | Exception | None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,11 +79,11 @@ class Engine:
         """Whether the thread runs, and its loop has turned in so many seconds."""
         return self._thread.is_alive() and time.monotonic() - self._turned < patience
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, asked: Asked) -> Ticket:
         """Send a request on its way; whether it is taken, the ticket will say."""
-        ticket = Ticket(request, self._cancel)
+        ticket = Ticket(asked, self._cancel)
         now = time.monotonic()
-        job = Job(ticket, now, now + request.timeout if request.timeout is not None else float("inf"))
+        job = Job(ticket, now, now + asked.timeout if asked.timeout is not None else float("inf"))
         self._inbox.put(lambda: self._take(job))
         return ticket
 
@@ -237,6 +236,7 @@ class Engine:
 
     def _drop(self, batch: Batch, error: Exception) -> None:
         """Go on without a batch that is broken."""
+        batch.close()
         for job in [job for job in self._jobs.values() if job.batch is batch]:
             del self._of[job.request], self._jobs[job.ticket]
             self._events.append((job.ticket, EngineError(f"a step has failed: {error}")))
@@ -247,6 +247,8 @@ class Engine:
 
     def _lose(self, error: Exception) -> None:
         """Go on without any request."""
+        for batch in [*self._old, self._batch]:
+            batch.close()
         for ticket, job in self._jobs.items():
             self._events.append((ticket, EngineError(f"the engine has failed: {error}")))
             self.metrics.ended(job, "error")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import medusa
-from serve.request import Request, Ticket
+from serve.request import Asked, Ticket
 
 
 @dataclass(eq=False)
@@ -31,6 +31,6 @@ class Job:
     """As ``Output.accepted``, when they were counted."""
 
     @property
-    def asked(self) -> Request:
+    def asked(self) -> Asked:
         """What was asked for."""
-        return self.ticket.request
+        return self.ticket.asked

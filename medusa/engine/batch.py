@@ -153,6 +153,11 @@ class Batch:
         self._leave()
         self._grown.pop(request, None)
 
+    def close(self) -> None:
+        """Give everything back, after a step that has failed; the batch may not be used any more."""
+        for request in (*self._scheduler, *self._decoding):
+            request.close()
+
     def step(self) -> dict[Request, list[Piece]]:
         """One decode step of the requests that are ready, and chunks of the texts that wait.
 

@@ -80,9 +80,9 @@ class Reply:
         told = [len(ticket.output.tokens) for ticket in self._tickets]
         body = {**self._head, "object": self._kind.whole, "choices": choices, "usage": self._usage(told)}
         if self._body.return_token_ids:
-            body["prompt_token_ids"] = self._tickets[0].request.prompt
+            body["prompt_token_ids"] = self._tickets[0].asked.prompt
             for choice, ticket in zip(choices, self._tickets, strict=True):
-                choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.request.prompt}
+                choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.asked.prompt}
         return body | self._spec_metrics()
 
     def stream(self) -> StreamingResponse:

@@ -19,7 +19,7 @@ from serve.api.errors import ApiError, as_api_error, refused
 from serve.api.protocol import Message, Sampling, SpeculationBody
 from serve.engine import Engine
 from serve.models import Models
-from serve.request import Delta, Request, Ticket
+from serve.request import Asked, Delta, Ticket
 from serve.settings import ApiSettings
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Service:
         logprobs: int | None,
         constraint: Callable[[], Any] | None,
         client: str,
-    ) -> list[Request]:
+    ) -> list[Asked]:
         """What the engine is asked for: n completions of each prompt.
 
         Raises:
@@ -125,7 +125,7 @@ class Service:
             params = _params(body, room if max_tokens is None else max_tokens, logprobs)
             for number in range(body.n or 1):
                 seeded = replace(params, seed=(seed + number) % 2**63)
-                found.append(Request(prompt, seeded, speculation, constraint, client, priority, timeout))
+                found.append(Asked(prompt, seeded, speculation, constraint, client, priority, timeout))
         return found
 
     def _speculation(self, body: Sampling) -> Speculation:
@@ -143,7 +143,7 @@ class Service:
         tree = None if asked.tree is None else Tree(tuple(tuple(path) for path in asked.tree))
         return Speculation(**given, heads=heads, tree=tree)
 
-    async def start(self, requests: Sequence[Request]) -> list[Ticket]:
+    async def start(self, requests: Sequence[Asked]) -> list[Ticket]:
         """Send requests on their way; all of them are taken, or none.
 
         Raises:

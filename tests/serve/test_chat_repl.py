@@ -6,7 +6,8 @@ import re
 import pytest
 
 from medusa import Prefix
-from medusa.cache import SlotLayer
+from medusa.cache import BLOCK
+from medusa.cache.layer import PassLayer
 from serve.chat.commands import COMMANDS
 from serve.chat.conversation import Turn
 from tests.serve.fake_model import Chat, FakeModel, Person
@@ -182,17 +183,17 @@ def cached(chat):
 
 
 def test_a_chat_says_the_same_and_computes_less(model):
-    lines = "hello\nand you?\n/regen\n/reset\nhello again\n"
+    lines = f"hello{' there' * 6}\nand you?\n/regen\n/reset\nhello again\n"
     chat, plain = (Chat(lines, model, prefix=prefix, **REAL) for prefix in (Prefix(), None))
     assert answers(chat) == answers(plain)
     assert cached(plain) == 0
     # Bytes are tokens here, and odd ones do not survive as text: turns agree up to the first of them at least.
-    assert cached(chat) >= 2 * len("hello")
+    assert cached(chat) >= BLOCK
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 11])
 def test_after_an_interrupted_answer_the_chat_goes_on_right(model, monkeypatch, count):
-    update, calls = SlotLayer.update, 0
+    update, calls = PassLayer.update, 0
 
     def interrupted(*arguments, **options):
         nonlocal calls
@@ -201,7 +202,7 @@ def test_after_an_interrupted_answer_the_chat_goes_on_right(model, monkeypatch, 
             raise KeyboardInterrupt
         return update(*arguments, **options)
 
-    monkeypatch.setattr(SlotLayer, "update", interrupted)
+    monkeypatch.setattr(PassLayer, "update", interrupted)
     outs = []
     for prefix in (Prefix(), None):
         calls = 0
@@ -210,7 +211,7 @@ def test_after_an_interrupted_answer_the_chat_goes_on_right(model, monkeypatch, 
 
 
 def test_known_tokens_are_told_and_a_reset_forgets_them(model):
-    chat = Chat("hello\nhello\n/stats\n/reset\nhello\n", model, prefix=Prefix(), **REAL)
+    chat = Chat(f"hello{' there' * 6}\nhello\n/stats\n/reset\nhello\n", model, prefix=Prefix(), **REAL)
     read = sum(output.prompt_tokens for output in chat.repl.outputs[:2])
     assert f"{cached(chat)} of {read} prompt tokens were known from the answer before" in chat.out
     assert chat.repl.outputs[1].cached_tokens > chat.repl.outputs[2].cached_tokens == 0
