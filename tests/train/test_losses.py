@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.packing import IGNORE
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 from train import row_losses
-from train.fused import Targets, fused_loss
+from train.fused import fused_loss
 from train.losses import HeadsLoss
+from train.row_losses import Targets
 
 HEADS, ROWS, HIDDEN, VOCABULARY = 3, 37, 8, 19
 KINDS = ["ce", "kl", "tv"]
