@@ -82,7 +82,7 @@ def test_what_another_process_wrote_is_found(tmp_path: Path, frozen: BaseModel, 
 
 def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     _cache(tmp_path, frozen, packed)
-    (tmp_path / "0123.tmp").write_bytes(b"half a shard")
+    (tmp_path / ".0123.tmp9").write_bytes(b"half a shard")
     cache = _cache(tmp_path, frozen, packed)
     cache.read(torch.tensor([0]))
     assert _asked(cache) == [0]
@@ -91,12 +91,12 @@ def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: Ba
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     _cache(tmp_path, frozen, packed)
     before = time.time() - 7200
-    for name, changed in (("0a-1.tmp", before), (".manifest.ab", before), ("0a-2.tmp", None)):
+    for name, changed in ((".0a-1.tmp9", before), (".manifest.json.tmp9", before), (".0a-2.tmp9", None)):
         (tmp_path / name).write_bytes(b"half")
         if changed is not None:
             os.utime(tmp_path / name, (changed, changed))
     _cache(tmp_path, frozen, packed)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0a-2.tmp", "manifest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".0a-2.tmp9", "manifest.json"]
 
 
 def test_a_damaged_shard_is_computed_again(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
@@ -158,7 +158,7 @@ def test_another_identity_is_refused(
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     (tmp_path / "manifest.json").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"manifest .* is damaged; delete"):
+    with pytest.raises(ValueError, match=r"manifest .* is not valid JSON: .*; delete"):
         _cache(tmp_path, frozen, packed)
 
 
