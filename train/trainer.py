@@ -6,7 +6,7 @@ Shapes: K heads, C columns of the loss: the K heads, behind the base where it is
 import logging
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,7 @@ class Trainer:
         if writer:
             self.directory.start(self.recipe, self.step)
         stop.hold()
-        with Progress(self.step, self.total, writer) as progress:
+        with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)
