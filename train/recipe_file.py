@@ -63,7 +63,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
             checked[key] = _checked(key, value, known[key])
         except ValueError as error:
             errors.append(str(error))
-    recipe: Recipe = _assemble(Recipe, checked, "")
+    recipe = _assemble(checked)
     if not recipe.data.train and not any(error.startswith(("data.train", "unknown key data")) for error in errors):
         errors.append("data.train ('') names nothing; give a .jsonl file of training samples, or a Hub data set")
     errors += _conflicts(recipe) + _held_out_twice(recipe.data)
@@ -207,15 +207,15 @@ def _limits_text(entry: Field[Any]) -> str:
     return f" [{low} .. {'' if high is None else high}]"
 
 
-def _assemble(section: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    arguments = {}
-    for entry in fields(section):
-        key = f"{prefix}{entry.name}"
-        if is_dataclass(entry.type) and isinstance(entry.type, type):
-            arguments[entry.name] = _assemble(entry.type, values, f"{key}.")
-        elif key in values:
-            arguments[entry.name] = values[key]
-    return section(**arguments)
+def _assemble(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from checked values by their dotted keys."""
+    nested: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        nested.setdefault(section, {})[name] = value
+    kinds: dict[str, Any] = {entry.name: entry.type for entry in fields(Recipe)}
+    whole = nested.pop("")
+    return Recipe(**whole, **{section: kinds[section](**own) for section, own in nested.items()})
 
 
 def _documents(section: type[Any] = Recipe, prefix: str = "") -> dict[str, str]:
