@@ -14,10 +14,7 @@ from tests.train.jobs import Acting, metrics, run, write_recipe
 from train.blocks import Block
 from train.config import OptimRecipe
 from train.features import BasePass
-from train.hidden_cache import HiddenCache, identity
-from train.sharded_base import load_sharded
-from train.stop import StopRequest
-from train.workers import Workers
+from train.hidden_cache import identity
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -116,30 +113,6 @@ def test_soft_targets_are_those_of_the_last_hidden_state(deep: Path, samples: Pa
     ours = teachers(untapped.tapped(LAYERS))
     assert ours.shape[1] == 16
     assert torch.equal(ours, teachers(untapped))
-
-
-def test_a_sharded_base_gives_the_same_rows(deep: Path) -> None:
-    workers = Workers.start("cpu", StopRequest())
-    whole, sharded = BaseModel.load(deep, torch.float32, "cpu"), load_sharded(str(deep), torch.float32, workers.device)
-    ids = torch.arange(40).view(2, -1)
-    with torch.no_grad():
-        assert torch.equal(sharded.tapped(LAYERS).hidden_states(ids), whole.tapped(LAYERS).hidden_states(ids))
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "message"),
-    [
-        ((), LAYERS, r"layers is \[1, 3\], the states have None"),
-        (LAYERS, (), r"layers is None, the states have \[1, 3\]"),
-    ],
-)
-def test_the_cache_of_other_layers_is_refused(deep: Path, samples: Path, tmp_path: Path, before, now, message) -> None:
-    base = BaseModel.load(deep, dtype=torch.float32, device="cpu")
-    packed, base = pack(read_samples(samples, base.tokenizer), 96), base.tapped(before)
-    HiddenCache(tmp_path, base, packed, 2, BasePass(base, packed, 2, 2), 10_000)
-    other = base.tapped(now)
-    with pytest.raises(ValueError, match=message):
-        HiddenCache(tmp_path, other, packed, 2, BasePass(other, packed, 2, 2), 10_000)
 
 
 def test_states_without_layers_are_named_as_before_there_were_any(deep: Path, samples: Path) -> None:

@@ -154,6 +154,11 @@ def test_another_identity_is_refused(
         _cache(tmp_path, frozen, pack(read_samples(samples, frozen.tokenizer), row_tokens=80))
     with pytest.raises(ValueError, match="heads is 2"):
         HiddenCache(tmp_path, frozen, packed, 2, CountedPass(frozen, packed), 10_000)
+    with pytest.raises(ValueError, match=r"layers is \[1\], the states have None"):
+        _cache(tmp_path, frozen.tapped((1,)), packed)
+    _cache(tmp_path / "tapped", frozen.tapped((1,)), packed)
+    with pytest.raises(ValueError, match=r"layers is None, the states have \[1\]"):
+        _cache(tmp_path / "tapped", frozen, packed)
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:

@@ -25,7 +25,9 @@ def test_it_says_what_the_whole_base_says_and_lets_go_of_its_layers(base: Path, 
         positions_BT = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
         with torch.no_grad():
             expected, found = whole.hidden_states(ids_BT, positions_BT), sharded.hidden_states(ids_BT, positions_BT)
+            tapped = [each.tapped((1,)).hidden_states(ids_BT, positions_BT) for each in (whole, sharded)]
         assert torch.equal(found, expected)
+        assert torch.equal(*tapped)
         assert torch.equal(sharded.logits(found), whole.logits(expected))
         assert torch.equal(sharded.embed(ids_BT), whole.embed(ids_BT))
     held = {name for name, parameter in sharded.model.named_parameters() if parameter.numel()}
