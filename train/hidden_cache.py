@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
-from medusa.files import read_object, replace_file, sweep, write_json
+from medusa.files import read_object, replace_file, sweep
 from train.features import HiddenStates, Positions
 from train.run_directory import disk_errors_named
 
@@ -192,7 +192,9 @@ def _open(path: Path) -> Any:
 def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
     path = directory / "manifest.json"
     if not path.is_file():
-        write_json(path, known)
+        temporary = path.with_name(f".manifest.tmp{secrets.token_hex(4)}")  # process ids of two machines may be equal
+        temporary.write_text(json.dumps(known, indent=2), encoding="utf-8")
+        temporary.replace(path)
     stored = read_object(path, "manifest", f"delete {directory}, or give another directory")
     changed = [
         f"{key} is {known.get(key)}, the states have {stored.get(key)}"

@@ -74,29 +74,25 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 def _conflicts(recipe: Recipe) -> list[str]:
     """Values that are right alone and wrong together."""
-    joint, cache, mix = recipe.lora.rank > 0, recipe.cache.mode, recipe.optim.mix_steps
-    rules = {
-        f"cache.mode ({cache}) keeps hidden states that adapters change; set it to online, or lora.rank to 0": (
-            joint and cache != "online"
-        ),
-        f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0": joint and mix > 1,
-        "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0": (
-            joint and recipe.engine.zero_stage == 3
-        ),
-        "base.shard holds a frozen base; set it to false, or lora.rank to 0": joint and recipe.base.shard,
-        f"cache.mode ({cache}) lets processes skip a pass that base.shard makes them share; set it to online, or "
-        "base.shard to false": recipe.base.shard and cache != "online",
-        "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none": (
-            recipe.base.shard and recipe.base.quantise != "none"
-        ),
-        "engine.offload needs a partitioned optimizer; set engine.zero_stage to 1, 2 or 3": (
-            recipe.engine.offload and recipe.engine.zero_stage == 0
-        ),
-        "data.streaming needs data.limit, the number of samples to read; set it": (
-            recipe.data.streaming and not recipe.data.limit
-        ),
-    }
-    return [text for text, broken in rules.items() if broken]
+    joint, shard, cache = recipe.lora.rank > 0, recipe.base.shard, recipe.cache.mode
+    mix, stage = recipe.optim.mix_steps, recipe.engine.zero_stage
+    rules = [
+        (joint and cache != "online",
+         f"cache.mode ({cache}) keeps hidden states that adapters change; set it to online, or lora.rank to 0"),
+        (joint and mix > 1,
+         f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0"),
+        (joint and stage == 3, "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0"),
+        (joint and shard, "base.shard holds a frozen base; set it to false, or lora.rank to 0"),
+        (shard and cache != "online",
+         f"cache.mode ({cache}) skips passes that processes share; set it to online, or base.shard to false"),
+        (shard and recipe.base.quantise != "none",
+         "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none"),
+        (recipe.engine.offload and stage == 0,
+         "engine.offload needs a partitioned optimizer; set engine.zero_stage to 1, 2 or 3"),
+        (recipe.data.streaming and not recipe.data.limit,
+         "data.streaming needs data.limit, the number of samples to read; set it"),
+    ]  # fmt: skip
+    return [text for broken, text in rules if broken]
 
 
 def _held_out_twice(data: DataRecipe) -> list[str]:

@@ -108,9 +108,7 @@ class Trainer:
         LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
         check_same(recipe, packed.fingerprint(), workers)
         self.base = base = choose_separation(base, packed.input_ids[0].long(), workers.any)
-        longest = max(1, base.context_length - recipe.evaluate.max_new_tokens)
-        held_out = partial(read_held_out, data, recipe.evaluate, base.tokenizer, packed, longest)
-        self.heldout = workers.from_first(held_out) if data.heldout else None
+        self.heldout = workers.from_first(partial(read_held_out, data, recipe.evaluate, base, packed))
 
         heads, self.total = fresh_heads(recipe, base, packed, workers), total_steps(optim, len(packed))
         self.config = heads.config

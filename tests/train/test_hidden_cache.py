@@ -91,7 +91,7 @@ def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: Ba
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     _cache(tmp_path, frozen, packed)
     before = time.time() - 7200
-    for name, changed in ((".0a-1.tmp9", before), (".manifest.json.tmp9", before), (".0a-2.tmp9", None)):
+    for name, changed in ((".0a-1.tmp9", before), (".manifest.tmp9", before), (".0a-2.tmp9", None)):
         (tmp_path / name).write_bytes(b"half")
         if changed is not None:
             os.utime(tmp_path / name, (changed, changed))
