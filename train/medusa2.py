@@ -1,4 +1,4 @@
-"""Medusa-2 as a job: whole rows go through the adapted base, since what it says at a position changes every step.
+"""Medusa-2: whole rows go through the adapted base, since what it says at a position changes every step.
 
 Shapes: B rows of a pass, K heads, C = 1 + K columns: the base, then the heads.
 """
@@ -18,51 +18,28 @@ from train.adapters import Adapters
 from train.config import Recipe
 from train.features import Positions
 from train.joint import JointLoss
-from train.schedule import (
-    adapters_rate,
-    head_weights,
-    heads_weight,
-    learning_rate,
-    mixed_seed,
-    resting_steps,
-    rows_of_step,
-)
+from train.schedule import mixed_seed, rows_of_step
 from train.workers import Workers
 
 
-class JointJob:
-    """Heads and adapters; see `train.jobs.Job`."""
+class Medusa2:
+    """Heads and adapters, with the face of `Medusa1`; its second group are the adapters."""
 
     def __init__(
         self, recipe: Recipe, base: BaseModel, heads: DraftHeads, packed: PackedRows, workers: Workers, total: int
     ) -> None:
         lora, optim = recipe.lora, recipe.optim
         self._adapters = Adapters(base, lora)
-        loss_rows = recipe.engine.loss_rows
-        self.module = JointLoss(heads, base, self._adapters, lora.base_loss, optim.loss, loss_rows)
+        self.module = JointLoss(heads, base, self._adapters, lora.base_loss, optim.loss, recipe.engine.loss_rows)
         self.groups = [list(heads.parameters()), list(self._adapters.parameters().values())]
-        self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
-        self._device = base.device
+        self._recipe, self._packed, self._workers, self._device = recipe, packed, workers, base.device
 
     def prepare(self) -> None:
-        """See `train.jobs.Job`."""
+        """Nothing comes before the first step."""
 
     def label_counts(self, step: int) -> Tensor:
-        """See `train.jobs.Job`."""
-        targets = self._packed.targets(self._rows(step), self._recipe.heads.num_heads)
-        return (targets != IGNORE).sum((0, 1))
-
-    def weights(self, step: int, counts: Tensor) -> Tensor:
-        """1 for the base once it trains, lambda_0 * lambda_k for the heads, each over its number of labels."""
-        lora, total = self._recipe.lora, self._total
-        base = float(step >= resting_steps(lora, total)) / counts[:1].clamp(min=1)
-        heads = heads_weight(lora, step, total) * head_weights(self._recipe.optim, counts[1:])
-        return torch.cat([base, heads])
-
-    def rates(self, step: int) -> list[float]:
-        """See `train.jobs.Job`."""
-        lr = learning_rate(self._recipe.optim, step, self._total)
-        return [lr, adapters_rate(self._recipe.lora, step, self._total, lr)]
+        """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
+        return (Positions.of(self._packed, self._rows(step), self._recipe.heads.num_heads).targets != IGNORE).sum(0)
 
     def micro_batches(self, step: int, weights_C: Tensor) -> Iterator[tuple[tuple[Any, ...], bool]]:
         """Whole rows, `micro_rows` at a time; dropout depends on the step and the rows that go together."""
@@ -77,10 +54,10 @@ class JointJob:
             yield (*(tensor.to(self._device) for tensor in inputs), weights_C), number == count
 
     def flush(self) -> None:
-        """See `train.jobs.Job`."""
+        """Nothing is in memory only."""
 
     def save_adapter(self, directory: Path) -> str:
-        """See `train.jobs.Job`."""
+        """Write the adapters beside the heads; returns where."""
         self._adapters.save(directory / ADAPTER)
         return str(directory / ADAPTER)
 
