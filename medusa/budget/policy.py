@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Nodes of a draft with the root."""
-FIRST_WAIT, LONGEST_WAIT = 12, 512
-"""Steps between two trials of another arm: twice as many while the best one stays (exponential back-off)."""
+FIRST_WAIT, PLAIN_WAIT, LONGEST_WAIT = 12, 48, 512
+"""Steps between two trials of another arm: twice as many while the best one stays (exponential back-off). More at first
+where plain decoding is best, since a trial costs most then."""
 TRIAL, SHORTEST_TRIAL = 8, 2
 """Steps of a trial: of a batch, steps of all its sequences together count; plain decoding, which always brings one
 token per step, needs the fewest."""
@@ -45,7 +46,7 @@ class Policy:
     Args:
         drafters: By name the sizes that are tried, ascending; the first drafter is taken first. A drafter with one
             size says itself how much of it is worth a row.
-        start: The first size, of those of a drafter the largest that is not larger.
+        start: The first size: of those of a drafter the largest that is not larger, or the smallest; 0 = begin plainly.
         batch: Sequences that share a step.
 
     Attributes:
@@ -56,10 +57,10 @@ class Policy:
         self._ladders = [[Arm(name, size) for size in sizes] for name, sizes in drafters.items()]
         self._start, self._trial_steps = start, max(SHORTEST_TRIAL, TRIAL // batch)
         self._speeds: dict[Arm, _Speed] = {}
-        self.arm = self._best(self._ladders[0])
+        self.arm = self._best(self._ladders[0]) if start else PLAIN
         self._trial: Arm | None = None
-        self._steps = 0
-        self._left = self._wait = FIRST_WAIT
+        self._steps = self._turns = 0
+        self._left = self._wait = self._first_wait()
 
     def choose(self) -> Arm:
         """The arm of the next step, or of the next completion."""
@@ -97,22 +98,27 @@ class Policy:
             self._left = SHORTEST_TRIAL if self._trial == PLAIN else self._trial_steps
             return
         best = max(self._speeds, key=lambda arm: self._speed(arm) * (MARGIN if arm in (PLAIN, self.arm) else 1.0))
-        self._wait = min(2 * self._wait, LONGEST_WAIT) if best == self.arm else FIRST_WAIT
-        self.arm, self._trial, self._left = best, None, self._wait
+        doubled = min(2 * self._wait, LONGEST_WAIT) if best == self.arm else 0
+        self.arm, self._trial = best, None
+        self._left = self._wait = max(doubled, self._first_wait())
+
+    def _first_wait(self) -> int:
+        return PLAIN_WAIT if self.arm == PLAIN else FIRST_WAIT
 
     def _next(self) -> Arm:
-        """What was not tried for longest of plain decoding, the sizes beside this one, and the other drafters."""
-        others = [PLAIN]
+        """By turns plain decoding, the other drafters, and the sizes beside this one."""
+        others, beside = [PLAIN], []
         for ladder in self._ladders:
             if self.arm == PLAIN:
                 others.append(ladder[0])
             elif self.arm in ladder:
                 place = ladder.index(self.arm)
-                others += ladder[max(0, place - 1) : place + 2]
+                beside = ladder[max(0, place - 1) : place + 2]
             else:
                 others.append(self._best(ladder))
-        others.remove(self.arm)
-        return min(others, key=lambda arm: self._speeds[arm].seen if arm in self._speeds else -1)
+        others = [arm for arm in (*others, *beside) if arm != self.arm]
+        self._turns += 1
+        return others[(self._turns - 1) % len(others)]
 
     def _best(self, ladder: Sequence[Arm]) -> Arm:
         """Where a drafter was fastest, or begins."""
@@ -126,20 +132,16 @@ class Policy:
 
 
 class _Speed:
-    """Tokens and seconds of one arm, in which what is long ago counts less and less.
-
-    Attributes:
-        seen: The step of all arms at which it was taken last.
-    """
+    """Tokens and seconds of one arm, in which what is long ago counts less and less."""
 
     def __init__(self) -> None:
         self.tokens = self.seconds = 0.0
-        self.seen = 0
+        self._seen = 0
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def add(self, tokens: float, seconds: float, steps: int, now: int) -> None:
         """Observe steps, the last of which is the ``now``-th of all arms."""
         self._recent.append(seconds / steps)
         seconds = min(seconds, LATE * steps * median(self._recent))
-        keep, self.seen = (1 - 1 / MEMORY) ** (now - self.seen), now
+        keep, self._seen = (1 - 1 / MEMORY) ** (now - self._seen), now
         self.tokens, self.seconds = keep * self.tokens + tokens, keep * self.seconds + seconds
