@@ -1,14 +1,16 @@
 """The drafter of a request, from its name, and its tree size where that is left open."""
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from medusa.acceptance import BuiltRule, build_rule
 from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.base.model import BaseModel
-from medusa.budget.auto import Auto, Completed
-from medusa.budget.policy import PLAIN, SIZES, Arm
+from medusa.budget.auto import AutoDrafter
+from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.build import Context, Parts, build, is_costly, is_drawn, missing
 from medusa.drafters.early_exit import ExitLayer
@@ -16,6 +18,8 @@ from medusa.drafters.ngram import ORDERS
 from medusa.heads import DraftHeads
 from medusa.sampling import DRAFTERS, SamplingParams, Speculation, sources
 from medusa.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 UNNAMED = ("hybrid", "draft-model+prompt-lookup", "mtp+prompt-lookup")
 """Who may draft where nobody is named, of those whose parts are there."""
@@ -25,6 +29,16 @@ GUESSES = 6
 """Nodes for a single sequence on a CPU where all drafters cost nothing: without a guess a step is a plain one."""
 KEPT_DRAFTERS = 64
 """Drafters of different names, sizes, trees and draws; the one that was not used for longest goes."""
+
+
+class Completed(Protocol):
+    """What a completion says about its drafter once it is over."""
+
+    tokens: list[int]
+    """All of them; the first was its prompt's."""
+    steps: int
+    seconds: float
+    """From the first token to the last."""
 
 
 class Drafters:
@@ -52,7 +66,7 @@ class Drafters:
         self.parts = Parts(base, heads, draft_model, host_decides, ExitLayer(base))
         self.named: dict[str, Parts] = {}
         self._plain = PlainDrafter()
-        self._auto = Auto(base.cheap_rows)
+        self._policies: dict[tuple[str | None, tuple[str, ...], str, int], Policy] = {}
         self._kept: OrderedDict[tuple[str | None, str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
 
     def with_heads(self, base: BaseModel, own: DraftHeads | None, named: Mapping[str, DraftHeads]) -> "Drafters":
@@ -63,31 +77,10 @@ class Drafters:
         drafters._kept = OrderedDict()
         return drafters
 
-    def choices(self, name: str | None, batch: int, heads: str | None = None) -> dict[str, Sequence[int]]:
-        """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding.
-
-        Args:
-            name: Who was asked for; None = whoever is there.
-            batch: Sequences that share a pass.
-            heads: Name of the heads; None = the model's own.
-        """
-        if self.parts.base.decoding == "plain":
-            return {}
-        if name is None:
-            return self._everyone(batch, heads)
-        return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES[1:]}
-
     def names(self, heads: str | None = None) -> list[str]:
         """Drafters that requests may name, several of them joined by "+"."""
         parts = self._parts(heads)
         return [name for name in DRAFTERS if parts.base.decoding != "plain" and missing(name, parts) is None]
-
-    def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
-        parts = self._parts(heads)
-        found: dict[str, Sequence[int]] = {name: SIZES[1:] for name in UNNAMED if missing(name, parts) is None}
-        if self._alone_and_free("prompt-lookup", batch):
-            found["prompt-lookup"] = (GUESSES,)
-        return found
 
     def check(self, speculation: Speculation, rule: BuiltRule) -> None:
         """Refuse what this model cannot draft.
@@ -128,9 +121,8 @@ class Drafters:
             return drafter
         if speculation.nodes is not None or speculation.tree is not None:
             return self._given(speculation, rule)
-        choices = self.choices(name, batch, speculation.heads)
-        if name is None:  # the text for a seed must not depend on who is fastest
-            choices = {one: sizes for one, sizes in choices.items() if not is_drawn(one, rule.name)}
+
+        choices = self._choices(speculation, batch, rule)
         if not choices:
             return self._plain
 
@@ -142,9 +134,11 @@ class Drafters:
             return drafter_of(Arm(first, DRAWN))
         if name is not None and len(sizes) == 1:
             return drafter_of(Arm(name, *sizes))
-        if self.parts.host_decides:
-            return self._auto.at_each_step(choices, batch, rule, drafter_of, speculation.heads)
-        return self._auto.for_completion(choices, batch, rule, drafter_of, speculation.heads)
+        policy = self._policy(choices, speculation.heads, batch, rule)
+        logger.info("auto, batch of %d: %s", batch, policy)
+        if not self.parts.host_decides:
+            return drafter_of(policy.choose())
+        return AutoDrafter(policy, drafter_of, [Arm(one, sizes[-1]) for one, sizes in choices.items()])
 
     def observe(
         self,
@@ -156,17 +150,21 @@ class Drafters:
         output: Completed,
     ) -> None:
         """Learn from a completion that is over."""
-        self._auto.observe(drafter, rule, batch, output)
-        name = speculation.drafter
+        name, arm, steps = speculation.drafter, self._arm(drafter), output.steps - 1  # the first was the prompt's
+        left_open = speculation.nodes is None and speculation.tree is None
+        if left_open and arm is not None and steps > 0 and not self.parts.host_decides:
+            choices = self._choices(speculation, batch, rule)
+            policy = self._policy(choices, speculation.heads, batch, rule)
+            policy.observe(arm, len(output.tokens) - 1, output.seconds, steps)
         if isinstance(name, str) and "ngram" in sources(name):
             self.parts.ngrams.learn([*prompt[-max(ORDERS) :], *output.tokens])
 
     def explain(self, name: str | None) -> str:
         """What drafts for one prompt where nodes are left open and why, in one line."""
         always_drawn = name is not None and is_drawn(name, "greedy")
-        rule = build_rule(SamplingParams(temperature=float(always_drawn)))
-        self.check(Speculation(drafter=name), rule)
-        choices = self.choices(name, 1)
+        speculation, rule = Speculation(drafter=name), build_rule(SamplingParams(temperature=float(always_drawn)))
+        self.check(speculation, rule)
+        choices = self._choices(speculation, 1, rule)
         if not choices:
             return "auto: plain decoding"
         first, sizes = next(iter(choices.items()))
@@ -174,8 +172,38 @@ class Drafters:
             return f"auto: {DRAWN} nodes for {first}, so that a seed gives the same text again"
         if name is not None and len(sizes) == 1:
             return f"auto: at most {sizes[0]} nodes for {name}, fewer where guesses are unlikely"
-        self.choose(Speculation(drafter=name), 1, rule)
-        return self._auto.reason
+        return f"auto, batch of 1: {self._policy(choices, None, 1, rule)}"
+
+    def _choices(self, speculation: Speculation, batch: int, rule: BuiltRule) -> dict[str, Sequence[int]]:
+        """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding."""
+        name = speculation.drafter
+        if self.parts.base.decoding == "plain":
+            return {}
+        if name is not None:
+            return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES}
+        found = self._everyone(batch, speculation.heads)
+        # The text for a seed must not depend on who is fastest.
+        return {one: sizes for one, sizes in found.items() if not is_drawn(one, rule.name)}
+
+    def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
+        """Who may draft where nobody is named."""
+        parts = self._parts(heads)
+        found: dict[str, Sequence[int]] = {name: SIZES for name in UNNAMED if missing(name, parts) is None}
+        if self._alone_and_free("prompt-lookup", batch):
+            found["prompt-lookup"] = (GUESSES,)
+        return found
+
+    def _policy(self, choices: Mapping[str, Sequence[int]], heads: str | None, batch: int, rule: BuiltRule) -> Policy:
+        """The policy of these heads and drafters, what the rule computes, and such a batch: the next power of two."""
+        key = (heads, tuple(choices), rule.work, slots := 1 << (batch - 1).bit_length())
+        if key not in self._policies:
+            self._policies[key] = Policy(choices, self.parts.base.cheap_rows // slots, slots)
+        return self._policies[key]
+
+    def _arm(self, drafter: Drafter) -> Arm | None:
+        """What was chosen when this drafter was; None = it is not one of ours."""
+        arms = (Arm(name, nodes) for (_, name, nodes, *_), kept in self._kept.items() if kept is drafter)
+        return PLAIN if drafter is self._plain else next(arms, None)
 
     def _parts(self, heads: str | None) -> Parts:
         return self.parts if heads is None else self.named[heads]

@@ -10,7 +10,6 @@ import torch
 
 from medusa import Draft, MedusaModel, Tree
 from medusa.acceptance import greedy
-from medusa.budget.auto import WATCHED
 from medusa.drafters import (
     Drafter,
     HeadsDrafter,
@@ -362,7 +361,7 @@ def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads):
         return model.drafters.choose(drafting, 1, make_rule(None, temperature=temperature))
 
     kept = drafter(0.5, nodes=4)
-    for number in range(max(KEPT_DRAFTERS, WATCHED) + 9):
+    for number in range(KEPT_DRAFTERS + 9):
         drafter(0.6 + number / 1000)
         assert drafter(0.5, nodes=4) is kept, "what is used stays"
     assert len(model.drafters._kept) == KEPT_DRAFTERS
