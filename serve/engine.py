@@ -145,8 +145,8 @@ class Engine:
                 self._inbox.get_nowait()()
         except queue.Empty:
             if wait and not self._counted:
-                self._pool.check_integrity()
                 self._counted = True
+                self._pool.check_integrity()
 
     def _take(self, job: Job) -> None:
         """Check a request and let it wait for room."""
