@@ -3,6 +3,7 @@
 The same comparisons are made with the reference backend, where they must fail: sums there depend on where keys stand.
 """
 
+import dataclasses
 import os
 from itertools import product
 
@@ -12,13 +13,15 @@ import torch
 from data import resolve_base_name, shipped_heads
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.attention.backends import choose
+from medusa.attention.contract import BlockTable
 from medusa.cpu import build as native
 from medusa.cpu.native import kernels
 from medusa.engine.prefill import prefill
 from medusa.loading import exactness
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams
-from tests.medusa.attention_cases import FEATURES, Case, make
+from medusa.tree import Draft
+from tests.medusa.attention_cases import FEATURES, MIXED, Case, make, path
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -132,23 +135,22 @@ def exact():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [Case(groups=3, lengths=(300, 127, 0)), *FEATURES.values()], ids=str)
+@pytest.mark.parametrize("case", [Case(groups=3, lengths=(300, 127, 0)), *MIXED, *FEATURES.values()], ids=str)
 def test_a_row_of_a_tree_is_the_row_of_its_path(exact, case, dtype):
-    """Each node once more as the last row of a chain whose keys stand at their positions; nothing else in the batch."""
+    """Each node once more as the last row of a chain whose keys stand at their positions; nothing else in the pass."""
     layer = make(case, dtype)
-    together = layer.run(exact)
-    for b, length in enumerate(case.lengths):
-        parents = layer.draft.parents[b].tolist()
-        for node in range(case.nodes):
-            nodes = [node]
-            while nodes[0]:
-                nodes.insert(0, parents[nodes[0]])
-            alone = make(Case(**{**vars(case), "nodes": len(nodes), "lengths": (length,), "shape": "chain"}), dtype)
-            alone.scoring = layer.scoring
-            alone.query = layer.query[b : b + 1, :, nodes]
-            rows = [*range(length), *(length + index for index in nodes)]
-            alone.key, alone.value = layer.key[b : b + 1, :, rows], layer.value[b : b + 1, :, rows]
-            assert torch.equal(alone.run(exact)[0, :, -1], together[b, :, node])
+    queries, outputs = (rows.split(case.sizes) for rows in (layer.query, layer.run(exact)))
+    for sequence, (length, (parents, _)) in enumerate(zip(case.lengths, layer.trees(), strict=True)):
+        for node in range(len(parents)):
+            nodes = path(parents, node)
+            places = layer.places(sequence, torch.tensor([*range(length), *(length + index for index in nodes)]))
+            alone = dataclasses.replace(
+                layer, drafts=[Draft.chain(torch.zeros(1, len(nodes), dtype=torch.int64))],
+                lengths=torch.tensor([length]), kv_length=len(places), query=queries[sequence][nodes],
+                table=BlockTable(torch.zeros(1, 1, dtype=torch.int64), len(places)),
+                key=layer.key.flatten(0, 1)[places][None], value=layer.value.flatten(0, 1)[places][None],
+            )  # fmt: skip
+            assert torch.equal(alone.run(exact)[-1], outputs[sequence][node])
 
 
 def test_threads_change_nothing(exact):
