@@ -151,7 +151,7 @@ def _tune(options: argparse.Namespace) -> None:
     options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
     small = resolve_base_name(options.draft_model) if options.draft_model else None
     model = trained(options, draft_model=small, int8=options.int8, mtp=options.mtp)
-    names = options.drafters or [*model.drafters.choices(None, 1), *(["heads"] if model.heads else [])]
+    names = options.drafters or [*model.drafters.choices(), *(["heads"] if model.heads else [])]
     prompts, kinds = questions(model, options.questions, options.count)
     others = {}
     if options.transformers:
