@@ -118,8 +118,8 @@ class MtpLayer:
             angles = self._model.rotary_emb(embedded_1RD, position_ids=places_1R)
         with pool.cache.running(plan, gathered=True) as cache:
             out_1RD = self._model.layers[0](
-                embedded_1RD, draft.flat(hidden_BCD[index, :longest])[None], position_embeddings=angles, attention_mask=None,
-                position_ids=places_1R, past_key_values=cache, tree_plan=plan.gathering(),
+                embedded_1RD, draft.flat(hidden_BCD[index, :longest])[None], position_embeddings=angles,
+                attention_mask=None, position_ids=places_1R, past_key_values=cache, tree_plan=plan.gathering(),
             )  # fmt: skip
         if self._model.use_shared_post_norm:
             out_1RD = self._model.shared_post_norm(out_1RD)

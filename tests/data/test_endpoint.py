@@ -136,7 +136,9 @@ def _in_hours(hours):
 
 
 @pytest.mark.parametrize(
-    ("header", "low", "high"), [("7", 7, 7), (_in_hours(2), 6900, 7200), (_in_hours(-2), 0, 0), ("soon", None, None)]
+    ("header", "low", "high"),
+    [("7", 7, 7), (_in_hours(2), 6900, 7200), (_in_hours(-2), 0, 0), ("soon", None, None)],
+    ids=["seconds", "later", "past", "no time"],  # processes that share tests must name them alike
 )
 def test_pauses_are_seconds_or_dates(header, low, high):
     found = chat_completions._retry_after(httpx.Response(429, headers={"retry-after": header}))
