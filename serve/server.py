@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from data.arguments import at_least, show_messages
 from serve.model_options import add_model_options, load_model
+from serve.plan import add_plan_options, show_plan
 from serve.settings import ApiSettings, EngineSettings
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser.add_argument_group("model"))
+    add_plan_options(parser.add_argument_group("plan"))
     names = parser.add_argument_group("names")
     names.add_argument(
         "--name", default=api.name, metavar="NAME", help="name of the base in requests (default: its own, shortened)"
@@ -172,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_messages()
     logging.getLogger("serve").setLevel(logging.INFO)
     try:
+        if args.dry_run:
+            return show_plan(args)
         import uvicorn
 
         app = build_app(args)
