@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.limit < 1:
         parser.error(f"--limit ({options.limit}) must be at least 1 second")
     out = Path(options.out).resolve()
-    chosen = {name: part for name, part in parts(out, WORK).items() if not options.only or name in options.only}
+    chosen = {name: part for name, part in parts(WORK).items() if not options.only or name in options.only}
     try:
         if options.pack:
             print(f"{WHEELS}: {pack(WHEELS, ROOT / 'constraints.txt') / 2**20:.1f} MiB of wheels")
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", default="runs/gpu-check", metavar="DIR", help="where logs and report.json go")
     add("--limit", type=int, default=480, metavar="SECONDS", help="for all parts together")
-    add("--only", nargs="+", choices=list(parts(Path(), WORK)), metavar="PART", help="these parts alone")
+    add("--only", nargs="+", choices=list(parts(WORK)), metavar="PART", help="these parts alone")
     add("--dry-run", action="store_true", help="only say what would run")
     add("--pack", action="store_true", help="where a network is: fill .wheels with what the other machine lacks")
     return parser

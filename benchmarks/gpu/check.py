@@ -110,6 +110,9 @@ def check(
             results[name] = run_part(part, out / f"{name}.log", min(part.limit, left), environment)
         report["parts"][name] = asdict(results[name])  # after every part: what was found survives an end from outside
         (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for name, part in parts.items():
+        if part.details is not None and results[name].report:
+            print(f"\n{part.details(results[name].report)}")
     print(f"\nlogs and report.json: {out}\n\n{table(results)}")
     outcomes = {result.result for result in results.values()}
     return 0 if "passed" in outcomes <= {"passed", NO_GPU} else 1

@@ -1,10 +1,11 @@
 """``python -m benchmarks.gpu.paper``: what a step of an 8B model is bound to take on GPUs, and what fits in them.
 
-Without a flag it prints the tables of docs/gpu.md, which are computed and not measured. ``--measure FILE`` times the same
-steps on the GPU that is here, as far as they fit, and writes each with its bound.
+Without a flag it prints the tables of docs/gpu.md, which are computed and not measured. ``--measure FILE`` times the
+same steps on the GPU that is here, as far as they fit, and writes each with its bound.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import sys
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 
 def tables(shape: Shape) -> str:
     """All tables as Markdown."""
-    work = [("batch", "context", "read, plain", "plain", *(f"{n} nodes" for n in NODES[1:]))]
+    work = [("batch", "context", "bytes", "plain", *(f"{n} nodes" for n in NODES[1:]))]
     bounds = [("card", "batch", "context", "plain", *(f"{n} nodes" for n in NODES[1:]), "free nodes")]
     fits = [("card", "batch", "activations", "graphs", "KV cache", *(f"requests of {_short(c)}" for c in CONTEXTS))]
     for requests, context in _sizes():
@@ -40,27 +41,27 @@ def tables(shape: Shape) -> str:
         flops = (f"{step.flops / 1e12:.3g}" for step in steps)
         work.append((str(requests), _short(context), in_words(steps[0].bytes), *flops))
     for card in CARDS:
+        for requests, context in _sizes():
+            cells = []
+            for nodes in NODES:
+                time = step_work(shape, requests, context, nodes).milliseconds(card)
+                cells.append(f"{time:.2f}" if _fits(shape, requests, context, nodes, card.memory) else "-")
+            free = str(free_nodes(shape, card, requests, context)) if cells[0] != "-" else "-"
+            bounds.append((card.name, str(requests), _short(context), *cells, free))
         for requests in REQUESTS:
-            plan = _plan(shape, requests, card.memory)
+            plan = _plan(shape, requests, max(NODES), card.memory)
             cells = [in_words(size) for size in (plan.activations, plan.graphs, plan.cache)] if plan else ["-"] * 3
             counts = (str(plan.fitting(context) if plan else 0) for context in CONTEXTS)
             fits.append((card.name, str(requests), *cells, *counts))
-        for requests, context in _sizes():
-            line = (card.name, str(requests), _short(context))
-            if not _fits(shape, requests, context, card.memory):
-                bounds.append((*line, *["does not fit"], *["-"] * len(NODES)))
-                continue
-            times = (step_work(shape, requests, context, nodes).milliseconds(card) for nodes in NODES)
-            bounds.append((*line, *(f"{time:.2f}" for time in times), str(free_nodes(shape, card, requests, context))))
-    return "\n\n".join(
-        [
-            f"Bytes that a plain step reads, and trillions of floating-point operations of a step:\n\n{_markdown(work)}",
-            f"Least milliseconds of a step at {READS:.0%} of a card's bandwidth and {MULTIPLIES:.0%} of its products, and"
-            f" the largest tree\nwhose step is bound to at most {FREE} times a plain one:\n\n{_markdown(bounds)}",
-            f"What fits beside {in_words(shape.weight_bytes)} of weights, with trees of {max(NODES)} nodes for each"
-            f" request of the batch:\n\n{_markdown(fits)}",
-        ]
-    )
+    shares = f"{READS:.0%} of a card's bandwidth and {MULTIPLIES:.0%} of its products"
+    weights = in_words(shape.weight_bytes)
+    titled = {
+        "Bytes that a plain step moves, and trillions of floating-point operations of a step:": work,
+        f"Least milliseconds of a step at {shares}, and the largest tree whose step\nis bound to at most {FREE} times a"
+        ' plain one ("-" = the memory does not hold it):': bounds,
+        f"What fits beside {weights} of weights, with trees of {max(NODES)} nodes for each request of the batch:": fits,
+    }
+    return "\n\n".join(f"{title}\n\n{_markdown(rows)}" for title, rows in titled.items())
 
 
 def beside(report: Row) -> str:
@@ -68,13 +69,11 @@ def beside(report: Row) -> str:
     lines = [f"{report['device']}, bounds of {report['bounds']}"]
     lines += [f"{'batch':>5} {'context':>7} {'nodes':>5} {'bound ms':>9} {'verify ms':>9} {'of it':>6} {'step ms':>9}"]
     for row in report["rows"]:
-        start = f"{row['batch']:>5} {row['context']:>7}"
-        if "step_ms" not in row:
-            lines.append(f"{start} does not fit")
-            continue
-        share = row["bound_ms"] / row["verify_ms"]
-        times = f"{row['bound_ms']:>9.2f} {row['verify_ms']:>9.2f} {share:>6.0%} {row['step_ms']:>9.2f}"
-        lines.append(f"{start} {row['nodes']:>5} {times}")
+        times = "does not fit"
+        if "step_ms" in row:
+            share = row["bound_ms"] / row["verify_ms"]
+            times = f"{row['bound_ms']:>9.2f} {row['verify_ms']:>9.2f} {share:>6.0%} {row['step_ms']:>9.2f}"
+        lines.append(f"{row['batch']:>5} {row['context']:>7} {row['nodes']:>5} {times}")
     return "\n".join(lines)
 
 
@@ -89,7 +88,7 @@ def measured(
     base: "BaseModel", heads: "DraftHeads", card: Card, shape: Shape, rounds: int = ROUNDS,
     contexts: Sequence[int] = CONTEXTS, batches: Sequence[int] = REQUESTS, nodes: Sequence[int] = NODES,
 ) -> Iterator[Row]:  # fmt: skip
-    """Steps and their bounds, smallest first; a batch that the memory does not hold is one row without times.
+    """Steps and their bounds; those that the memory does not hold have no times.
 
     Args:
         base: Prepared for decoding.
@@ -106,19 +105,18 @@ def measured(
     from benchmarks.step.step import measure_steps
 
     for batch, context in _sizes(batches, contexts):
-        where: Row = {"batch": batch, "context": context}
-        if not _fits(shape, batch, context, card.memory):
-            yield where
-            continue
-        try:
-            figures = measure_steps(base, heads, nodes, [batch], context, rounds)
-        except torch.OutOfMemoryError:
-            figures = {"rows": [{}]}
-        for row in figures["rows"]:
-            times = {name: row[name] for name in ("nodes", "verify_ms", "step_ms") if name in row}
-            if times:
-                times["bound_ms"] = round(step_work(shape, batch, context, row["nodes"]).milliseconds(card), 4)
-            yield where | times
+        fitting = [count for count in nodes if _fits(shape, batch, context, count, card.memory)]
+        figures: Row = {"rows": []}
+        if fitting:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                figures = measure_steps(base, heads, fitting, [batch], context, rounds)
+        times = {row["nodes"]: row for row in figures["rows"]}
+        for count in nodes:
+            row: Row = {"batch": batch, "context": context, "nodes": count}
+            if count in times:
+                bound = step_work(shape, batch, context, count).milliseconds(card)
+                row |= {name: times[count][name] for name in ("verify_ms", "step_ms")} | {"bound_ms": round(bound, 4)}
+            yield row
         gc.collect()  # the keys and values of one batch go before those of the next come
         if base.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -131,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 a failure, 2 wrong use.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.paper", description=__doc__)
-    parser.add_argument("--measure", metavar="FILE", type=Path, help="time steps on the GPU here; the report goes there")
+    parser.add_argument(
+        "--measure", metavar="FILE", type=Path, help="time steps on the GPU here; the report goes there"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.measure:
@@ -185,20 +185,20 @@ def _sizes(batches: Sequence[int] = REQUESTS, contexts: Sequence[int] = CONTEXTS
     return [(batch, context) for batch in batches for context in contexts]
 
 
-def _plan(shape: Shape, requests: int, memory: int) -> Plan | None:
+def _plan(shape: Shape, requests: int, nodes: int, memory: int) -> Plan | None:
     """With the server's limits; None where nothing is left for the KV cache."""
     from medusa.cache import BLOCK
     from medusa.engine.row import TREES
     from serve.settings import EngineSettings
 
     try:
-        return make_plan(shape, Limits(requests, max(NODES), EngineSettings().prefill_rows, BLOCK, TREES), memory)
+        return make_plan(shape, Limits(requests, nodes, EngineSettings().prefill_rows, BLOCK, TREES), memory)
     except ValueError:
         return None
 
 
-def _fits(shape: Shape, requests: int, context: int, memory: int) -> bool:
-    plan = _plan(shape, requests, memory)
+def _fits(shape: Shape, requests: int, context: int, nodes: int, memory: int) -> bool:
+    plan = _plan(shape, requests, nodes, memory)
     return plan is not None and plan.fitting(context) >= requests
 
 

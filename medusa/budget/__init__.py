@@ -1,1 +1,1 @@
-"""How many nodes to draft, found out as it runs; the best static tree for heads of known accuracy."""
+"""How many nodes to draft, found out as it runs; the best static tree; what a device holds, how fast a step can be."""

@@ -1,8 +1,9 @@
 """The least time of a decode step on a card: what it must read and multiply, over what the card can do.
 
 A step reads each weight once, the keys and values of each request once, and leaves the logits of each tree node. With
-few rows reading takes the time, and nodes are free; with many, multiplying does. Drafting is left out, and so are norms,
-the choice of tokens and the starts of kernels: a measured step takes longer.
+few rows reading takes the time, and nodes are free; with many, multiplying does. Drafting is left out, and so are
+norms, the choice of tokens and the starts of kernels: a measured step takes longer. Layers with a window are counted as
+if they saw the whole context.
 """
 
 from dataclasses import dataclass

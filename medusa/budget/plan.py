@@ -150,8 +150,8 @@ def make_plan(
 def pass_bytes(shape: Shape, limits: Limits, rows: int) -> int:
     """Bytes of what a pass holds at its largest moment, attention by a kernel that keeps no scores.
 
-    Hidden states, their norms in float32, and the wider of MLP and attention for all rows; logits of every node of every
-    tree, drawn from in float32; logits of a draft for the quarter of the nodes that get children.
+    Hidden states, their norms in float32, and the wider of MLP and attention for all rows; logits of every node of
+    every tree, drawn from in float32; logits of a draft for the quarter of the nodes that get children.
     """
     widest = max(3 * shape.inner, shape.attention)
     hidden = shape.hidden * (2 * shape.itemsize + 2 * FLOAT32 + shape.itemsize * limits.feature_layers)

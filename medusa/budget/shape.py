@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 KNOWN_BITS = {"load_in_4bit": 4, "load_in_8bit": 8}
 """Flags of a bitsandbytes config, and the bits that a weight has then."""
@@ -21,7 +21,7 @@ class Shape:
     attention: int
     """Queries, keys, values and outputs of a layer, numbers for a row."""
     cached: int
-    """Keys and values of a position, numbers in all layers together."""
+    """Keys and values of a position, or what both are made of (latent attention), numbers in all layers together."""
     scored: int
     """Multiplications that the attention of all layers makes for a row and a position that it sees."""
     vocabulary: int
@@ -95,16 +95,14 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
     experts = sum(numbers for key, numbers in matrices.items() if ".experts." in key)
     total, active = _experts(text, name) if experts else (1, 1)
     layers = _attention_layers(model, text, name)
-    keys_values = [kv_heads * (dim + dim_v) for _, kv_heads, dim, dim_v in layers]
-    queries_outputs = [heads * (dim + dim_v) for heads, _, dim, dim_v in layers]
     return Shape(
         name=name,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         inner=_inner(text, active if experts else 0),
-        attention=max(map(sum, zip(keys_values, queries_outputs, strict=True))),
-        cached=sum(keys_values),
-        scored=sum(queries_outputs),
+        attention=max(layer.width for layer in layers),
+        cached=sum(layer.cached for layer in layers),
+        scored=sum(layer.scored for layer in layers),
         vocabulary=text.vocab_size,
         context=context_length(text, name),
         layer_weights=sum(matrices.values()),
@@ -118,15 +116,27 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
     )
 
 
-def _attention_layers(model: Any, config: Any, name: str) -> list[tuple[int, int, int, int]]:
-    """Heads, key heads, key and value size of every layer that keeps keys and values."""
+class _Attention(NamedTuple):
+    """Numbers of a layer: for a row, for a position in the cache, and for both together (see ``Shape``)."""
+
+    width: int
+    cached: int
+    scored: int
+
+
+def _attention_layers(model: Any, config: Any, name: str) -> list[_Attention]:
+    """Those that keep keys and values."""
     layers = []
     for layer in model.modules():
         # DeepSeek's latent attention, GPT-NeoX, and all others.
         dim = next((size for key in ("qk_head_dim", "head_size", "head_dim") if (size := getattr(layer, key, 0))), 0)
         if isinstance(dim, int) and dim and isinstance(getattr(layer, "layer_idx", None), int):
-            heads, groups = config.num_attention_heads, getattr(layer, "num_key_value_groups", None) or 1
-            layers.append((heads, heads // groups, dim, getattr(layer, "v_head_dim", None) or dim))
+            both = dim + (getattr(layer, "v_head_dim", None) or dim)
+            heads = int(config.num_attention_heads)
+            keys_values = heads // (getattr(layer, "num_key_value_groups", None) or 1) * both
+            latent = getattr(layer, "kv_lora_rank", None)
+            cached = latent + layer.qk_rope_head_dim if latent else keys_values
+            layers.append(_Attention(heads * both + keys_values, cached, heads * both))
     if not layers:
         raise ValueError(f"base ({name}) has no layer with keys and values; give one that is a transformer")
     return layers
