@@ -64,15 +64,12 @@ def show_plan(args: argparse.Namespace) -> int:
     shape = read_shape(_config(args.base), dtype, args.int8)
     on_gpu = args.device_memory is not None
     memory = args.device_memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    share = 1.0 if on_gpu else MEMORY
-    plan = make_plan(
-        shape, _limits(args, shape.itemsize), memory, share, on_gpu and not args.no_graph, args.cache_tokens
-    )
+    limits, share, recorded = _limits(args, shape.itemsize), 1.0 if on_gpu else MEMORY, on_gpu and not args.no_graph
+    plan = make_plan(shape, limits, memory, share, recorded, args.cache_tokens)
     sys.stdout.write(f"{plan.table()}\n")
     if on_gpu and args.cache_tokens is None:
-        sys.stdout.write(
-            f"  --cache-tokens {plan.positions} gives all of it to the KV cache; without it {MEMORY:.0%}\n"
-        )
+        taken = f"without the flag the server takes {MEMORY:.0%} of what is free once the model is loaded"
+        sys.stdout.write(f"  --cache-tokens {plan.positions} uses all of it; {taken}\n")
     return 0
 
 

@@ -39,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser.add_argument_group("model"))
-    add_plan_options(parser.add_argument_group("plan"))
     names = parser.add_argument_group("names")
     names.add_argument(
         "--name", default=api.name, metavar="NAME", help="name of the base in requests (default: its own, shortened)"
@@ -170,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 at the end, 1 for a failure, 2 for wrong use.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    add_plan_options(parser.add_argument_group("plan"))
+    args = parser.parse_args(argv)
     show_messages()
     logging.getLogger("serve").setLevel(logging.INFO)
     try:
