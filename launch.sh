@@ -30,10 +30,9 @@ usage: ./launch.sh [command] [arguments]
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
-  study          train head designs side by side, and compare what they draft, cost and save
+  study          train head designs one after the other, and compare what they draft
   export         write heads for other engines, put them on the Hub, look at heads of any format
-  bench          what a decode step costs on this machine, beside what it could cost at best
-  bench-train    what training costs: memory of the loss, useful tokens per second, epochs from cached hidden states
+  bench          drafters beside plain decoding and other engines; what a step costs, beside what it could at best
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
@@ -122,7 +121,6 @@ train() {
 
 # Without a network there may be no .venv: then the machine's own Python runs it, with its own torch.
 gpu_check() {
-    case " $* " in *" --pack "*) run -m benchmarks.gpu "$@" ;; esac
     if [ -z "${MEDUSA_PYTHON:-}" ] && ! ready; then PY=$(find_python); fi
     exec "$PY" -m benchmarks.gpu "$@"
 }
@@ -142,8 +140,7 @@ case $command in
     chat) run -m serve.chat "$@" ;;
     serve) run -m serve.server "$@" ;;
     export) run -m medusa "$@" ;;
-    bench) run -m benchmarks.decoding "$@" ;;
-    bench-train) run -m benchmarks.training "$@" ;;
+    bench) run -m benchmarks "$@" ;;
     gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data import EMBEDDED, load_tokenizer, resolve_base_name
+from data import EMBEDDED, load_tokenizer
+from data.arguments import base_arguments
 from data.exchange import Answerer, EndpointSettings, Prompt, Settings
 from data.options import CHAT_COUNT, EMBEDDED_COUNT, parser
 
 if TYPE_CHECKING:
+    from data.local import LocalAnswerer
     from data.stdlib import Split
-    from medusa import MedusaModel, Speculation
 
 SPLITS = ("train", "heldout")
 CHAT: dict[str, "Split"] = {"chat": "train", "chat-heldout": "heldout"}
@@ -57,24 +58,21 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
         return
     from data.regenerate import regenerate
 
-    settings = _settings(options)
-    prompts, answerer, base = (_endpoint if options.endpoint else _local)(options, settings)
-    report = regenerate(prompts, answerer, options.out, {"base": base, **vars(settings)})
+    prompts, answerer, base = (_endpoint if options.endpoint else _local)(options)
+    report = regenerate(prompts, answerer, options.out, {"base": base, **vars(_settings(options))})
     logger.info("%d tokens that the base wrote are in %s", report.tokens, options.out)
 
 
 def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
     if _is_there(options.out, logger):
         return
-    from data.local import LocalAnswerer
     from data.own_prompts import OwnPrompts, openings
     from data.regenerate import regenerate
 
-    settings = _settings(options)
-    model = _model(options)
-    own = OwnPrompts(model, LocalAnswerer(model, settings, options.batch, _speculation(options)))
-    made_by = {"base": model.base.name, **vars(settings)}
-    report = regenerate(openings(model, options.count, options.seed), own, options.out, made_by, own.record)
+    answerer = _answerer(options)
+    own, begun = OwnPrompts(answerer.model, answerer), openings(answerer.model, options.count, options.seed)
+    made_by = {"base": answerer.model.base.name, **vars(_settings(options))}
+    report = regenerate(begun, own, options.out, made_by, own.record)
     logger.info("%d prompts that the base wrote are in %s", report.answered, options.out)
 
 
@@ -89,47 +87,35 @@ def _settings(options: argparse.Namespace) -> Settings:
     return Settings(options.max_new_tokens, options.temperature, options.top_p, options.seed)
 
 
-def _model(options: argparse.Namespace) -> "MedusaModel":
+def _answerer(options: argparse.Namespace) -> "LocalAnswerer":
     """The base, which runs in this process."""
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa import MedusaModel
+    from data.local import LocalAnswerer
+    from medusa import MedusaModel, load_settings
 
     disable_progress_bar()
-    named = options.base or (None if options.heads else EMBEDDED)
-    return MedusaModel.from_pretrained(
-        options.heads,
-        base=resolve_base_name(named) if named else None,
-        dtype=getattr(torch, options.dtype) if options.dtype else None,
-        device=options.device,
-        draft_model=resolve_base_name(options.draft_model) if options.draft_model else None,
-    )
+    options.base = options.base or (None if options.heads else EMBEDDED)
+    model = MedusaModel.from_pretrained(options.heads, **base_arguments(options))
+    speculation = load_settings(options.settings) if options.settings else None
+    return LocalAnswerer(model, _settings(options), options.batch, speculation)
 
 
-def _speculation(options: argparse.Namespace) -> "Speculation | None":
-    """How answers are drafted, where a file says so."""
-    from medusa import load_settings
-
-    return load_settings(options.settings) if options.settings else None
-
-
-def _local(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+def _local(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
     """Prompts, who answers them, and the name of the base: it runs in this process."""
-    from data.local import LocalAnswerer
     from data.prompts import embedded_prompts, fitting
 
-    model = _model(options)
+    answerer = _answerer(options)
+    model = answerer.model
     if options.prompts in SPLITS:
         ids = embedded_prompts(model, options.prompts, options.count or EMBEDDED_COUNT, options.seed)
         prompts = [Prompt(ids=tuple(prompt)) for prompt in ids]
     else:
         prompts = _prompts(options)
-    answerer = LocalAnswerer(model, settings, options.batch, _speculation(options))
-    return fitting(model, prompts, settings.max_new_tokens), answerer, model.base.name
+    return fitting(model, prompts, options.max_new_tokens), answerer, model.base.name
 
 
-def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Prompt], Answerer, str]:
+def _endpoint(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
     """Prompts, who answers them, and the name of the base: a server runs it."""
     from data.chat_completions import ChatClient
     from data.endpoint import EndpointAnswerer
@@ -137,9 +123,8 @@ def _endpoint(options: argparse.Namespace, settings: Settings) -> tuple[list[Pro
     model = options.model or options.base
     key = os.environ[options.api_key_env].strip() if options.api_key_env else None
     endpoint = EndpointSettings(options.concurrency, options.retries, options.timeout)
-    connect = partial(ChatClient, options.endpoint, model, settings, endpoint, key)
-    tokenizer = load_tokenizer(options.base)
-    answerer = EndpointAnswerer(connect, tokenizer, options.concurrency, options.seed)
+    connect = partial(ChatClient, options.endpoint, model, _settings(options), endpoint, key)
+    answerer = EndpointAnswerer(connect, load_tokenizer(options.base), options.concurrency, options.seed)
     return _prompts(options), answerer, f"{model} (tokens of {options.base})"
 
 

@@ -5,6 +5,33 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from data import resolve_base_name
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Of a base's weights; auto = the checkpoint's, or what is faster here."""
+
+
+def add_base_flags(parser: Any) -> None:
+    """Flags of a base that runs in this process, beside ``--base``; ``base_arguments`` reads them."""
+    add = parser.add_argument
+    add("--heads", metavar="DIR", help="heads that guess; default: none")
+    add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer that guesses; default: none")
+    add("--dtype", choices=DTYPES, default="auto", help="what the base computes in; auto = its checkpoint's")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto = cuda where there is one")
+
+
+def base_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """What ``MedusaModel.from_pretrained`` takes for these flags, after the heads."""
+    import torch
+
+    return {
+        "base": resolve_base_name(options.base) if options.base else None,
+        "dtype": None if options.dtype == "auto" else getattr(torch, options.dtype),
+        "device": None if options.device == "auto" else options.device,
+        "draft_model": resolve_base_name(options.draft_model) if options.draft_model else None,
+    }
 
 
 def at_least(low: int) -> Callable[[str], int]:

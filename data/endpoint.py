@@ -35,7 +35,7 @@ class EndpointAnswerer:
         self._ends: list[str] = []
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """See ``Answerer``; prompts need no token ids.
+        """Answer numbered prompts, which need no token ids; what ``Answerer`` promises.
 
         Raises:
             EndpointError: The server cannot be reached, refuses the key, does not know the model, or is down.

@@ -74,10 +74,7 @@ def _lines(file: Path) -> Iterator[Placed]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 place = f"{file}, line {number}"
-                try:
-                    yield place, _object(_parse(line))
-                except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from error
+                yield place, _object(place, _parse(place, line))
 
 
 def _json(file: Path) -> Iterator[Placed]:
@@ -99,10 +96,7 @@ def _json(file: Path) -> Iterator[Placed]:
         raise ValueError(f'{file}: holds no list of records; write [{{...}}, ...] or {{"data": [{{...}}, ...]}}')
     for number, record in enumerate(found, start=1):
         place = f"{file}, record {number}"
-        try:
-            yield place, _object(record)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+        yield place, _object(place, record)
 
 
 def _parquet(file: Path) -> Iterator[Placed]:
@@ -122,18 +116,17 @@ def _parquet(file: Path) -> Iterator[Placed]:
         raise ValueError(f"{file}: no readable .parquet file ({error}); write it again") from error
 
 
-def _parse(line: bytes) -> Any:
+def _parse(place: str, line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8-sig"))  # a file from Windows may begin with a mark
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
-        ) from None
+        reason = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON at column {error.colno} ({error.msg}); write one JSON object per line") from None
+        reason = f"not JSON at column {error.colno} ({error.msg}); write one JSON object per line"
+    raise ValueError(f"{place}: {reason}")
 
 
-def _object(record: Any) -> dict[str, Any]:
+def _object(place: str, record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} is no sample; write a JSON object: {KNOWN}")
+        raise ValueError(f"{place}: a {type(record).__name__} is no sample; write a JSON object: {KNOWN}")
     return record

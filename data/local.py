@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 
 from data.exchange import BATCH, Answered, Exchange, Message, Prompt, Settings, named, warn_of_ends
-from medusa import Completion, MedusaModel, Output, SamplingParams, Speculation
+from medusa import MedusaModel, Output, Request, SamplingParams, Speculation
 
 JOIN = 8
 """Places that must be free before further conversations join."""
@@ -39,10 +39,10 @@ class LocalAnswerer:
     def __init__(
         self, model: MedusaModel, settings: Settings, batch: int = BATCH, speculation: Speculation | None = None
     ) -> None:
-        self._model, self._settings, self._batch, self._speculation = model, settings, batch, speculation
+        self.model, self._settings, self._batch, self._speculation = model, settings, batch, speculation
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """See ``Answerer``; prompts need token ids.
+        """Answer numbered prompts, which need token ids; what ``Answerer`` promises.
 
         A conversation ends before a turn that the base's chat template refuses, or that leaves no room for an answer.
         """
@@ -50,7 +50,7 @@ class LocalAnswerer:
         waiting = deque(_Conversation(number, prompt) for number, prompt in prompts)
         together = min(self._batch, len(prompts)) > 1
         speculation = self._speculation or Speculation(nodes=1 if together else None)
-        batch, growing = self._model.batch(), dict[Completion, _Conversation]()
+        batch, growing = self.model.batch(), dict[Request, _Conversation]()
         try:
             while waiting or growing:
                 # Several prompts at once: a pass over few tokens costs as much as one over more.
@@ -58,18 +58,18 @@ class LocalAnswerer:
                     while waiting and len(growing) < self._batch:
                         conversation = waiting.popleft()
                         growing[batch.add(conversation.ids, self._params(conversation), speculation)] = conversation
-                for completion in batch.step():
-                    if completion.active:
+                for request in batch.step():
+                    if request.active:
                         continue
-                    conversation = growing.pop(completion)
-                    conversation.take(completion.output)
+                    conversation = growing.pop(request)
+                    conversation.take(request.output)
                     if self._ask(conversation, refused):
                         waiting.appendleft(conversation)
                     else:
                         yield conversation.number, conversation.exchanges
         finally:
-            for completion in growing:
-                batch.remove(completion)
+            for request in growing:
+                batch.remove(request)
         warn_of_ends(refused)
 
     def _params(self, conversation: _Conversation) -> SamplingParams:
@@ -86,8 +86,8 @@ class LocalAnswerer:
             return False
         conversation.history += conversation.questions.pop(0)
         try:
-            conversation.ids = self._model.chat_prompt(conversation.history)
+            conversation.ids = self.model.chat_prompt(conversation.history)
         except ValueError as error:
             refused.append(named(conversation.prompt, error))
             return False
-        return len(conversation.ids) <= self._model.base.context_length - self._settings.max_new_tokens
+        return len(conversation.ids) <= self.model.base.context_length - self._settings.max_new_tokens

@@ -55,7 +55,7 @@ class OwnPrompts:
         self._said: set[str] = set()
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """See ``Answerer``."""
+        """The prompts that are begun here, ended; what ``Answerer`` promises."""
         for number, answered in self._answerer.answer(prompts):
             yield number, answered if isinstance(answered, UnansweredError) else self._checked(answered)
 

@@ -69,15 +69,6 @@ class PackedRows:
             targets[:, :-ahead, column] = torch.where(valid, ids_BT[:, ahead:], IGNORE)
         return targets
 
-    def kept(self, rows: Tensor, num_heads: int) -> Tensor:
-        """Positions from which the base or a head predicts a token of the loss mask, bool [B, T].
-
-        Args:
-            rows: indices of rows [B].
-            num_heads: K; one of the tokens t+1 .. t+1+K of the same document is in the mask.
-        """
-        return (self.targets(rows, num_heads) != IGNORE).any(2)
-
     def fingerprint(self) -> str:
         """Digest of tokens, documents and masks: equal for equal training data."""
         if self.digest:

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from data.chat import NoAnswerError
 from data.exchange import Message, Prompt, named
 from data.shapes import conversation, present
 from data.sources import Source
@@ -62,24 +63,17 @@ def conversations(source: Source) -> Iterator[Prompt]:
     Raises:
         ValueError: A record that is no conversation (names its place), or no question in any.
     """
-    total, skipped, reason = 0, 0, ""
-    for place, record in source.records():
-        total += 1
-        try:
-            # A pair's question is a prompt without the answer, too.
-            turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+
+    def parse(place: str, record: Mapping[str, Any]) -> Iterator[Prompt]:
+        # A pair's question is a prompt without the answer, too.
+        turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
         if turns is None:
-            raise ValueError(f"{place}: no prompt; give messages that begin with a user turn, or prompt")
-        if asked := _questions(turns):
-            yield Prompt(asked, place=place)
-        else:
-            skipped, reason = skipped + 1, reason or f"{place}: nobody asks in it"
-    if skipped == total:
-        raise ValueError(f"prompts ({source.path}): none of {total} records has a question to answer ({reason})")
-    if skipped:
-        logger.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
+            raise ValueError("no prompt; give messages that begin with a user turn, or prompt")
+        if not (asked := _questions(turns)):
+            raise NoAnswerError("nobody asks in it")
+        yield Prompt(asked, place=place)
+
+    return source.parsed(parse, "a question to answer")
 
 
 def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:
@@ -90,7 +84,13 @@ def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) 
     Raises:
         ValueError: None of them does, or the template refuses all.
     """
-    encoded, refused = _encoded(model, prompts)
+    encoded: list[Prompt] = []
+    refused: list[str] = []
+    for prompt in prompts:
+        try:
+            encoded.append(prompt if prompt.ids else replace(prompt, ids=tuple(model.chat_prompt(prompt.asked[0]))))
+        except ValueError as error:
+            refused.append(named(prompt, error))
     if refused and not encoded:
         raise ValueError(f"prompts ({len(refused)}) are all refused; the first: {refused[0]}")
     if refused:
@@ -106,18 +106,6 @@ def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) 
             len(encoded) - len(found), len(encoded), max_new_tokens,
         )  # fmt: skip
     return found
-
-
-def _encoded(model: MedusaModel, prompts: Iterable[Prompt]) -> tuple[list[Prompt], list[str]]:
-    """Prompts with their token ids, and why the others have none."""
-    found: list[Prompt] = []
-    refused: list[str] = []
-    for prompt in prompts:
-        try:
-            found.append(prompt if prompt.ids else replace(prompt, ids=tuple(model.chat_prompt(prompt.asked[0]))))
-        except ValueError as error:
-            refused.append(named(prompt, error))
-    return found, refused
 
 
 def _questions(turns: Iterable[Mapping[str, Any]]) -> tuple[tuple[Message, ...], ...]:

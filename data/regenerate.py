@@ -96,20 +96,18 @@ class Part:
     """
 
     def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
-        header = json.dumps(made_by).encode() + b"\n"
         self._path, self._file = path, path.open("a+b")
+        self.lines: dict[int, int] = {}
+        self._end = 0
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.lines, self._end = _finished_lines(path, header)
+            self._read(json.dumps(made_by).encode() + b"\n")
         except BlockingIOError:
             self._file.close()
             raise ValueError(f"unfinished file ({path}) is written by another process; wait for it") from None
         except ValueError:
             self._file.close()
             raise
-        self._file.truncate(self._end)
-        if not self._end:
-            self._append(header)
 
     def add(self, number: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Keep the samples of a finished prompt."""
@@ -134,32 +132,25 @@ class Part:
         """Close the file; what is in it stays."""
         self._file.close()
 
+    def _read(self, header: bytes) -> None:
+        """Find the whole lines and drop what a kill has cut off; a new file gets its header."""
+        self._file.seek(0)
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            if self._end:
+                try:
+                    self.lines[int(json.loads(line)["prompt"])] = self._end
+                except (ValueError, TypeError, KeyError):
+                    raise ValueError(f"unfinished file ({self._path}) is damaged ({line[:40]!r}); remove it") from None
+            elif line != header:
+                raise ValueError(f"unfinished file ({self._path}) was begun with other prompts or settings; remove it")
+            self._end += len(line)
+        self._file.truncate(self._end)
+        if not self._end:
+            self._append(header)
+
     def _append(self, line: bytes) -> None:
         self._file.write(line)
         self._file.flush()
         self._end += len(line)
-
-
-def _finished_lines(path: Path, header: bytes) -> tuple[dict[int, int], int]:
-    """Where each finished prompt's line begins, and where the last whole line ends: a kill may cut one off."""
-    lines: dict[int, int] = {}
-    end = 0
-    if not path.exists():
-        return lines, end
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            if end == 0 and line != header:
-                raise ValueError(f"unfinished file ({path}) was begun with other prompts or settings; remove it")
-            if end:
-                lines[_number(line, path)] = end
-            end += len(line)
-    return lines, end
-
-
-def _number(line: bytes, path: Path) -> int:
-    try:
-        return int(json.loads(line)["prompt"])
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"unfinished file ({path}) is damaged ({line[:40]!r}); remove it") from None

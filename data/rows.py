@@ -14,9 +14,9 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,27 +107,35 @@ def _opened(directory: Path) -> PackedRows | None:
     """The rows of a directory; None where it is missing or damaged."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        rows, row_tokens = int(manifest["rows"]), int(manifest["row_tokens"])
-        shapes = {"lengths": (rows,), "samples": (int(manifest["samples"]),)}
-        tensors = {
-            name: np.memmap(directory / name, kind, "c", shape=shapes.get(name, (rows, row_tokens)))
-            for name, kind in TENSORS.items()
-            if (directory / name).stat().st_size == manifest["bytes"][name]
-        }
-        found = {name: torch.from_numpy(array) for name, array in tensors.items()}
-        return PackedRows(**found, digest=manifest["fingerprint"])
+        if manifest["bytes"] == _sizes(directory):
+            return replace(_mapped(directory, int(manifest["row_tokens"])), digest=manifest["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        pass
+    return None
+
+
+def _mapped(directory: Path, row_tokens: int) -> PackedRows:
+    """The files as tensors."""
+    flat = {name: torch.from_numpy(np.memmap(directory / name, kind, "c")) for name, kind in TENSORS.items()}
+    ids, positions, mask = (flat[name].view(-1, row_tokens) for name in ("input_ids", "position_ids", "loss_mask"))
+    return PackedRows(ids, positions, mask, flat["lengths"], flat["samples"])
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Bytes of each file."""
+    return {name: (directory / name).stat().st_size for name in TENSORS}
 
 
 def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
     """Write the rows beside their place and move them there."""
     temporary = Path(tempfile.mkdtemp(".tmp", f"{directory.name}.", directory.parent))
     try:
-        manifest = _write(temporary, found, name, row_tokens, window)
-        _describe(temporary, manifest)
-        if (packed := _opened(temporary)) is not None:
-            _describe(temporary, manifest | {"fingerprint": packed.fingerprint()})
+        _write(temporary, found, name, row_tokens, window)
+        manifest = {
+            "source": name, "row_tokens": row_tokens, "bytes": _sizes(temporary),
+            "fingerprint": _mapped(temporary, row_tokens).fingerprint(),
+        }  # fmt: skip
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         temporary.rename(directory)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -137,20 +145,15 @@ def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _describe(directory: Path, manifest: dict[str, Any]) -> None:
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def _write(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> dict[str, Any]:
-    """Write the files of the tensors window by window; returns the manifest without the fingerprint."""
-    rows = seen = tokens = 0
-    shown = tqdm(found, desc=f"samples of {name} tokenised", unit="", disable=None, delay=1, leave=False)
+def _write(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
+    """Write the files of the tensors, window by window."""
+    rows = seen = 0
+    stream = iter(tqdm(found, desc=f"samples of {name} tokenised", unit="", disable=None, delay=1, leave=False))
     with ExitStack() as stack:
         files = {field: stack.enter_context((directory / field).open("wb")) for field in TENSORS}
-        stream = iter(shown)
         while members := list(islice(stream, window)):
             packed = pack_window(members, row_tokens)
-            rows, seen, tokens = rows + len(packed), seen + len(members), tokens + int(packed.lengths.sum())
+            rows, seen = rows + len(packed), seen + len(members)
             for field, file in files.items():
                 file.write(getattr(packed, field).numpy().tobytes())
     if not rows:
@@ -158,7 +161,3 @@ def _write(directory: Path, found: Iterable[Sample], name: str, row_tokens: int,
             f"samples of {name} ({seen}) hold no supervised token past the second one; "
             "give samples whose loss mask marks what the base answers"
         )
-    return {
-        "samples": seen, "rows": rows, "row_tokens": row_tokens, "tokens": tokens, "source": name,
-        "bytes": {field: (directory / field).stat().st_size for field in TENSORS}, "fingerprint": "",
-    }  # fmt: skip

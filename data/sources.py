@@ -8,12 +8,12 @@ A record is a conversation in one of the shapes of `data.shapes`, of which the a
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from data.chat import NoAnswerError, Tokens, documents
 from data.files import SUFFIXES, Placed, file_records, sample_files
 from data.hub import HubData, is_saved
 from data.shapes import KNOWN, conversation, plain_text, present, visible
+
+Item = TypeVar("Item")
 
 LOGGER = logging.getLogger("data")
 
@@ -72,6 +74,30 @@ class Source:
         found = self._hub.records() if self._hub else file_records(self.path)
         return islice(found, self.limit or None)
 
+    def parsed(self, parse: Callable[[str, dict[str, Any]], Iterable[Item]], wanted: str) -> Iterator[Item]:
+        """What is made of the records; those from which nothing can be learnt are counted in one warning.
+
+        Args:
+            parse: takes the place of a record and the record.
+            wanted: what the others lack.
+
+        Raises:
+            ValueError: a record that cannot be parsed (names its place), or nothing but such that are passed over.
+        """
+        total, skipped, reason = 0, 0, ""
+        for place, record in self.records():
+            total += 1
+            try:
+                yield from parse(place, record)
+            except NoAnswerError as error:
+                skipped, reason = skipped + 1, reason or f"{place}: {error}"
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{place}: {error}") from error
+        if skipped == total:
+            raise ValueError(f"data ({self.path}): none of its {total} records has {wanted} ({reason})")
+        if skipped:
+            LOGGER.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
+
     def fingerprint(self) -> str:
         """Digest of the content: of the bytes of files, of the revision of a Hub data set."""
         digest = hashlib.sha256(f"limit {self.limit}".encode())
@@ -98,41 +124,19 @@ def read_samples(source: str | Path | Source, tokenizer: PreTrainedTokenizerBase
 
 
 def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    """Tokenise a source, record by record.
+    """Tokenise a source, record by record; records without an answer are passed over and counted in one warning.
 
-    Records without an answer are passed over and counted in one warning.
-
-    Args:
-        source: where the records are.
-        tokenizer: the base's tokenizer.
+    A record is one document, or one per answer where the chat template rewrites earlier turns.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: an empty source, a record that is no sample (names its place), or no record with an answer.
     """
-    total, skipped, reason = 0, 0, ""
-    for place, record in source.records():
-        total += 1
-        try:
-            yield from record_samples(record, tokenizer)
-        except NoAnswerError as error:
-            skipped, reason = skipped + 1, reason or f"{place}: {error}"
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{place}: {error}") from error
-    if skipped == total:
-        raise ValueError(f"data ({source.path}): none of its {total} records has an answer to learn ({reason})")
-    if skipped:
-        LOGGER.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
 
+    def parse(_: str, record: Mapping[str, Any]) -> list[Sample]:
+        return [_sample(ids, mask, len(tokenizer)) for ids, mask in _tokens(present(record), tokenizer)]
 
-def record_samples(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The documents of one record: one, or one per answer where the chat template rewrites earlier turns.
-
-    Raises:
-        NoAnswerError: nothing is supervised.
-        ValueError: no known shape, or one that is broken.
-    """
-    return [_sample(ids, mask, len(tokenizer)) for ids, mask in _tokens(present(record), tokenizer)]
+    return source.parsed(parse, "an answer to learn")
 
 
 def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:

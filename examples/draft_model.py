@@ -3,10 +3,7 @@
     python examples/draft_model.py --target facebook/opt-350m --draft facebook/opt-125m
     python examples/draft_model.py --target openai-community/gpt2-large --draft openai-community/gpt2
 
-Both need the same tokenizer. Without a Hub: two models that were trained on the same text,
-
-    python -m data.train_base --out runs/small --hidden-size 128 --layers 3 --minutes 25 --tokenizer data/embedded/base
-    python examples/draft_model.py --draft runs/small
+Both need the same tokenizer.
 
 Chains of exactly K tokens, greedy and sampled, beside plain decoding of the same engine; the last row is what the
 engine finds out by itself. All texts are plain decoding's, token for token, and the table counts them.

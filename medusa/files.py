@@ -67,7 +67,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def header(name: str) -> dict[str, Any]:
-    """The keys that tell what a JSON file is: a "tree", a "calibration"."""
+    """The keys that tell what a JSON file is: "tree", "settings"."""
     return {"format": f"medusa-{name}", "format_version": FORMAT_VERSION}
 
 

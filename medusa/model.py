@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import Calibration
 from medusa.cache import BlockPool
 from medusa.drafters.choose import Drafters
 from medusa.drafters.ngram import NgramCache
-from medusa.engine.batch import PREFILL_ROWS, Batch
+from medusa.engine.batch import Batch
+from medusa.engine.config import EngineConfig
 from medusa.engine.generate import start
 from medusa.engine.graph import StepGraphs
-from medusa.engine.output import Completion, Output, Piece
+from medusa.engine.output import Output, Piece
+from medusa.engine.request import Request
 from medusa.formats import load_provenance, save_heads
 from medusa.heads import DraftHeads
 from medusa.heads.frozen import freeze
@@ -55,7 +56,6 @@ class MedusaModel:
         named: Other heads that requests may choose, see ``with_heads``.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
         drafters: Chooses what drafts.
-        calibration: How often the heads are right, where that is known; ``medusa.budget.calibrate`` finds it out.
         provenance: Where the heads come from, where that is known; saved with them.
     """
 
@@ -64,7 +64,6 @@ class MedusaModel:
         base: BaseModel,
         heads: DraftHeads | None = None,
         graph: bool | StepGraphs | None = None,
-        calibration: Calibration | None = None,
         provenance: Mapping[str, Any] | None = None,
         draft_model: BaseModel | None = None,
     ) -> None:
@@ -72,12 +71,12 @@ class MedusaModel:
             heads = _fitted(heads, base)
             base = base.tapped(heads.config.feature_layers)
             heads = freeze(heads, base)
-        self.base, self.heads, self.calibration, self.provenance = base, heads, calibration, provenance
+        self.base, self.heads, self.provenance = base, heads, provenance
         self.named: dict[str, DraftHeads] = {}
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         if draft_model is not None:
             check_draft_model(draft_model, base)
-        self.drafters = Drafters(base, self.heads, self.graphs, draft_model)
+        self.drafters = Drafters(base, self.heads, self.graphs is not None, draft_model)
 
     @classmethod
     def from_pretrained(
@@ -131,7 +130,7 @@ class MedusaModel:
         loaded = load_base_and_heads(heads, base, dtype, device, attention, int8, load_options, revision)
         small = None if draft_model is None else load_draft_model(draft_model, loaded.base)
         model = loaded.base.with_mtp() if mtp else loaded.base
-        return cls(model, loaded.heads, graph, loaded.calibration, loaded.provenance, small)
+        return cls(model, loaded.heads, graph, loaded.provenance, small)
 
     def with_heads(self, named: Mapping[str, DraftHeads]) -> "MedusaModel":
         """The same model with these heads beside its own; requests choose them by name (``Speculation.heads``).
@@ -152,7 +151,7 @@ class MedusaModel:
         model.base = base = self.base.tapped(layers)
         model.heads = freeze(self.heads, base, layers) if self.heads else None
         model.named = {name: freeze(heads, base, layers) for name, heads in fitted.items()}
-        model.drafters = self.drafters.with_heads(model.heads, model.named)
+        model.drafters = self.drafters.with_heads(base, model.heads, model.named)
         return model
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
@@ -170,7 +169,7 @@ class MedusaModel:
         if self.heads is None:
             raise ValueError("this model has no heads to save; train or load heads first")
         origin = self.provenance if provenance is None else provenance
-        return save_heads(self.heads, directory, origin, self.calibration)
+        return save_heads(self.heads, directory, origin)
 
     def push_to_hub(
         self,
@@ -214,8 +213,8 @@ class MedusaModel:
             prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these.
             **options: The fields of ``SamplingParams`` and ``Speculation``; ``seed`` may be one per prompt. Or
                 ``sampling`` (one ``SamplingParams``, or one per prompt) and ``speculation`` (likewise) as objects.
-                ``prefix``, for one prompt, keeps what is computed, so that the next prompt with the same beginning is
-                not computed from its first token on; the text does not depend on it.
+                ``prefix`` (a ``Prefix``) keeps what is computed, so that later prompts with the same beginning are not
+                computed from their first token on; the text does not depend on it.
 
         Returns:
             An ``Output`` for one prompt, a list of them for a batch.
@@ -224,27 +223,29 @@ class MedusaModel:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
         """
         batch, single = encode(self.base.tokenizer, prompts)
-        completions, steps = self._start(batch, False, options)
+        requests, steps = self._start(batch, False, options)
         for _ in steps:
             pass
-        return completions[0].output if single else [completion.output for completion in completions]
+        return requests[0].output if single else [request.output for request in requests]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Complete one prompt; the result iterates over pieces of text as they become final."""
         batch, single = encode(self.base.tokenizer, prompt)
         if not single:
             raise ValueError(f"stream takes one prompt, not {len(batch)}; call generate for a batch")
-        (completion,), steps = self._start(batch, True, options)
-        return Stream(steps, completion.output)
+        (request,), steps = self._start(batch, True, options)
+        return Stream(steps, request.output)
 
-    def batch(self, pool: BlockPool | None = None, prefill_rows: int = PREFILL_ROWS) -> Batch:
+    def batch(self, pool: BlockPool | None = None, config: EngineConfig | None = None) -> Batch:
         """An empty batch that requests join and leave while it steps; for one thread.
 
         Args:
             pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
-            prefill_rows: Prompt tokens that one pass computes between two decode steps, at most.
+            config: How much it does at a time; None = the defaults.
         """
-        return Batch(self.base, self.drafters, self.graphs, prefill_rows=prefill_rows, pool=pool)
+        if pool is None and self.graphs is not None:
+            pool = self.graphs.pool
+        return Batch(self.base, self.drafters, self.graphs, pool, config)
 
     @property
     def ngrams(self) -> NgramCache:
@@ -270,11 +271,11 @@ class MedusaModel:
 
     def _start(
         self, prompts: list[list[int]], incremental: bool, options: Options
-    ) -> tuple[list[Completion], Generator[list[list[Piece]]]]:
+    ) -> tuple[list[Request], Generator[list[list[Piece]]]]:
         prefix = options.pop("prefix", None)
         sampling, speculation = from_options(options, len(prompts))
-        requests = zip(prompts, sampling, speculation, strict=True)
-        return start(self.base, self.drafters, self.graphs, list(requests), prefix, incremental)
+        batch = self.batch(prefix.pool(self.base) if prefix is not None else None)
+        return start(batch, list(zip(prompts, sampling, speculation, strict=True)), incremental)
 
 
 def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:

@@ -17,7 +17,7 @@ GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
 """Names of drafters that work at temperature 0 and on any text; "hybrid" is "heads+prompt-lookup"."""
 DRAFTERS = (*GREEDY_DRAFTERS, "ngram", "draft-model", "early-exit", "mtp", "heads-sampled")
 """All of them."""
-SOURCES = ("heads", "prompt-lookup", "ngram", "draft-model", "early-exit", "mtp")
+SOURCES = DRAFTERS[1:-1]
 """Drafters that can share a tree, joined by "+"."""
 EPSILON, DELTA = 0.09, 0.3
 """Thresholds of typical acceptance."""

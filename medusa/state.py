@@ -8,12 +8,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def latest(hidden_BTF: Tensor, counts_B: Tensor, before_BF: Tensor) -> Tensor:
-    """[B, F]: the hidden state of each row's last token of so many; where there was none, the one before."""
-    last_BF = hidden_BTF[torch.arange(len(counts_B), device=counts_B.device), (counts_B - 1).clamp(min=0)]
-    return torch.where(counts_B[:, None] > 0, last_BF, before_BF)
-
-
 @dataclass(frozen=True)
 class DecodeState:
     """What a step starts from.

@@ -4,7 +4,7 @@ Nodes are stored so that a parent always stands before its children; node 0 is t
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -119,10 +119,11 @@ class Draft:
     sizes: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
-    @property
+    @cached_property
     def row_sizes(self) -> Sequence[int]:
         """Nodes of each tree, whether they differ or not."""
-        return self.sizes or [self.tokens.shape[1]] * len(self.tokens)
+        batch, nodes = self.tokens.shape
+        return self.sizes or (nodes,) * batch
 
     def flat(self, rows_BN: Tensor) -> Tensor:
         """[R, ...] of [B, N, ...]: what belongs to the trees' own nodes alone, sequence by sequence."""
@@ -134,16 +135,14 @@ class Draft:
             return rows_RF.view(*self.tokens.shape, -1)
         return rows_RF.new_zeros(*self.tokens.shape, rows_RF.shape[-1]).masked_scatter_(self.real[..., None], rows_RF)
 
-    def on_nodes(self, function: Callable[[Tensor], Tensor], rows_BNF: Tensor) -> Tensor:
-        """What a function makes of each row alone, computed for the trees' own nodes; 0 behind the smaller trees."""
-        return function(rows_BNF) if self.sizes is None else self.spread(function(self.flat(rows_BNF)))
-
     @cached_property
     def real(self) -> Tensor | None:
         """[B, N] bool: the node is one of the tree's; None where all are."""
         if self.sizes is None:
             return None
-        return torch.arange(self.tokens.shape[1]) < torch.tensor(self.sizes)[:, None]
+        device = self.tokens.device
+        sizes_B1 = torch.tensor(self.sizes, device=device)[:, None]
+        return torch.arange(self.tokens.shape[1], device=device) < sizes_B1
 
     @cached_property
     def depths(self) -> Tensor:

@@ -1,8 +1,7 @@
 """The serving engine: one thread that steps a ``Batch`` which requests join and leave all the time.
 
 loop:  take what has arrived: requests, cancellations, calls between two steps
-       admit those that wait, while there is room
-       step: a chunk of the prompts that wait, then one decode step of all that are ready   (medusa/engine/batch.py)
+       step: who is computed next, and one pass                              (medusa/engine/batch.py)
        hand each request what it has grown by
 """
 
@@ -12,20 +11,15 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from medusa import BaseModel, Completion, MedusaModel
-from medusa.cache import BLOCK
-from medusa.engine.batch import Batch
-from medusa.engine.output import Piece
-from medusa.engine.row import TREES, most_rows
-from serve.jobs import Job, Waiting
+from medusa import BaseModel, Batch, EngineConfig, MedusaModel, Piece, Request
+from serve.jobs import Job
 from serve.metrics import Metrics
-from serve.request import BusyError, Delta, EngineError, LateError, Request, StoppingError, Ticket
+from serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
 from serve.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -50,13 +44,11 @@ class Engine:
     def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
         self._model = model
-        self._cache_tokens = (settings.cache_tokens or cache_tokens(model.base)) // BLOCK * BLOCK
-        self._pool = model.base.new_pool(self._cache_tokens)
+        self._pool = model.base.new_pool(settings.cache_tokens or cache_tokens(model))
         self._batch = self._new_batch()
         self._old: list[Batch] = []  # with requests of before the heads have changed
-        self._waiting = Waiting()
-        self._running: dict[Completion, Job] = {}
         self._jobs: dict[Ticket, Job] = {}
+        self._of: dict[Request, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: list[tuple[Ticket, Delta | Exception | None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,11 +79,11 @@ class Engine:
         """Whether the thread runs, and its loop has turned in so many seconds."""
         return self._thread.is_alive() and time.monotonic() - self._turned < patience
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, asked: Asked) -> Ticket:
         """Send a request on its way; whether it is taken, the ticket will say."""
-        ticket = Ticket(request, self._cancel)
+        ticket = Ticket(asked, self._cancel)
         now = time.monotonic()
-        job = Job(ticket, now, now + request.timeout if request.timeout is not None else float("inf"))
+        job = Job(ticket, now, now + asked.timeout if asked.timeout is not None else float("inf"))
         self._inbox.put(lambda: self._take(job))
         return ticket
 
@@ -116,21 +108,25 @@ class Engine:
 
         On the engine's thread (``call``).
         """
-        if len(self._batch):
-            self._old.append(self._batch)
-        self._model = model
+        self._model, before = model, self._batch
         self._batch = self._new_batch()
+        for job in [job for job in self._jobs.values() if job.batch is before and not job.admitted]:
+            del self._of[job.request]
+            before.remove(job.request)
+            self._add(job)
+        if len(before):
+            self._old.append(before)
 
     def _new_batch(self) -> Batch:
-        return self._model.batch(self._pool, self.settings.prefill_rows)
+        settings = self.settings
+        return self._model.batch(self._pool, EngineConfig(settings.max_batch, settings.prefill_rows))
 
     def _run(self) -> None:
         while self._loop is not None:
             self._turned = time.monotonic()
             try:
-                self._receive(wait=not self._running)
+                self._receive(wait=not self._jobs)
                 self._expire()
-                self._admit()
             except Exception as error:  # no request should come to this, and none may end the service
                 logger.exception("the engine begins anew, all requests are lost")
                 self._lose(error)
@@ -150,30 +146,40 @@ class Engine:
             pass
 
     def _take(self, job: Job) -> None:
-        """Check a request and let it wait."""
-        request, limit = job.request, self._cache_tokens
+        """Check a request and let it wait for room."""
+        asked = job.asked
         try:
             if self._stopping:
                 raise StoppingError("the server is going down; ask another one")
-            self._batch.check(request.prompt, request.params, request.speculation)
-            prompt, room = len(request.prompt), self._model.base.context_length - len(request.prompt)
-            rows = most_rows(prompt, min(request.params.max_new_tokens, room), request.speculation.nodes)
-            job.rows = -(-rows // BLOCK) * BLOCK
-            if job.rows > limit:
-                raise ValueError(
-                    f"prompt, completion and drafts ({job.rows} rows) exceed the KV cache ({limit} rows); shorten them"
-                )
-            free = self.settings.max_batch - len(self._running)
-            if len(self._waiting) >= self.settings.max_waiting + max(0, free):
-                message = f"queue ({len(self._waiting)} requests) is full; try again later"
+            self._batch.check(asked.prompt, asked.params, asked.speculation)
+            waiting = sum(not job.admitted for job in self._jobs.values())
+            free = self.settings.max_batch - (len(self._jobs) - waiting)
+            if waiting >= self.settings.max_waiting + max(0, free):
+                message = f"queue ({waiting} requests) is full; try again later"
                 raise BusyError(message, self.metrics.seconds_per_request())
         except (ValueError, BusyError, StoppingError) as error:
             self.metrics.refused(error)
             self._events.append((job.ticket, error))
             return
         self._jobs[job.ticket] = job
-        self._waiting.add(job)
         self._events.append((job.ticket, None))
+        self._add(job)
+
+    def _add(self, job: Job) -> None:
+        """Let a request join the batch of the model as it is now."""
+        asked = job.asked
+        try:
+            constraint = asked.constraint() if asked.constraint is not None else None
+            request = self._batch.add(
+                asked.prompt, asked.params, asked.speculation, True, constraint, asked.client, asked.priority
+            )
+        except ValueError as error:  # its heads have gone while it waited
+            self._events.append((job.ticket, error))
+            del self._jobs[job.ticket]
+            self.metrics.ended(job, "error")
+            return
+        job.batch, job.request, job.ticket.output = self._batch, request, request.output
+        self._of[request] = job
 
     def _cancel(self, ticket: Ticket) -> None:
         self._inbox.put(lambda: self._withdraw(ticket, "abort"))
@@ -183,10 +189,8 @@ class Engine:
         job = self._jobs.pop(ticket, None)
         if job is None:
             return
-        self._waiting.remove(job)
-        if job.completion is not None and job.batch is not None:
-            self._running.pop(job.completion, None)
-            job.batch.remove(job.completion)
+        del self._of[job.request]
+        job.batch.remove(job.request)
         self.metrics.ended(job, outcome)
 
     def _expire(self) -> None:
@@ -194,34 +198,8 @@ class Engine:
         now = time.monotonic()
         for ticket, job in list(self._jobs.items()):
             if job.deadline < now:
-                self._events.append((ticket, LateError(f"timeout ({job.request.timeout} s) is over; allow more")))
+                self._events.append((ticket, LateError(f"timeout ({job.asked.timeout} s) is over; allow more")))
                 self._withdraw(ticket, "timeout")
-
-    def _admit(self) -> None:
-        """Let those join for whom there is room."""
-        clients = Counter(job.request.client for job in self._running.values())
-        held = sum(job.rows for job in self._running.values())
-        while len(self._running) < self.settings.max_batch and (job := self._waiting.next(clients)) is not None:
-            if self._running and held + job.rows > self._cache_tokens:
-                break
-            self._waiting.remove(job)
-            self._join(job)
-            clients[job.request.client] += 1
-            held += job.rows
-
-    def _join(self, job: Job) -> None:
-        request = job.request
-        try:
-            constraint = request.constraint() if request.constraint is not None else None
-            completion = self._batch.add(request.prompt, request.params, request.speculation, True, None, constraint)
-        except ValueError as error:  # its heads have gone while it waited
-            self._events.append((job.ticket, error))
-            self._jobs.pop(job.ticket, None)
-            self.metrics.ended(job, "error")
-            return
-        job.batch, job.completion, job.ticket.output = self._batch, completion, completion.output
-        self._running[completion] = job
-        self.metrics.admitted(job)
 
     def _step(self, batch: Batch) -> None:
         """One step of a batch; an error costs its requests, and not the engine."""
@@ -235,28 +213,32 @@ class Engine:
             self._drop(batch, error)
             return
         now = time.monotonic()
-        for completion, pieces in grown.items():
-            if completion in self._running:
-                self._tell(self._running[completion], completion, pieces, now)
+        for job in self._jobs.values():
+            if not job.admitted and (job.request.sequence is not None or job.request.output.tokens):
+                job.admitted = True
+                self.metrics.admitted(job)
+        for request, pieces in grown.items():
+            if request in self._of:
+                self._tell(self._of[request], pieces, now)
         self.metrics.stepped(len(grown), now - began)
 
-    def _tell(self, job: Job, completion: Completion, pieces: Sequence[Piece], now: float) -> None:
+    def _tell(self, job: Job, pieces: Sequence[Piece], now: float) -> None:
         """Hand a request what it has grown by."""
-        output, before = completion.output, job.told
+        output, before = job.request.output, job.told
         logprobs = tuple(output.logprobs[before:]) if output.logprobs is not None else ()
         delta = Delta(tuple(pieces), tuple(output.tokens[before:]), logprobs, output.finish_reason)
         job.told = len(output.tokens)
         self.metrics.grew(job, len(delta.tokens), now)
         self._events.append((job.ticket, delta))
         if output.finish_reason is not None:
-            del self._running[completion], self._jobs[job.ticket]
+            del self._of[job.request], self._jobs[job.ticket]
             self.metrics.ended(job, output.finish_reason)
 
     def _drop(self, batch: Batch, error: Exception) -> None:
         """Go on without a batch that is broken."""
-        for job in [job for job in self._running.values() if job.batch is batch]:
-            assert job.completion is not None, "it runs"
-            del self._running[job.completion], self._jobs[job.ticket]
+        batch.close()
+        for job in [job for job in self._jobs.values() if job.batch is batch]:
+            del self._of[job.request], self._jobs[job.ticket]
             self._events.append((job.ticket, EngineError(f"a step has failed: {error}")))
             self.metrics.ended(job, "error")
         if batch is self._batch:
@@ -265,18 +247,20 @@ class Engine:
 
     def _lose(self, error: Exception) -> None:
         """Go on without any request."""
+        for batch in [*self._old, self._batch]:
+            batch.close()
         for ticket, job in self._jobs.items():
             self._events.append((ticket, EngineError(f"the engine has failed: {error}")))
             self.metrics.ended(job, "error")
-        self._jobs, self._running, self._waiting = {}, {}, Waiting()
+        self._jobs, self._of = {}, {}
         self._batch, self._old = self._new_batch(), []
 
     def _deliver(self) -> None:
         """Hand over what has happened, all at once."""
         events, self._events = self._events, []
-        self.metrics.state(len(self._running), len(self._waiting))
-        if self._pool is not None:
-            self.metrics.cache(self._pool.held_tokens / self._cache_tokens)
+        waiting = sum(not job.admitted for job in self._jobs.values())
+        self.metrics.state(len(self._jobs) - waiting, waiting)
+        self.metrics.cache(self._pool.held_tokens / max(1, self._pool.tokens or 1))
         if events and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(_put_all, events)
@@ -291,17 +275,28 @@ class Engine:
         self._loop = None
 
 
-def cache_tokens(base: BaseModel) -> int:
-    """Rows of a KV cache that has its share of the memory; at least one context."""
-    config = base.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    row = 2 * base.num_layers * heads * dim * base.dtype.itemsize
+def cache_tokens(model: MedusaModel) -> int:
+    """Positions of a KV cache that has its share of the memory; at least one context.
+
+    Where other models draft, what they cache of the same texts has its part.
+    """
+    base, small = model.base, model.drafters.parts.draft_model
+    per_position = sum(position_bytes(one) for one in (base, small) if one is not None)
+    if base.mtp is not None:
+        per_position += position_bytes(base) // base.num_layers
     if base.device.type == "cuda":
         memory = torch.cuda.mem_get_info(base.device)[0]
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(base.context_length + TREES, int(MEMORY * memory / row))
+    return max(base.context_length + EngineConfig().tree_reserve, int(MEMORY * memory / per_position))
+
+
+def position_bytes(base: BaseModel) -> int:
+    """Bytes of keys and values of one position in all layers."""
+    config = base.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * base.num_layers * heads * dim * base.dtype.itemsize)
 
 
 def _put_all(events: Sequence[tuple[Ticket, Delta | Exception | None]]) -> None:

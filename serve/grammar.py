@@ -126,7 +126,7 @@ class Following:
         self._width = xgrammar.get_bitmask_shape(1, grammar.tokenizer_info.vocab_size)[1]
 
     def forbid(self, tokens: Sequence[int], parents: Sequence[int], logits_NV: Tensor) -> None:
-        """See ``Constraint``. Where the grammar leads nowhere, anything may be said."""
+        """Mask what may not follow each node; where the grammar leads nowhere, anything may be said."""
         if self._dead:
             return
         allowed_NW = torch.zeros(len(tokens), self._width, dtype=torch.int32)
@@ -138,7 +138,7 @@ class Following:
         _mask(self._xgrammar, logits_NV, allowed_NW)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See ``Constraint``."""
+        """Go on behind tokens that were chosen."""
         for token in tokens:
             if not self._dead and not self._matcher.is_terminated():
                 self._dead = not self._matcher.accept_token(token)

@@ -1,11 +1,9 @@
-"""Requests inside the engine, and who of those that wait comes next."""
+"""Requests inside the engine."""
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from medusa import Batch, Completion
-from serve.request import Request, Ticket
+import medusa
+from serve.request import Asked, Ticket
 
 
 @dataclass(eq=False)
@@ -15,10 +13,11 @@ class Job:
     ticket: Ticket
     arrived: float
     deadline: float
-    rows: int = 0
-    """Rows of the KV cache that it can need at most."""
-    batch: Batch | None = None
-    completion: Completion | None = None
+    batch: medusa.Batch = field(init=False)
+    request: medusa.Request = field(init=False)
+    """In the batch, once it is taken."""
+    admitted: bool = False
+    """It had room once."""
     told: int = 0
     """Tokens that were handed over."""
     first: float = 0.0
@@ -32,38 +31,6 @@ class Job:
     """As ``Output.accepted``, when they were counted."""
 
     @property
-    def request(self) -> Request:
+    def asked(self) -> Asked:
         """What was asked for."""
-        return self.ticket.request
-
-
-class Waiting:
-    """Requests that wait for room in the batch, in the order of their arrival."""
-
-    def __init__(self) -> None:
-        self._jobs: list[Job] = []
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(list(self._jobs))
-
-    def add(self, job: Job) -> None:
-        """Let it wait behind the others."""
-        self._jobs.append(job)
-
-    def remove(self, job: Job) -> None:
-        """Let it wait no more, if it does."""
-        if job in self._jobs:
-            self._jobs.remove(job)
-
-    def next(self, running: Counter[str]) -> Job | None:
-        """Who comes next, and stays until it is removed; None where nobody waits.
-
-        Lower priority numbers come first, then the client with fewest requests running, then who came first.
-
-        Args:
-            running: Requests of each client that are under way.
-        """
-        return min(self._jobs, key=lambda job: (job.request.priority, running[job.request.client]), default=None)
+        return self.ticket.asked

@@ -17,16 +17,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from http import HTTPStatus
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from data.arguments import at_least, show_messages
+from serve.flags import add_flags, flag
 from serve.server import build_app, build_parser
 
 if TYPE_CHECKING:
@@ -34,12 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-KEYS = ("MEDUSA_API_KEYS", "MEDUSA_ADMIN_KEY")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Where Ray's proxies look for middleware when they start."""
 TRIES = 2
@@ -56,43 +52,35 @@ Ray runs on this machine alone unless RAY_ADDRESS names a cluster. There set
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.ray_app:middleware on every node before 'ray start', so that requests
 of a replica that dies go to another one; directories of heads and bases must be on every node.
 
-Keys are read from the environment here, as by medusa-serve. Heads cannot be loaded at run time.
+API keys are read from the environment here, as by medusa-serve. Heads cannot be loaded at run time.
 """
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many replicas, and what each of them gets."""
+
+    replicas: int = flag(1, "copies of the server", at_least(1), "N")
+    max_replicas: int | None = flag(
+        None, "start more under load, up to so many, and end them later (default: --replicas)", at_least(1), "N"
+    )
+    target_requests: int | None = flag(
+        None,
+        "requests per replica that more of them are started for (default: those that decode together)",
+        at_least(1),
+        "N",
+    )
+    gpus: float | None = flag(
+        None, "GPUs of a replica, 0.5 = two share one (default: 1, or 0 where this machine has none)", float, "N"
+    )
+    cpus: int = flag(1, "cores of a replica; on a CPU it computes with so many threads", at_least(1), "N")
 
 
 def build_ray_parser() -> argparse.ArgumentParser:
     """The command line: that of medusa-serve, and how many."""
     parser = build_parser()
     parser.prog, parser.description, parser.epilog = "python -m serve.ray_app", "Serve from several replicas.", EPILOG
-    scale = parser.add_argument_group("scale")
-    scale.add_argument(
-        "--replicas", type=at_least(1), default=1, metavar="N", help="copies of the server (default: %(default)s)"
-    )
-    scale.add_argument(
-        "--max-replicas",
-        type=at_least(1),
-        metavar="N",
-        help="start more under load, up to so many, and end them later (default: as many as --replicas)",
-    )
-    scale.add_argument(
-        "--target-requests",
-        type=at_least(1),
-        metavar="N",
-        help="requests per replica that more of them are started for (default: those that decode together)",
-    )
-    scale.add_argument(
-        "--gpus",
-        type=float,
-        metavar="N",
-        help="GPUs of a replica, 0.5 = two share one (default: 1, or 0 where this machine has none)",
-    )
-    scale.add_argument(
-        "--cpus",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="cores of a replica; on a CPU it computes with so many threads (default: %(default)s)",
-    )
+    add_flags(parser.add_argument_group("scale"), Scale)
     return parser
 
 
@@ -123,69 +111,33 @@ def build(args: argparse.Namespace) -> serve.Application:
     if args.target_requests is not None and args.max_replicas is None:
         raise ValueError(f"target-requests ({args.target_requests}) needs a range of replicas; add max-replicas")
     os.environ.setdefault(PROXY, "serve.ray_app:middleware")  # reaches a Ray that this process starts
-    secrets = {name: os.environ[name] for name in KEYS if name in os.environ}
+    keys = {"MEDUSA_API_KEYS": os.environ.get("MEDUSA_API_KEYS", ""), "MEDUSA_ADMIN_KEY": ""}
 
     def load() -> "FastAPI":
-        os.environ.update(secrets)
-        return fixed(build_app(args))
+        os.environ.update(keys)  # without an admin: heads would change in one replica of several
+        return build_app(args)
 
     @serve.ingress(load)
     class Medusa:
         async def check_health(self) -> None:
-            await health(self.app)  # type: ignore[attr-defined]
+            self.app.state.check_health()  # type: ignore[attr-defined]
 
     return serve.deployment(**options(args))(Medusa).bind()
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """What Ray is told about the replicas."""
-    gpus = args.gpus if args.gpus is not None else float(_sees_gpus(args.device))
     scale: dict[str, Any] = {"num_replicas": args.replicas}
     if args.max_replicas is not None:
-        scale = {
-            "autoscaling_config": {
-                "min_replicas": args.replicas,
-                "max_replicas": args.max_replicas,
-                "target_ongoing_requests": args.target_requests or args.max_batch,
-            }
-        }
+        load = {"target_ongoing_requests": args.target_requests or args.max_batch}
+        scale = {"autoscaling_config": {"min_replicas": args.replicas, "max_replicas": args.max_replicas, **load}}
     return scale | {
         "name": "Medusa",
         "max_ongoing_requests": args.max_batch + args.max_waiting + BESIDE,
         "graceful_shutdown_timeout_s": args.drain,
         "logging_config": {"enable_access_log": False},
-        "ray_actor_options": {"num_cpus": args.cpus, "num_gpus": gpus},
+        "ray_actor_options": {"num_cpus": args.cpus, "num_gpus": _gpus(args) if args.gpus is None else args.gpus},
     }
-
-
-def fixed(app: "FastAPI") -> "FastAPI":
-    """The application with the heads that it has started with."""
-    from fastapi.routing import APIRoute
-
-    from serve.api.errors import ApiError
-
-    async def refuse() -> None:
-        message = (
-            "heads cannot be changed at run time: the change would reach one replica of several; name them for all"
-            " with --more-heads, and start again"
-        )
-        raise ApiError(HTTPStatus.FORBIDDEN, message)
-
-    changes = (("/v1/heads", "POST"), ("/v1/heads/{name:path}", "DELETE"))
-    app.router.routes[:0] = [APIRoute(path, refuse, methods=[method]) for path, method in changes]
-    return app
-
-
-async def health(app: "FastAPI") -> None:
-    """Ask the engine, by the application's own route.
-
-    Raises:
-        ApiError: It does not work; Ray puts another replica in its place.
-    """
-    from fastapi.routing import APIRoute
-
-    (route,) = (route for route in app.routes if isinstance(route, APIRoute) and route.path == "/health")
-    await route.endpoint()
 
 
 class Retries:
@@ -198,28 +150,26 @@ class Retries:
         app: Ray's proxy.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """See ASGI."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, asked at most ``TRIES`` times."""
         heard: list[Message] = []
         for _ in range(TRIES if scope["type"] == "http" else 1):
-            if await self._answered(dict(scope), heard, receive, send) or _gone(heard):
+            spoken = await self._asked(dict(scope), heard, receive, send)
+            if spoken or any(message["type"] == "http.disconnect" for message in heard):
                 return
 
-    async def _answered(
-        self, scope: MutableMapping[str, Any], heard: list[Message], receive: Receive, send: Send
-    ) -> bool:
+    async def _asked(self, scope: Scope, heard: list[Message], receive: Receive, send: Send) -> bool:
         """Whether the client has got an answer, or the beginning of one."""
         again, held, speaking = iter(list(heard)), list[Message](), False
 
         async def hear() -> Message:
             for message in again:
                 return message
-            message = await receive()
-            heard.append(message)
-            return message
+            heard.append(await receive())
+            return heard[-1]
 
         async def say(message: Message) -> None:
             nonlocal speaking
@@ -248,14 +198,10 @@ def _says_something(message: Message) -> bool:
     return not message.get("more_body") or any(OPENING not in event for event in events)
 
 
-def _gone(heard: Sequence[Message]) -> bool:
-    return any(message["type"] == "http.disconnect" for message in heard)
-
-
-def _sees_gpus(device: str) -> bool:
+def _gpus(args: argparse.Namespace) -> float:
     import torch
 
-    return device != "cpu" and bool(torch.cuda.is_available())
+    return float(args.device != "cpu" and torch.cuda.is_available())
 
 
 def _flags(args: dict[str, Any]) -> list[str]:
@@ -282,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         application = build(args)
         ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False)
         serve.start(http_options={"host": args.host, "port": args.port})
-        _run(application)
+        _start(application)
     except (OSError, ValueError, RuntimeError) as error:
         logger.error("%s", error)
         return 1
@@ -297,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(application: serve.Application) -> None:
+def _start(application: serve.Application) -> None:
     """Start the replicas.
 
     Raises:

@@ -34,8 +34,8 @@ class EngineError(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What one completion is made of."""
+class Asked:
+    """What a client asks for: one completion. In the engine it becomes a ``medusa.Request``."""
 
     prompt: list[int]
     """Token ids."""
@@ -67,15 +67,15 @@ class Ticket:
     """The event loop's side of a request; iterate over it once.
 
     Args:
-        request: What was asked for.
+        asked: What was asked for.
         cancel: Takes the request back, from any thread.
 
     Attributes:
         output: The completion, complete once the last delta has come; on the engine's thread until then.
     """
 
-    def __init__(self, request: Request, cancel: "Callable[[Ticket], None]") -> None:
-        self.request, self.output = request, Output(len(request.prompt))
+    def __init__(self, asked: Asked, cancel: "Callable[[Ticket], None]") -> None:
+        self.asked, self.output = asked, Output(len(asked.prompt))
         self._cancel = cancel
         self._events: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._ended = False

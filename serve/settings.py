@@ -1,40 +1,58 @@
-"""Settings of the server; one home for every default. Imports nothing heavy."""
+"""Settings of the server, and its flags; one home for every default. Imports nothing heavy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from data.arguments import at_least
+from serve.flags import flag
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """Limits of the engine."""
 
-    max_batch: int = 64
-    """Requests that decode together."""
-    max_waiting: int = 256
-    """Requests that wait for room in the batch; more are refused."""
-    cache_tokens: int | None = None
-    """Rows of the KV cache: requests wait until theirs fit, the longest completion that they ask for included. Memory
-    is used when they are written. None = as many as fit into 40 % of the memory."""
-    prefill_rows: int = 512
-    """Prompt tokens that one pass computes between two decode steps."""
+    max_batch: int = flag(64, "requests that decode together", at_least(1), "N")
+    max_waiting: int = flag(256, "requests that wait for that; more get status 429", at_least(0), "N")
+    cache_tokens: int | None = flag(
+        None,
+        "positions of the KV cache: a request waits until its longest completion fits; memory is used when they are"
+        " written (default: 40 %% of the memory)",
+        at_least(1),
+        "N",
+    )
+    prefill_rows: int = flag(
+        512,
+        "prompt tokens that one pass computes between two decode steps: fewer keep streams smooth, more finish prompts"
+        " sooner",
+        at_least(1),
+        "N",
+    )
 
 
 @dataclass(frozen=True)
 class ApiSettings:
     """Who may ask, for how much, and what is told."""
 
-    name: str = ""
-    """Under which the base is served; empty = the last part of its own name."""
+    name: str = flag("", "name of the base in requests (default: its own, shortened)", metavar="NAME")
     api_keys: frozenset[str] = frozenset()
     """One of them must come as a bearer token; none = everyone may ask."""
     admin_key: str = ""
     """Of /v1/heads; empty = nobody may load heads at run time."""
-    origins: tuple[str, ...] = ()
-    """Web pages of other hosts that may ask (CORS); "*" = all."""
-    max_body: int = 4 << 20
-    """Bytes of a request."""
-    max_n: int = 16
-    """Completions of a request, prompts times n."""
-    timeout: float | None = None
-    """Seconds that a request may take with waiting, unless it asks for less; None = as long as it takes."""
-    spec_metrics: bool = False
-    """Answers bring ``metrics.speculative_decoding`` unless they say otherwise."""
+    origins: Sequence[str] = flag((), "web pages of other hosts that may ask (CORS), * = all", metavar="URL", nargs="+")
+    max_body: int = flag(4 << 20, "largest body of a request", at_least(1), "BYTES")
+    max_n: int = flag(16, "completions of a request, prompts times n", at_least(1), "N")
+    timeout: float | None = flag(
+        None, "seconds that a request may take, waiting included (default: any, unless it names some)", float, "S"
+    )
+    spec_metrics: bool = flag(
+        False, "answers bring metrics.speculative_decoding unless they say otherwise (default: when asked for)"
+    )
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where the server listens, and how it ends."""
+
+    host: str = flag("127.0.0.1", "where to listen", metavar="HOST")
+    port: int = flag(8000, "0 = any", at_least(0), "PORT")
+    drain: float = flag(30.0, "seconds that running requests may go on for after SIGTERM", float, "S")

@@ -4,8 +4,10 @@ import copy
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base import smollm2
+from medusa.cache import BlockPool
 from medusa.cpu import native
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
@@ -51,6 +54,26 @@ def clean_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+class CountedPool(BlockPool):
+    """Pools that are looked at after each test."""
+
+    alive: ClassVar[weakref.WeakSet[BlockPool]] = weakref.WeakSet()
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.alive.add(self)
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every block of every KV cache is free, held or known."""
+    for module in ("medusa.base.model", "medusa.base.mtp"):
+        monkeypatch.setattr(f"{module}.BlockPool", CountedPool)
+    yield
+    for pool in CountedPool.alive:
+        pool.check_integrity()
 
 
 @pytest.fixture(scope="session")

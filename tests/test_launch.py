@@ -206,11 +206,6 @@ def test_gpu_check_without_a_venv_uses_the_machines_python(clone):
     assert not (clone.root / ".venv").exists()
 
 
-def test_packing_for_the_gpu_check_needs_the_venv(clone):
-    assert clone.launch("gpu-check", "--pack").returncode == 0
-    assert len(clone.calls(" pip --disable")) == 2
-
-
 def test_a_given_interpreter_is_taken_as_it_is(clone):
     assert clone.launch("train", "--recipe", "x.yaml", MEDUSA_PYTHON=str(clone.python)).returncode == 0
     assert clone.calls("-m train.launch")

@@ -10,8 +10,8 @@ with feature layers).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from train.features import HiddenStates, Positions
 from train.schedule import mixed_seed, rows_of_step
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Positions that go through the heads together; there may be none."""
 
     hidden: Tensor
@@ -34,7 +33,7 @@ class MicroBatch:
     """int64 [M, K]; tokens t+2 .. t+1+K, `IGNORE` where a head has nothing to say."""
     teacher: Tensor | None = None
     """float32 [U, D]; last hidden states of the base where it says what heads should; None where the labels teach."""
-    teacher_rows: Tensor | None = None
+    teacher_index: Tensor | None = None
     """int64 [M, K]; the row of `teacher` for each label that is not `IGNORE`."""
 
 

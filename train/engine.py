@@ -222,9 +222,5 @@ def _config(optim: OptimRecipe, engine: EngineRecipe, autocast: bool) -> dict[st
         },
         "zero_optimization": zero,
         # Master weights and communication stay in float32; only the products are in bfloat16.
-        "torch_autocast": {
-            "enabled": autocast,
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],
-        },
+        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16", "lower_precision_safe_modules": []},
     }

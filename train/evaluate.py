@@ -11,13 +11,16 @@ from torch import Tensor
 from data.packing import PackedRows
 from data.sources import Sample
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import RANKS, Calibration, count_ranks
-from medusa.heads import DraftHeads
+from medusa.heads import DraftHeads, Vocabulary
 from medusa.model import MedusaModel
 from train.features import BasePass, Positions
 
 TOP = (1, 5, 10)
 """Figures tell how often the label is among so many of a head's best tokens."""
+RANKS = max(TOP)
+"""R, ranks that are counted; what is worse than all of them is no hit."""
+CHUNK = 256
+"""Positions whose logits exist at a time."""
 DOCUMENT_PROMPT = 32
 """Tokens of a document without a prompt part that are given to be continued."""
 
@@ -45,9 +48,54 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     return counts_KR
 
 
-def accuracy_figures(calibration: Calibration) -> dict[str, list[int] | list[float]]:
-    """{"samples": [...], "top1": [...], ...}, one value per head."""
-    return {"samples": list(calibration.samples), **{f"top{ranks}": calibration.top(ranks) for ranks in TOP}}
+@torch.no_grad()
+def count_ranks(
+    heads: DraftHeads, vocabulary: Vocabulary, hidden_MF: Tensor, path_MK: Tensor, labels_MK: Tensor
+) -> Tensor:
+    """Count at which rank each head has its label, given the tokens before it.
+
+    Args:
+        heads: The heads.
+        vocabulary: Both ends of their base.
+        hidden_MF: What heads read of the base, at M positions t.
+        path_MK: Token ids at t + 1 .. t + K.
+        labels_MK: Token ids at t + 2 .. t + 1 + K; negative where a head has no label.
+
+    Returns:
+        [K, 1 + R] int64 on the CPU: labels, then labels per rank. Counts add up.
+    """
+    counts_KR = torch.zeros(heads.config.num_heads, 1 + RANKS, dtype=torch.int64)
+    for hidden, path, labels in zip(*(part.split(CHUNK) for part in (hidden_MF, path_MK, labels_MK)), strict=True):
+        features_KMD = heads(hidden, path, vocabulary)
+        for head, labels_M in enumerate(labels.unbind(1)):
+            logits_MV = heads.head_logits(head, features_KMD[head], vocabulary)
+            counts_KR[head, 0] += int((labels_M >= 0).sum())
+            counts_KR[head, 1:] += rank_counts(logits_MV, heads.columns(labels_M))
+    return counts_KR
+
+
+def rank_counts(logits_MV: Tensor, columns_M: Tensor) -> Tensor:
+    """How many of the right columns stand at each rank: [R] int64 on the CPU.
+
+    Of equal logits the lower column comes first, as heads that cannot tell tokens apart must not count as right.
+
+    Args:
+        logits_MV: What a head says.
+        columns_M: The right ones; negative = nothing is counted.
+    """
+    column_M1 = columns_M.clamp(min=0)[:, None]
+    own_M1 = logits_MV.gather(1, column_M1)
+    before_MV = torch.arange(logits_MV.shape[1], device=logits_MV.device) < column_M1
+    # Not "greater": where a logit is not a number, the right column has the worst rank.
+    ranks_M = (~(logits_MV <= own_M1) | ((logits_MV == own_M1) & before_MV)).sum(1)
+    return torch.bincount(ranks_M[(columns_M >= 0) & (ranks_M < RANKS)], minlength=RANKS).cpu()
+
+
+def accuracy_figures(counts_KR: Tensor) -> dict[str, list[int] | list[float]]:
+    """{"samples": [...], "top1": [...], ...}, one value per head, from what `count_ranks` returns."""
+    samples_K, hits_KR = counts_KR[:, 0], counts_KR[:, 1:]
+    shares = {f"top{ranks}": (hits_KR[:, :ranks].sum(1).double() / samples_K.clamp(min=1)).tolist() for ranks in TOP}
+    return {"samples": samples_K.tolist(), **shares}
 
 
 def held_out_rows(rows: int, count: int) -> Tensor:

@@ -1,8 +1,5 @@
 """What the heads learn from: positions of packed rows, and the base's hidden states at them.
 
-A position t is kept where the base or a head has a target: where one of the tokens t+1 .. t+1+K of the same document
-is in the loss mask. Kept positions of one answer follow each other, so what the base says at t+k stands k places on.
-
 Shapes: B rows, T tokens, M kept positions in the order of rows, K heads, F width of the base's hidden states (its
 hidden size, times more with feature layers).
 """
@@ -20,7 +17,11 @@ from medusa.base.model import BaseModel
 
 @dataclass(frozen=True)
 class Positions:
-    """Kept positions of some rows."""
+    """Kept positions of some rows: those where the base or a head has a target.
+
+    One of the tokens t+1 .. t+1+K of the same document is in the loss mask. Kept positions of one answer follow each
+    other, so what the base says at t+k stands k places on.
+    """
 
     targets: Tensor
     """int64 [M, 1 + K]; column k is token t+1+k, or `IGNORE`."""
@@ -51,9 +52,6 @@ class HiddenStates(Protocol):
     def read(self, rows_B: Tensor) -> Tensor:
         """Hidden states [M, F] of the base at the kept positions of rows, see `BaseModel.hidden_states`."""
 
-    def flush(self) -> None:
-        """Write what is still in memory only."""
-
 
 class BasePass:
     """The base itself, a few rows at a time.
@@ -63,56 +61,35 @@ class BasePass:
         packed: the rows.
         num_heads: K.
         micro_rows: rows per pass.
+        together: the processes share each pass, since the base is divided among them: those that need fewer go along
+            with some that are thrown away.
     """
 
-    def __init__(self, base: BaseModel, packed: PackedRows, num_heads: int, micro_rows: int) -> None:
-        self._base, self._packed, self._num_heads, self._micro_rows = base, packed, num_heads, micro_rows
+    def __init__(
+        self, base: BaseModel, packed: PackedRows, num_heads: int, micro_rows: int, together: bool = False
+    ) -> None:
+        self._base, self._packed, self._num_heads = base, packed, num_heads
+        self._micro_rows, self._together = micro_rows, together
 
     @torch.no_grad()
     def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, F] in the base's dtype on its device."""
+        """Hidden states [M, F] in the base's dtype on its device; there is at least one row."""
         base, packed = self._base, self._packed
-        kept = []
+        idle, kept = self._idle_passes(rows_B), []
         for micro in rows_B.split(self._micro_rows):
-            kept_BT = packed.kept(micro, self._num_heads)
+            kept_BT = Positions.of(packed, micro, self._num_heads).kept
             ids_BT, positions_BT = packed.input_ids[micro].long(), packed.position_ids[micro].long()
             hidden_BTF = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
             kept.append(hidden_BTF[kept_BT.to(base.device)])
+        for _ in range(idle):
+            base.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=base.device))
         return torch.cat(kept)
 
-    def passes(self, rows_B: Tensor) -> int:
-        """How many passes of the base `read` makes."""
-        return sum(self._base.passes(self._packed.position_ids[micro]) for micro in rows_B.split(self._micro_rows))
-
-    @torch.no_grad()
-    def idle(self) -> None:
-        """One pass of the base for nothing."""
-        self._base.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=self._base.device))
-
-    def flush(self) -> None:
-        """Nothing is in memory only."""
-
-
-class EvenPasses:
-    """Hidden states from a sharded base: processes with fewer passes go along with some that are thrown away.
-
-    Args:
-        base: makes the passes.
-        device: where this process computes.
-    """
-
-    def __init__(self, base: BasePass, device: torch.device) -> None:
-        self._base, self._device = base, device
-
-    def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, F] of the kept positions of rows; all processes call it, with one row at least."""
-        mine = self._base.passes(rows_B)
-        most = torch.tensor(mine, device=self._device)
+    def _idle_passes(self, rows_B: Tensor) -> int:
+        """How many passes more another process makes."""
+        if not self._together:
+            return 0
+        mine = sum(self._base.passes(self._packed.position_ids[micro]) for micro in rows_B.split(self._micro_rows))
+        most = torch.tensor(mine, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        hidden_MF = self._base.read(rows_B)
-        for _ in range(int(most) - mine):
-            self._base.idle()
-        return hidden_MF
-
-    def flush(self) -> None:
-        """Nothing is in memory only."""
+        return int(most) - mine

@@ -3,11 +3,10 @@
 The products with the vocabulary matrix run over chunks of rows, and the gradient of a chunk's logits takes their place.
 What lies between runs over blocks of a chunk, so small that float32 temporaries do not count.
 
-Shapes: M positions, K heads, R rows (pairs of position and head) of a chunk, U teachers, D hidden size, V vocabulary.
+Shapes: M positions, K heads, R rows (pairs of position and head) of a chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,35 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from data.packing import IGNORE
-from train.row_losses import RowTargets, replace_by_gradient
-
-LmHead = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What K heads should say at M positions."""
-
-    labels: Tensor
-    """int64 token ids [M, K]; `IGNORE` where a head has no target."""
-    kind: str = "ce"
-    """ce = the labels; kl, tv = the teacher's distribution (Kullback-Leibler, total variation distance)."""
-    teacher_hidden: Tensor | None = None
-    """The base's last hidden states [U, D] whose distributions are the targets; None for ce."""
-    teacher_index: Tensor | None = None
-    """int64 rows of teacher_hidden [M, K], valid where there is a label; None for ce."""
-
-    def __post_init__(self) -> None:
-        if self.kind != "ce" and (self.teacher_hidden is None or self.teacher_index is None):
-            raise ValueError(f"loss ({self.kind}) needs the base's distributions; pass their hidden states and index")
-
-    def at(self, position_R: Tensor, head_R: Tensor, lm_head: LmHead) -> RowTargets:
-        """The targets of some pairs of position and head; only the teachers that they use go through `lm_head`."""
-        labels_R = self.labels[position_R, head_R]
-        if self.kind == "ce" or self.teacher_hidden is None or self.teacher_index is None:
-            return RowTargets(labels_R)
-        used_U, teacher_R = self.teacher_index[position_R, head_R].unique(return_inverse=True)
-        return RowTargets(labels_R, self.kind, lm_head(self.teacher_hidden[used_U]), teacher_R)
+from train.row_losses import LmHead, Targets, replace_by_gradient
 
 
 def fused_loss(
@@ -116,7 +87,7 @@ def _chunks(targets: Targets, chunk_rows: int, by_head: bool) -> Iterator[tuple[
 
 
 def _chunk_loss(
-    inputs: list[Tensor], project: Callable[..., Tensor], targets: RowTargets
+    inputs: list[Tensor], project: Callable[..., Tensor], targets: Targets
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Losses [R] of `project(*inputs)`, whether the label is best [R], and the gradients of the inputs."""
     with torch.enable_grad():

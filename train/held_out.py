@@ -4,10 +4,10 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from data.packing import PackedRows, pack, sample_digest
 from data.sources import Sample, Source, read_samples
+from medusa.base.model import BaseModel
 from train.config import DataRecipe, EvaluateRecipe
 from train.evaluate import held_out_prompts, held_out_rows
 from train.recipe_file import RecipeError
@@ -27,25 +27,25 @@ class HeldOut:
     """For the tokens per step."""
 
 
-def read_held_out(
-    data: DataRecipe, options: EvaluateRecipe, tokenizer: PreTrainedTokenizerBase, training: PackedRows, longest: int
-) -> HeldOut:
-    """What the evaluations of a run read.
+def read_held_out(data: DataRecipe, options: EvaluateRecipe, base: BaseModel, training: PackedRows) -> HeldOut | None:
+    """What the evaluations of a run read; None where the recipe names no held-out samples.
 
     Args:
         data: where the samples are.
-        options: how many rows and prompts are read.
-        tokenizer: the base's tokenizer.
+        options: how many rows and prompts are read, and how long answers may be.
+        base: the base, whose tokenizer and context decide what fits.
         training: the training rows.
-        longest: most tokens of a prompt.
 
     Raises:
         RecipeError: too many of the samples are trained on.
         ValueError, OSError: the samples cannot be read.
     """
+    if not data.heldout:
+        return None
+    longest = max(1, base.context_length - options.max_new_tokens)
     limit = data.limit if data.streaming else 0
     source = Source(data.heldout, data.heldout_split, data.subset, data.streaming, limit)
-    samples = _unseen(read_samples(source, tokenizer), training, data)
+    samples = _unseen(read_samples(source, base.tokenizer), training, data)
     packed = pack(samples, data.row_tokens)
     return HeldOut(
         packed.take(held_out_rows(len(packed), options.rows)),

@@ -12,8 +12,7 @@ import hashlib
 import json
 import logging
 import secrets
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from tqdm import tqdm
 
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
-from medusa.files import sweep
+from medusa.files import read_object, replace_file, sweep
 from train.features import HiddenStates, Positions
-from train.run_directory import disk_errors_named, sync
+from train.run_directory import disk_errors_named
 
 LOGGER = logging.getLogger("train")
 FORMAT = 2
@@ -41,12 +40,11 @@ NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
 def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, Any]:
     """What states depend on: they are right for a run whose identity is equal."""
     tokenizer = base.tokenizer
-    words = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], sort_keys=True)
     known = {
         "format": FORMAT,
-        "base": base_checksum(base),
-        "config": config_checksum(base),
-        "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
+        "base": _base_checksum(base),
+        "config": _config_checksum(base),
+        "tokenizer": _digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
         "rows": packed.fingerprint(),
         "heads": num_heads,
         "hidden_size": base.hidden_size,
@@ -59,7 +57,7 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
     return known
 
 
-def base_checksum(base: BaseModel) -> str:
+def _base_checksum(base: BaseModel) -> str:
     """Digest of the names, shapes and sampled values of all weights: another fine-tune has another one."""
     digest = hashlib.sha256()
     for name, weight in base.model.state_dict().items():
@@ -70,19 +68,14 @@ def base_checksum(base: BaseModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def config_checksum(base: BaseModel) -> str:
+def _config_checksum(base: BaseModel) -> str:
     """Digest of what is not in the weights: stretched positions, windows, epsilons."""
     config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return _digest(config)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the states of a row are."""
-
-    shard: Path
-    start: int
-    stop: int
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class HiddenCache:
@@ -111,13 +104,12 @@ class HiddenCache:
     ) -> None:
         self._directory, self._packed, self._num_heads = directory, packed, num_heads
         self._source, self._shard_bytes, self._device = source, shard_bytes, base.device
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, tuple[Path, slice]] = {}  # by row: its shard, and where its states are
         self._seen: set[Path] = set()
         self._pending: dict[int, Tensor] = {}
         self._pending_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
-        for pattern in ("*-*.tmp", ".manifest.*"):
-            sweep(directory, pattern)
+        sweep(directory, ".*.tmp*")
         known = identity(base, packed, num_heads)
         _check_manifest(directory, known)
         self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
@@ -151,14 +143,8 @@ class HiddenCache:
             "per_row": torch.tensor([len(row) for row in states]),
         }
         path = self._directory / f"{self._owner}-{secrets.token_hex(8)}.safetensors"
-        temporary = path.with_suffix(".tmp")
-        try:
-            with disk_errors_named(f"hidden-state cache ({self._directory})"):
-                save_file(shard, temporary)
-                sync(temporary)
-                temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with disk_errors_named(f"hidden-state cache ({self._directory})"):
+            replace_file(path, partial(save_file, shard))
         self._pending, self._pending_bytes = {}, 0
         self._look()
 
@@ -177,8 +163,8 @@ class HiddenCache:
     def _states(self, row: int) -> Tensor:
         if row in self._pending:
             return self._pending[row]
-        place = self._places[row]
-        states: Tensor = _open(place.shard).get_slice("hidden")[place.start : place.stop]
+        shard, place = self._places[row]
+        states: Tensor = _open(shard).get_slice("hidden")[place]
         return states
 
     def _look(self) -> None:
@@ -193,7 +179,7 @@ class HiddenCache:
                 continue
             start = 0
             for row, count in zip(rows, per_row, strict=True):
-                self._places[row] = _Place(path, start, start + count)
+                self._places[row] = path, slice(start, start + count)
                 start += count
 
 
@@ -206,13 +192,10 @@ def _open(path: Path) -> Any:
 def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
     path = directory / "manifest.json"
     if not path.is_file():
-        temporary = path.with_name(f".manifest.{secrets.token_hex(4)}")
+        temporary = path.with_name(f".manifest.tmp{secrets.token_hex(4)}")  # process ids of two machines may be equal
         temporary.write_text(json.dumps(known, indent=2), encoding="utf-8")
         temporary.replace(path)
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ValueError(f"manifest ({path}) is damaged; delete {directory}, or give another directory") from None
+    stored = read_object(path, "manifest", f"delete {directory}, or give another directory")
     changed = [
         f"{key} is {known.get(key)}, the states have {stored.get(key)}"
         for key in known | stored

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from medusa.base.model import BaseModel
 from medusa.heads import DraftHeads
 from train.adapters import Adapters
-from train.draft_vocabulary import drafted_labels
-from train.fused import Targets, fused_loss
-from train.losses import chunk_rows
+from train.fused import fused_loss
+from train.losses import HeadsLoss, chunk_rows
+from train.row_losses import Targets
 
 
-class JointLoss(nn.Module):
+class JointLoss(HeadsLoss):
     """Heads and adapters with their common loss; the base itself is no part of the module.
 
     Args:
@@ -35,17 +35,13 @@ class JointLoss(nn.Module):
     def __init__(
         self, heads: DraftHeads, base: BaseModel, adapters: Adapters, base_loss: str, heads_loss: str, loss_rows: int
     ) -> None:
-        super().__init__()
-        self.heads = heads
+        super().__init__(heads, base, loss_rows, heads_loss)
         # A dot must not be in a parameter's name.
         named = {name.replace(".", "/"): parameter for name, parameter in adapters.parameters().items()}
         self.adapters = nn.ParameterDict(named)
-        self._base, self._off = base, adapters.off
-        self._output = heads.output(base)
-        self._base_loss, self._heads_loss = base_loss, heads_loss
-        self._rows = chunk_rows(loss_rows, base.vocab_size, base.device)
+        self._base, self._off, self._base_loss = base, adapters.off, base_loss
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
@@ -74,10 +70,14 @@ class JointLoss(nn.Module):
         with torch.set_grad_enabled(adapting):
             hidden_MF = self._hidden(self._base, *rows, training=adapting)
         last_MD = hidden_MF[:, : self._base.hidden_size]
-        loss_K, correct_K = self._of_heads(hidden_MF, last_MD, path_MK, targets_MC[:, 1:])
+        teacher_MK = _places(last_MD) + torch.arange(1, path_MK.shape[1] + 1, device=last_MD.device)
+        labels_MK, weights_K = targets_MC[:, 1:], weights_C[1:]
+        heads, loss_K, correct_K = super().forward(
+            hidden_MF, path_MK, labels_MK, weights_K, last_MD.detach(), teacher_MK
+        )
         loss_1, correct_1 = self._of_base(last_MD, targets_MC[:, :1], original_MD) if adapting else self._rest()
-        loss_C = torch.cat([loss_1, loss_K])
-        return (loss_C * weights_C).sum(), loss_C.detach(), torch.cat([correct_1, correct_K])
+        loss_C, correct_C = torch.cat([loss_1.detach(), loss_K]), torch.cat([correct_1, correct_K])
+        return heads + (loss_1 * weights_C[:1]).sum(), loss_C, correct_C
 
     def _hidden(
         self, base: BaseModel, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor, training: bool = False
@@ -92,19 +92,10 @@ class JointLoss(nn.Module):
         with self._off():
             return self._hidden(self._base.tapped(()), ids_BT, positions_BT, kept_BT)
 
-    def _of_heads(
-        self, hidden_MF: Tensor, last_MD: Tensor, path_MK: Tensor, labels_MK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # Kept positions of one answer follow each other: what the base says at t+k stands k places on.
-        teacher_MK = _places(last_MD) + torch.arange(1, path_MK.shape[1] + 1, device=last_MD.device)
-        labels_MK = drafted_labels(self.heads, labels_MK)
-        targets = Targets(labels_MK, self._heads_loss, last_MD.detach(), teacher_MK)
-        features_KMD = self.heads(hidden_MF, path_MK, self._base)
-        return fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, self._rows)
-
     def _of_base(self, last_MD: Tensor, labels_M1: Tensor, original_MD: Tensor | None) -> tuple[Tensor, Tensor]:
         targets = Targets(labels_M1, self._base_loss, original_MD, _places(last_MD))
-        return fused_loss(last_MD[None], targets, self._base.logits, chunk_rows=self._rows)
+        rows = chunk_rows(self._loss_rows, self._base.vocab_size, self._base.device)
+        return fused_loss(last_MD[None], targets, self._base.logits, chunk_rows=rows)
 
     def _rest(self) -> tuple[Tensor, Tensor]:
         """No loss of the base, but a gradient of zeros: ZeRO waits for one from every parameter."""

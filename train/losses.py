@@ -6,9 +6,10 @@ Shapes: M positions, K heads, U teachers, D hidden size, F width of the base's h
 import torch
 from torch import Tensor, nn
 
+from data.packing import IGNORE
 from medusa.heads import DraftHeads, Vocabulary
-from train.draft_vocabulary import drafted_labels
-from train.fused import Targets, fused_loss
+from train.fused import fused_loss
+from train.row_losses import Targets
 
 CHUNK_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits that exist at a time: enough rows for a fast matrix product, whatever the size of the vocabulary."""
@@ -27,7 +28,7 @@ class HeadsLoss(nn.Module):
 
     Args:
         heads: the trained heads.
-        vocabulary: both ends of the frozen base.
+        vocabulary: both ends of the base.
         loss_rows: most rows of logits that exist at a time; a large vocabulary lowers it.
         kind: targets: ce = the labels; kl, tv = the base's own distribution at the labels' places, by Kullback-Leibler
             or total variation distance (1 - acceptance of drawn drafts; Leviathan et al. 2023, theorem 3.5).
@@ -36,10 +37,8 @@ class HeadsLoss(nn.Module):
     def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, loss_rows: int, kind: str = "ce") -> None:
         super().__init__()
         self.heads = heads
-        self._vocabulary = vocabulary
-        self._output = heads.output(vocabulary)
-        self._loss_rows = loss_rows
-        self._kind = kind
+        self._vocabulary, self._output = vocabulary, heads.output(vocabulary)
+        self._loss_rows, self._kind = loss_rows, kind
 
     def forward(
         self,
@@ -67,7 +66,10 @@ class HeadsLoss(nn.Module):
         Raises:
             ValueError: kl or tv without teachers.
         """
-        targets = Targets(drafted_labels(self.heads, labels_MK), self._kind, teacher_UD, teacher_MK)
+        if self.heads.draft_ids is not None:
+            columns_MK = self.heads.columns(labels_MK)
+            labels_MK = torch.where(columns_MK < 0, IGNORE, columns_MK)
+        targets = Targets(labels_MK, self._kind, teacher_UD, teacher_MK)
         features_KMD = self.heads(hidden_MF, path_MK, self._vocabulary)
         rows = chunk_rows(self._loss_rows, self.heads.config.output_size, hidden_MF.device)
         loss_K, correct_K = fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, rows)

@@ -4,8 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -44,11 +43,7 @@ class Progress:
             seconds = (self._last_line - self._began) / (step - self._start) * (self._total - step)
             LOGGER.info("step %d/%d  %s  ETA %d:%02d", step, self._total, text, *divmod(round(seconds), 60))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave the terminal to others."""
         if self._bar is not None:
             self._bar.close()

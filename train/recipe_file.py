@@ -63,7 +63,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
             checked[key] = _checked(key, value, known[key])
         except ValueError as error:
             errors.append(str(error))
-    recipe: Recipe = _assemble(Recipe, checked, "")
+    recipe = _assemble(checked)
     if not recipe.data.train and not any(error.startswith(("data.train", "unknown key data")) for error in errors):
         errors.append("data.train ('') names nothing; give a .jsonl file of training samples, or a Hub data set")
     errors += _conflicts(recipe) + _held_out_twice(recipe.data)
@@ -74,29 +74,25 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 def _conflicts(recipe: Recipe) -> list[str]:
     """Values that are right alone and wrong together."""
-    joint, cache, mix = recipe.lora.rank > 0, recipe.cache.mode, recipe.optim.mix_steps
-    rules = {
-        f"cache.mode ({cache}) keeps hidden states that adapters change; set it to online, or lora.rank to 0": (
-            joint and cache != "online"
-        ),
-        f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0": joint and mix > 1,
-        "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0": (
-            joint and recipe.engine.zero_stage == 3
-        ),
-        "base.shard holds a frozen base; set it to false, or lora.rank to 0": joint and recipe.base.shard,
-        f"cache.mode ({cache}) lets processes skip a pass that base.shard makes them share; set it to online, or "
-        "base.shard to false": recipe.base.shard and cache != "online",
-        "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none": (
-            recipe.base.shard and recipe.base.quantise != "none"
-        ),
-        "engine.offload needs a partitioned optimizer; set engine.zero_stage to 1, 2 or 3": (
-            recipe.engine.offload and recipe.engine.zero_stage == 0
-        ),
-        "data.streaming needs data.limit, the number of samples to read; set it": (
-            recipe.data.streaming and not recipe.data.limit
-        ),
-    }
-    return [text for text, broken in rules.items() if broken]
+    joint, shard, cache = recipe.lora.rank > 0, recipe.base.shard, recipe.cache.mode
+    mix, stage = recipe.optim.mix_steps, recipe.engine.zero_stage
+    rules = [
+        (joint and cache != "online",
+         f"cache.mode ({cache}) keeps hidden states that adapters change; set it to online, or lora.rank to 0"),
+        (joint and mix > 1,
+         f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0"),
+        (joint and stage == 3, "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0"),
+        (joint and shard, "base.shard holds a frozen base; set it to false, or lora.rank to 0"),
+        (shard and cache != "online",
+         f"cache.mode ({cache}) skips passes that processes share; set it to online, or base.shard to false"),
+        (shard and recipe.base.quantise != "none",
+         "base.shard cannot split a quantised base; set base.shard to false, or base.quantise to none"),
+        (recipe.engine.offload and stage == 0,
+         "engine.offload needs a partitioned optimizer; set engine.zero_stage to 1, 2 or 3"),
+        (recipe.data.streaming and not recipe.data.limit,
+         "data.streaming needs data.limit, the number of samples to read; set it"),
+    ]  # fmt: skip
+    return [text for broken, text in rules if broken]
 
 
 def _held_out_twice(data: DataRecipe) -> list[str]:
@@ -207,15 +203,15 @@ def _limits_text(entry: Field[Any]) -> str:
     return f" [{low} .. {'' if high is None else high}]"
 
 
-def _assemble(section: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    arguments = {}
-    for entry in fields(section):
-        key = f"{prefix}{entry.name}"
-        if is_dataclass(entry.type) and isinstance(entry.type, type):
-            arguments[entry.name] = _assemble(entry.type, values, f"{key}.")
-        elif key in values:
-            arguments[entry.name] = values[key]
-    return section(**arguments)
+def _assemble(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from checked values by their dotted keys."""
+    nested: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        nested.setdefault(section, {})[name] = value
+    kinds: dict[str, Any] = {entry.name: entry.type for entry in fields(Recipe)}
+    whole = nested.pop("")
+    return Recipe(**whole, **{section: kinds[section](**own) for section, own in nested.items()})
 
 
 def _documents(section: type[Any] = Recipe, prefix: str = "") -> dict[str, str]:

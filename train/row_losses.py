@@ -1,6 +1,6 @@
 """Losses of single rows of logits and their gradients, written out.
 
-Shapes: R rows of a chunk, B rows of a block, U teachers, V vocabulary.
+Shapes: M positions, K heads, R rows of a chunk, B rows of a block, U teachers, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -9,31 +9,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LmHead = Callable[[Tensor], Tensor]
 BLOCK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Logits that are looked at together: on a CPU they stay in its cache, on a GPU they keep it busy."""
 
 
 @dataclass(frozen=True)
-class RowTargets:
-    """What R rows of logits should say."""
+class Targets:
+    """What the logits of K heads at M positions, or of R rows, should say."""
 
     labels: Tensor
-    """int64 token ids [R]."""
+    """int64 token ids [M, K] or [R]; `IGNORE` where a head has no target."""
     kind: str = "ce"
-    """A key of `ROW_LOSSES`."""
-    teacher_logits: Tensor | None = None
-    """[U, V]; their softmax are the target distributions; None for ce."""
+    """ce = the labels; kl, tv = the teacher's distribution (Kullback-Leibler, total variation distance)."""
+    teacher: Tensor | None = None
+    """The base's last hidden states [U, D] whose distributions are the targets, or of rows their logits [U, V]."""
     teacher_index: Tensor | None = None
-    """int64 rows of teacher_logits [R]; None for ce."""
+    """int64 rows of `teacher`, in the shape of the labels and valid where there is one."""
 
-    def teacher(self, rows: slice) -> Tensor | None:
-        """The teachers' logits [B, V] of some rows."""
-        if self.teacher_logits is None or self.teacher_index is None:
-            return None
-        return self.teacher_logits[self.teacher_index[rows]]
+    def __post_init__(self) -> None:
+        if self.kind != "ce" and (self.teacher is None or self.teacher_index is None):
+            raise ValueError(f"loss ({self.kind}) needs the base's distributions; pass their hidden states and index")
+
+    def at(self, position_R: Tensor, head_R: Tensor, lm_head: LmHead) -> "Targets":
+        """The targets of rows, pairs of position and head; only the teachers that they use go through `lm_head`."""
+        labels_R = self.labels[position_R, head_R]
+        if self.kind == "ce" or self.teacher is None or self.teacher_index is None:
+            return Targets(labels_R)
+        used_U, teacher_R = self.teacher_index[position_R, head_R].unique(return_inverse=True)
+        return Targets(labels_R, self.kind, lm_head(self.teacher[used_U]), teacher_R)
 
 
-def replace_by_gradient(logits_RV: Tensor, targets: RowTargets) -> tuple[Tensor, Tensor]:
+def replace_by_gradient(logits_RV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """Overwrite logits (any floating dtype) with the gradient of their rows' losses.
 
     Returns:
@@ -44,13 +51,18 @@ def replace_by_gradient(logits_RV: Tensor, targets: RowTargets) -> tuple[Tensor,
     block = max(1, BLOCK_NUMEL[logits_RV.device.type] // logits_RV.shape[1])
     for start in range(0, len(logits_RV), block):
         rows = slice(start, start + block)
-        scores_BV, labels_B1, teacher_BV = logits_RV[rows].to(dtype), targets.labels[rows, None], targets.teacher(rows)
-        scores_BV = scores_BV - scores_BV.amax(1, keepdim=True)  # the best score is 0: exponentials cannot overflow
-        if teacher_BV is not None:
-            teacher_BV = teacher_BV.to(dtype) - teacher_BV.to(dtype).amax(1, keepdim=True)
+        scores_BV, labels_B1 = _scores(logits_RV[rows], dtype), targets.labels[rows, None]
+        teacher_BV = None
+        if targets.teacher is not None and targets.teacher_index is not None:
+            teacher_BV = _scores(targets.teacher[targets.teacher_index[rows]], dtype)
         loss_R[rows], logits_RV[rows] = ROW_LOSSES[targets.kind](scores_BV, labels_B1, teacher_BV)
         correct_R[rows] = (scores_BV.gather(1, labels_B1) == 0).squeeze(1).long()
     return loss_R, correct_R
+
+
+def _scores(logits_BV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits moved so that the best one is 0: exponentials cannot overflow."""
+    return (scores_BV := logits_BV.to(dtype)) - scores_BV.amax(1, keepdim=True)
 
 
 def _cross_entropy(scores_BV: Tensor, labels_B1: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +72,19 @@ class RunDirectory:
         Raises:
             RecipeError: the run was started with another recipe; names all values that differ and matter.
         """
-        self._check(recipe)
         position = self.position()
-        return position is not None and position.step == position.total and (self.heads / "config.json").is_file()
+        if position is None:
+            return False
+        stored = (
+            yaml.safe_load(self._recipe.read_text(encoding="utf-8")) if self._recipe.is_file() else resolved(recipe)
+        )
+        if changed := differences(recipe, stored):
+            raise RecipeError(
+                f"run directory ({self.path}) holds a run of another recipe:\n  "
+                + "\n  ".join(changed)
+                + "\ngive another directory (--recipe.run DIR), restore these values, or delete the directory"
+            )
+        return position.step == position.total and (self.heads / "config.json").is_file()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -109,8 +119,11 @@ class RunDirectory:
 
     def records(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl."""
-        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
-        return [record for line in lines if (record := _parse(line)) is not None]
+        found: list[dict[str, Any]] = []
+        for line in self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []:
+            with suppress(json.JSONDecodeError):  # the line that the process died in
+                found.append(json.loads(line))
+        return found
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -126,7 +139,7 @@ class RunDirectory:
         from safetensors.torch import save_file
 
         final, temporary = self.checkpoints / position.tag, self.checkpoints / f".{position.tag}"
-        for leftover in (final, *self.checkpoints.glob(".step-*")):
+        for leftover in (final, temporary):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
             with self.writing():
@@ -134,7 +147,7 @@ class RunDirectory:
                 save_file(dict(tensors), temporary / "checkpoint.safetensors")
                 (temporary / "state.json").write_text(json.dumps(asdict(position)), encoding="utf-8")
                 for path in (*temporary.iterdir(), temporary):
-                    sync(path)
+                    _sync(path)
                 temporary.rename(final)
                 _replace(self._latest, position.tag)
         finally:
@@ -158,19 +171,8 @@ class RunDirectory:
             raise self._damaged(position.tag) from None
 
     def writing(self) -> AbstractContextManager[None]:
-        """See `disk_errors_named`, for files of this directory."""
+        """Give an error of the disk, while files of this directory are written, one sentence."""
         return disk_errors_named(f"run directory ({self.path})")
-
-    def _check(self, recipe: Recipe) -> None:
-        if self.position() is None or not self._recipe.is_file():
-            return
-        changed = differences(recipe, yaml.safe_load(self._recipe.read_text(encoding="utf-8")))
-        if changed:
-            raise RecipeError(
-                f"run directory ({self.path}) holds a run of another recipe:\n  "
-                + "\n  ".join(changed)
-                + "\ngive another directory (--recipe.run DIR), restore these values, or delete the directory"
-            )
 
     def _damaged(self, tag: str) -> ValueError:
         return ValueError(
@@ -196,20 +198,12 @@ def disk_errors_named(what: str) -> Iterator[None]:
         ) from error
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = json.loads(line)
-    except json.JSONDecodeError:  # the line that the process died in
-        return None
-    return record
-
-
 def _replace(path: Path, text: str) -> None:
     replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-    sync(path.parent)
+    _sync(path.parent)
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Return when a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from train.config import LoraRecipe, OptimRecipe
+from train.config import LoraRecipe, OptimRecipe, Recipe
 
 ADAM_BETAS = (0.9, 0.999)
 """torch's defaults, which the engine leaves."""
@@ -53,6 +53,28 @@ def head_weights(optim: OptimRecipe, counts_K: Tensor) -> Tensor:
     """
     lambda_K = optim.head_decay ** torch.arange(len(counts_K), dtype=torch.float32)
     return lambda_K / counts_K.clamp(min=1)
+
+
+def column_weights(recipe: Recipe, step: int, total: int, counts: Tensor) -> Tensor:
+    """Factor of each column's summed loss in a step, float32: of the K heads, behind the base where it is trained too.
+
+    Args:
+        recipe: the recipe.
+        step: 0..total-1.
+        total: steps of the run.
+        counts: labels of the base and of the heads over the whole step, int64 [1 + K].
+    """
+    weights_K = head_weights(recipe.optim, counts[1:])
+    if recipe.lora.rank == 0:
+        return weights_K
+    base = float(step >= resting_steps(recipe.lora, total)) / counts[:1].clamp(min=1)
+    return torch.cat([base, heads_weight(recipe.lora, step, total) * weights_K])
+
+
+def learning_rates(recipe: Recipe, step: int, total: int) -> list[float]:
+    """Learning rates of the heads and, where there are any, of the adapters in step 0..total-1."""
+    rate = learning_rate(recipe.optim, step, total)
+    return [rate, adapters_rate(recipe.lora, step, total, rate)] if recipe.lora.rank else [rate]
 
 
 def resting_steps(lora: LoraRecipe, total: int) -> int:

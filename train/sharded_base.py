@@ -1,7 +1,7 @@
 """A frozen base that no device holds whole: ZeRO-3 keeps a share of every layer and gathers a layer when it computes.
 
 Embeddings and output layer, which the heads and their loss use at any time, are whole on every process. A pass is a
-common act of all processes; `train.features.EvenPasses` makes them do equally many.
+common act of all processes; `train.features.BasePass` makes them do equally many.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from train.config import Recipe
 from train.recipe_file import resolved
@@ -24,23 +24,10 @@ START_SECONDS = 90.0
 """Longest wait for the Weights & Biases server at the start."""
 
 
-class Tracker(Protocol):
-    """Where curves go."""
-
-    name: str
-    """Recipe key that switches it on."""
-    first: int
-    """First step that it lacks."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the figures of a completed step; steps rise."""
-
-    def close(self, done: bool) -> None:
-        """Wait until everything is written; `done` is False where the run was stopped or has failed."""
-
-
 class Trackers:
     """The trackers that a recipe asks for, on process 0; a context that closes them.
+
+    Each has a recipe key that switches it on (`name`) and a first step that it lacks (`first`), logs and closes.
 
     A tracker that cannot be started ends the run, since nothing is lost yet. One that fails later is dropped with a
     warning: training goes on, and the next start gives it what it lacks.
@@ -55,7 +42,7 @@ class Trackers:
     """
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, shown: bool) -> None:
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Wandb | TensorBoard] = []
         if not shown:
             return
         position = directory.position()
@@ -90,7 +77,7 @@ class Trackers:
         for tracker in list(self._trackers):
             self._guarded(tracker, partial(tracker.close, done=kind is None))
 
-    def _guarded(self, tracker: Tracker, action: Callable[[], None]) -> None:
+    def _guarded(self, tracker: "Wandb | TensorBoard", action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, it must not end a training run
@@ -116,9 +103,19 @@ class Wandb:
     name = "log.wandb"
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
-        mode = recipe.log.wandb
-        wandb = _import_wandb(mode, directory)
-        run_id = _run_id(directory)
+        mode: Any = recipe.log.wandb
+        for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            os.environ.setdefault(variable, str(directory.resolve()))  # nothing is written elsewhere
+        os.environ.setdefault("WANDB_SILENT", "true")
+        try:
+            import wandb
+        except ImportError:
+            raise _missing(self.name, mode, "wandb", "off") from None
+        known = directory / "wandb-id"  # made at the first start
+        if not known.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            known.write_text(secrets.token_hex(4), encoding="utf-8")
+        run_id = known.read_text(encoding="utf-8")
         if mode == "offline":
             for folder in directory.glob(f"wandb/offline-run-*-{run_id}"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -183,27 +180,6 @@ class TensorBoard:
     def close(self, done: bool) -> None:
         """Write what is pending."""
         self._writer.close()
-
-
-def _import_wandb(mode: str, directory: Path) -> Any:
-    """The package, told to write below the run directory and nothing on the terminal."""
-    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        os.environ.setdefault(variable, str(directory.resolve()))
-    os.environ.setdefault("WANDB_SILENT", "true")
-    try:
-        import wandb
-    except ImportError:
-        raise _missing(Wandb.name, mode, "wandb", "off") from None
-    return wandb
-
-
-def _run_id(directory: Path) -> str:
-    """The id of the run, made at its first start."""
-    path = directory / "wandb-id"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(4), encoding="utf-8")
-    return path.read_text(encoding="utf-8")
 
 
 def _missing(key: str, value: str, package: str, remedy: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""The training run: batches of a job -> loss -> DeepSpeed step, with evaluations and checkpoints between.
+"""The training run: set-up, then batches -> loss -> DeepSpeed step, with evaluations and checkpoints between.
 
 Shapes: K heads, C columns of the loss: the K heads, behind the base where it is trained too.
 """
@@ -6,28 +6,41 @@ Shapes: K heads, C columns of the loss: the K heads, behind the base where it is
 import logging
 import math
 import time
-from contextlib import nullcontext
-from typing import Any
+from contextlib import closing, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.budget.calibration import Calibration
+from data.rows import open_rows
+from data.sources import Source
+from medusa.base.taps import spread_layers
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, build_heads
+from medusa.loading.self_test import choose_decoding
+from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
+from train.base import load_base
 from train.config import Recipe
+from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, served_tokens
+from train.fresh_heads import fresh_heads
+from train.held_out import read_held_out
+from train.medusa1 import Medusa1
 from train.progress import Progress
-from train.provenance import provenance, software
+from train.provenance import provenance
+from train.recipe_file import RecipeError
 from train.report import write_report
 from train.run_directory import Position, RunDirectory
-from train.schedule import mixed_seed
-from train.setup import Parts, set_up
+from train.schedule import column_weights, learning_rates, mixed_seed, total_steps
 from train.stop import StopRequest
 from train.trackers import Trackers
-from train.workers import Workers, failures_named
+from train.workers import Workers, check_same, failures_named
+
+if TYPE_CHECKING:
+    from train.medusa2 import Medusa2
 
 LOGGER = logging.getLogger("train")
 
@@ -55,23 +68,63 @@ def train(recipe: Recipe, stop: StopRequest) -> None:
             return
         writer = workers.rank == 0
         with directory.locked() if writer else nullcontext(), Trackers(recipe, directory, writer) as trackers:
-            Trainer(set_up(recipe, directory, workers)).run(trackers)
+            Trainer(recipe, directory, workers).run(trackers)
 
 
 class Trainer:
-    """One run, seen from one process.
+    """One run, seen from one process; it is ready for its next step when it is made.
+
+    All processes make it together. Wrong use shows in an early stage, before what takes long.
 
     Args:
-        parts: All that it needs, see ``train.setup``.
+        recipe: the run.
+        directory: where it stands.
+        workers: this process among all.
+
+    Raises:
+        RecipeError: the run directory belongs to other samples, or the recipe does not fit the base or the processes.
+        ValueError, OSError: samples, base or checkpoint cannot be read.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.recipe, self.directory, self.workers = parts.recipe, parts.directory, parts.workers
-        self.base, self.packed, self.heldout = parts.base, parts.packed, parts.heldout
-        self.job, self.engine, self._config = parts.job, parts.engine, parts.config
-        self.total, self.step, self.seconds = parts.start.total, parts.start.step, parts.start.seconds
+    def __init__(self, recipe: Recipe, directory: RunDirectory, workers: Workers) -> None:
+        self.recipe, self.directory, self.workers = recipe, directory, workers
+        data, optim, vocabulary = recipe.data, recipe.optim, recipe.heads.draft_vocab
+        if optim.rows_per_step < workers.world_size:
+            raise RecipeError(
+                f"optim.rows_per_step ({optim.rows_per_step}) leaves some of the processes ({workers.world_size}) "
+                "without a row; raise it or start fewer processes"
+            )
+        base = choose_decoding(load_base(recipe.base, workers))  # heads of a base that verifies nothing are of no use
+        base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
+        if vocabulary > base.vocab_size:
+            raise RecipeError(
+                f"heads.draft_vocab ({vocabulary}) is more than the vocabulary of the base ({base.vocab_size}); lower "
+                "it, or give 0 for all of it"
+            )
+
+        source = Source(data.train, data.train_split, data.subset, data.streaming, data.limit)
+        self.packed = packed = open_rows(source, base.tokenizer, data.row_tokens, data.cache)
+        LOGGER.info("%d rows of %d tokens, %.1f %% filled", len(packed), data.row_tokens, 100 * packed.fill)
+        check_same(recipe, packed.fingerprint(), workers)
+        self.base = base = choose_separation(base, packed.input_ids[0].long(), workers.any)
+        self.heldout = workers.from_first(partial(read_held_out, data, recipe.evaluate, base, packed))
+
+        heads, self.total = fresh_heads(recipe, base, packed, workers), total_steps(optim, len(packed))
+        self.config = heads.config
+        parts = recipe, base, heads, packed, workers, self.total
+        self.method: Medusa1 | Medusa2
+        if recipe.lora.rank:
+            from train import medusa2  # peft takes seconds to import
+
+            self.method = medusa2.Medusa2(*parts)
+        else:
+            self.method = Medusa1(*parts)
+        precision = recipe.engine.precision
+        autocast = precision == "bfloat16" or (precision == "auto" and base.dtype == torch.bfloat16)
+        self.engine = Engine(self.method.module, optim, recipe.engine, workers.device, self.method.groups, autocast)
+        self.step, self.seconds = self._resume()
+        self.method.prepare()
         self.useful = 0  # labels of the base since this process began, for the tokens per second
-        self.calibration: Calibration | None = None  # of the last evaluation
         self._began = self.seconds
 
     def run(self, trackers: Trackers) -> None:
@@ -84,7 +137,7 @@ class Trainer:
         if writer:
             self.directory.start(self.recipe, self.step)
         stop.hold()
-        with Progress(self.step, self.total, writer) as progress:
+        with closing(Progress(self.step, self.total, writer)) as progress:
             while self.step < self.total:
                 figures = self.train_step()
                 progress.update(self.step, figures)
@@ -100,12 +153,12 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
         began = time.monotonic()
-        recipe, workers, job, step = self.recipe, self.workers, self.job, self.step
+        recipe, workers, method, step = self.recipe, self.workers, self.method, self.step
         torch.manual_seed(mixed_seed(recipe.optim.seed, step))  # randomness depends on the step: nothing to resume
-        counts = job.label_counts(step)
-        weights_C, rates = job.weights(step, counts), job.rates(step)
+        counts = method.label_counts(step)
+        weights_C, rates = column_weights(recipe, step, self.total, counts), learning_rates(recipe, step, self.total)
         sums_2C = torch.zeros(2, len(weights_C), dtype=torch.float64, device=workers.device)
-        for inputs, last in job.micro_batches(step, weights_C.to(workers.device)):
+        for inputs, last in method.micro_batches(step, weights_C.to(workers.device)):
             loss, loss_C, correct_C = self.engine(*inputs)
             self.engine.backward(loss, last)
             sums_2C += torch.stack([loss_C, correct_C])
@@ -141,10 +194,7 @@ class Trainer:
         mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout.rows, mine, self.recipe.optim.micro_rows)
         counts = workers.total(counts).long() // (workers.world_size if together else 1)
-        self.calibration = Calibration.of(counts, self._calibration_origin(len(rows)))
-        figures: dict[str, Any] = {
-            f"heldout_{name}": values for name, values in accuracy_figures(self.calibration).items()
-        }
+        figures: dict[str, Any] = {f"heldout_{name}": values for name, values in accuracy_figures(counts).items()}
         if options.prompts and not together:
             prompts = self.heldout.prompts[workers.rank :: workers.world_size]
             model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
@@ -156,7 +206,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; it counts from the moment when `latest` names it."""
-        self.job.flush()
+        self.method.flush()
         state = self.engine.state()
         if self.workers.rank == 0:
             position = Position(self.step, self.total, self.seconds, self.packed.fingerprint())
@@ -170,24 +220,12 @@ class Trainer:
         if self.workers.rank == 0:
             self._log(figures, trackers, last=True)
             with self.directory.writing():
-                adapter = self.job.save_adapter(self.directory.heads)
+                adapter = self.method.save_adapter(self.directory.heads)
                 heads = heads.with_config(base_adapter=adapter)
                 origin = provenance(self.recipe, figures, self.base, self.packed, self.workers)
-                save_heads(heads, self.directory.heads, origin, self.calibration)
+                save_heads(heads, self.directory.heads, origin)
             LOGGER.info("heads are in %s", self.directory.heads)
         self.workers.wait()
-
-    def _calibration_origin(self, rows: int) -> dict[str, Any]:
-        """What the held-out counts belong to."""
-        recipe = self.recipe
-        return {
-            "heads": f"{recipe.heads.num_heads} {recipe.heads.architecture}",
-            "base": self.base.name,
-            "data": {"source": recipe.data.heldout, "rows": rows, "row_tokens": recipe.data.row_tokens},
-            "dtype": str(self.base.dtype).removeprefix("torch."),
-            "step": self.step,
-            **software(),
-        }
 
     def _log(self, figures: dict[str, Any], trackers: Trackers, last: bool = False) -> None:
         self.directory.log(figures)
@@ -198,12 +236,26 @@ class Trainer:
 
     def _trained_heads(self) -> DraftHeads:
         """A whole float32 copy of the heads on the CPU; all processes call it."""
-        heads = build_heads(self._config)
+        heads = build_heads(self.config)
         heads.load_state_dict({
             name.removeprefix("heads."): value
             for name, value in self.engine.full_state().items() if name.startswith("heads.")
         })  # fmt: skip
         return heads
+
+    def _resume(self) -> tuple[int, float]:
+        """Bring the engine to the last checkpoint; completed steps and seconds spent in them."""
+        position = self.workers.from_first(self.directory.position)
+        if position is None:
+            return 0, 0.0
+        if position.data != self.packed.fingerprint():
+            raise RecipeError(
+                f"data.train ({self.recipe.data.train}) holds other samples than at the start of the run "
+                f"({self.recipe.run}); restore the file or give another directory (--recipe.run DIR)"
+            )
+        self.engine.load_state(self.directory.tensors(position) if self.workers.rank == 0 else {})
+        LOGGER.info("resumed at step %d of %d", position.step, self.total)
+        return position.step, position.seconds
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

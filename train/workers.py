@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from train.config import Recipe
+from train.recipe_file import RecipeError, flatten, resolved
 from train.stop import StopRequest
 
 Value = TypeVar("Value")
 
 TIMEOUT = timedelta(minutes=30)
 """Longest wait for another process: one of them may prepare data that long while the others wait."""
+
+PLACES = {"run", "base.name", "data.train", "data.heldout", "data.cache", "cache.directory"}
+"""Recipe keys that each machine may have its own value of."""
 
 
 class LostProcessError(ConnectionError):
@@ -86,6 +91,29 @@ class Workers:
     def wait() -> None:
         """Return when all processes are here."""
         dist.barrier()
+
+
+def check_same(recipe: Recipe, samples: str, workers: Workers) -> None:
+    """Refuse processes that would wait for each other in vain, or train on different samples; all call it.
+
+    Args:
+        recipe: this process's.
+        samples: fingerprint of its training rows.
+        workers: this process among all.
+
+    Raises:
+        RecipeError: names the values that differ from those of process 0.
+    """
+    ours = {key: value for key, value in flatten(resolved(recipe)) if key not in PLACES}
+    ours["data.train"] = f"fingerprint {samples}"
+    theirs = workers.from_first(lambda: ours)
+    odd = [f"{key} is {ours[key]} here, {theirs[key]} there" for key in ours if ours[key] != theirs[key]]
+    if workers.any(bool(odd)):
+        named = "; ".join(odd) or "its machine says what"
+        raise RecipeError(
+            f"processes have different recipes or samples (process {workers.rank} beside process 0: {named}); give all "
+            "machines the same ones"
+        )
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What ``./launch.sh gpu-check`` tries: commands, their time limits, and the one line that each comes down to.
 
-Needs no package, as ``benchmarks.gpu.check``.
+Needs no package, as ``benchmarks.gpu``: what the parts need, they say themselves.
 """
 
 from collections.abc import Callable
@@ -42,22 +42,23 @@ def parts(work: Path) -> dict[str, Part]:
         work: Where reports and the demo's run go.
     """
     shape = ("--shape", "llama-8b", "--dtype", "bfloat16", "--device", "cuda")
-    step, replay, demo = (work / f"{name}.json" for name in ("step", "replay", "demo/report"))
-    small_demo = ("-m", "serve.demo", "--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
+    step, run, demo = (work / f"{name}.json" for name in ("step", "run", "demo/report"))
+    step_words = ("-m", "benchmarks.gpu.paper", "--measure", str(step))
+    small_run = ("--batch", "1,16", "--count", "16", "--rounds", "2", "--max-new-tokens", "64", "--json", str(run))
+    small_demo = ("--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
     return {
         "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu"), 120),
-        "step": Part(("-m", "benchmarks.gpu.paper", "--measure", str(step)), 240, step, key_figure, beside),
-        "replay": Part(
-            ("-m", "benchmarks.decoding", "replay", *shape, "--json", str(replay)), 60, replay, _replay_figure
+        "step": Part(step_words, 240, step, key_figure, beside),
+        "run": Part(("-m", "benchmarks", "run", *shape, *small_run), 120, run, _run_figure),
+        "demo": Part(
+            ("-m", "serve.demo", "--run", str(demo.parent), *small_demo), 200, demo, _demo_figure, needs_gpu=False
         ),
-        "demo": Part((*small_demo, "--run", str(demo.parent)), 200, demo, _demo_figure, needs_gpu=False),
     }
 
 
-def _replay_figure(report: Report) -> str:
-    row = report["rows"][0]
-    tokens = f"{row['replay_tokens_per_step']:.2f} tokens per step"
-    return f"REPLAY, N = {row['nodes']}: {row['replay_speedup']:.2f}x over plain at {tokens}"
+def _run_figure(report: Report) -> str:
+    speeds = {row["method"]: row["tokens_per_s"]["value"] for row in report["runs"][0]["rows"]}
+    return f"plain {speeds['plain']:.0f} tokens/s, {speeds['plain'] / speeds['transformers']:.2f}x over transformers"
 
 
 def _demo_figure(report: Report) -> str:

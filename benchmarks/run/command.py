@@ -1,7 +1,7 @@
-"""``medusa-bench run``: from flags to the report."""
+"""``medusa-bench run`` and ``tune``: from flags to the report."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,47 +9,45 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.decoding.inputs import trained
-from benchmarks.decoding.report import environment
-from benchmarks.peers.process import BATCHING, MODES, Engine, engines
+from benchmarks.machine import choose_device
+from benchmarks.peers.engine import BATCHING, MODES, Engine, engines
+from benchmarks.report import Report, environment, publish
 from benchmarks.run.measure import figures, measure
 from benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
-from benchmarks.run.report import markdown, show
+from benchmarks.run.shown import fields, tables
+from benchmarks.step.shapes import given_dtype, random_base, random_model, shape_config
 from data import resolve_base_name, shipped_heads
-from medusa import MedusaModel
+from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
-from medusa.files import replace_file, write_json
+from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
+from medusa.io.settings_file import save_settings
 from serve.demo.compare import repeated_share, unpacked_copy
-from serve.demo.questions import questions
+from serve.demo.questions import Kinds, questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
 """Drafters that are measured where they are asked for: they are slower than plain decoding, or need texts of before."""
 VLLM = "vllm"
 """The format of heads that vLLM reads."""
+RANDOM_PROMPT = 256
+"""Tokens of a prompt for random weights."""
+MARGIN = 8
+"""Tokens that engines want beyond those that they use."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and write, draw and print the report."""
-    options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
-    small = resolve_base_name(options.draft_model) if options.draft_model else None
-    model = trained(options, draft_model=small)
-    prompts, kinds = questions(model, options.questions, options.count)
-    report: dict[str, Any] = {
-        "base": "/".join(Path(model.base.name).parts[-2:]), "source": model.base.source, "heads": options.heads,
-        "dtype": str(model.base.dtype).removeprefix("torch."), **environment(model.base.device, options.words),
-        "prompts": len(prompts), "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "runs": [],
-    }  # fmt: skip
-    room = max(map(len, prompts)) + options.max_new_tokens + 8  # some want a little more than they use
-    with _peers(options, model, room, report["versions"]) as others:
-        copy, draft = unpacked_copy(model.base), _draft_model(options, model)
+    """Methods side by side: this engine's, transformers' and other engines'."""
+    model = _model(options)
+    prompts, kinds = _prompts(options, model)
+    report = _report(options, model, prompts)
+    with _peers(options, model, max(map(len, prompts)) + options.max_new_tokens + MARGIN, report["versions"]) as others:
+        theirs = _transformers(options, model)
         for temperature in options.temperature:
-            methods = [
-                *_ours(options, model, temperature),
-                *of_transformers(copy, model.base.eos_ids, options.max_new_tokens, temperature, draft),
-                *([] if temperature else others),
-            ]
+            names = [name for name in options.methods or _usual(options, model, temperature) if name != PLAIN]
+            methods = [ours(model, name, options.max_new_tokens, temperature) for name in (PLAIN, *names)]
+            methods += [*theirs(temperature), *([] if temperature else others)]
             for batch in options.batch:
                 able = [method for method in methods if batch == 1 or method.batches]
                 timings = measure(able, prompts, batch, options.rounds)
@@ -58,36 +56,96 @@ def run(options: argparse.Namespace) -> None:
                 report.setdefault("repeated_4grams", repeated_share(timings[PLAIN].outputs))
                 if options.json:  # after every run: nothing is lost where a later one fails
                     write_json(Path(options.json), report)
-    if options.markdown:
-        replace_file(Path(options.markdown), lambda path: path.write_text(markdown(report), encoding="utf-8"))
-    if options.picture:
-        from benchmarks.run.picture import draw
-
-        draw(report, options.picture)
-    show(report)
-    written = [path for path in (options.json, options.markdown, options.picture) if path]
-    if written:
-        print(f"written: {', '.join(written)}")
+    _publish(options, report)
 
 
-def _ours(options: argparse.Namespace, model: MedusaModel, temperature: float) -> list[Method]:
-    """This engine's methods, plain decoding first."""
-    names = [name for name in options.methods or _usual(model, temperature) if name != PLAIN]
-    return [ours(model, name, options.max_new_tokens, temperature) for name in (PLAIN, *names)]
+def tune(options: argparse.Namespace) -> None:
+    """All drafters with all sizes, beside plain decoding and what is found out as it runs; the best one is kept."""
+    model = _model(options, int8=options.int8, mtp=options.mtp)
+    prompts, kinds = _prompts(options, model)
+    report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
+    usual = dict.fromkeys([*model.drafters.choices(None, 1), *(["heads"] if model.heads else [])])
+    ways = {
+        f"{name} {nodes}": Speculation(drafter=name, nodes=nodes)
+        for name in options.drafters or usual for nodes in options.nodes if nodes > 1
+    }  # fmt: skip
+    if not ways:
+        raise ValueError(f"nodes ({options.nodes}) leave no guess to try; give a size of 2 or more")
+    (temperature,) = options.temperature
+    wanted = {PLAIN: Speculation(nodes=1), AUTO: Speculation(), **ways}
+    methods = [ours(model, name, options.max_new_tokens, temperature, way) for name, way in wanted.items()]
+    if options.transformers:
+        methods += _transformers(options, model, early_exit=True)(temperature)
+    rows = figures(methods, measure(methods, prompts, 1, options.rounds), kinds, 1)
+    report["runs"].append({"temperature": temperature, "batch": 1, "rows": rows})
+    speeds = {row["method"]: row["over_plain"]["value"] for row in rows}
+    best = max((PLAIN, *ways), key=lambda name: speeds[name])
+    for row in rows:
+        way = ways.get(row["method"])
+        row |= {"drafter": way.drafter, "nodes": way.nodes} if way else {"drafter": None, "nodes": None}
+    report |= {"auto": model.explain(), "best": best, "auto_over_best": speeds[AUTO] / speeds[best]}
+    if options.out:
+        save_settings(wanted[best], options.out, {"base": model.base.name, "heads": options.heads})
+    _publish(options, report)
 
 
-def _draft_model(options: argparse.Namespace, model: MedusaModel) -> PreTrainedModel | None:
-    """What assists transformers."""
-    if not options.draft_model:
-        return None
-    small = smollm2.locate(resolve_base_name(options.draft_model))
-    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(small, dtype=model.base.dtype)
-    return found.to(model.base.device).eval()
+def _model(options: argparse.Namespace, **how: Any) -> MedusaModel:
+    """What the flags name: heads with their base, a base alone, or random weights of a shape."""
+    disable_progress_bar()
+    if options.shape:
+        device = choose_device(options.device)
+        return MedusaModel(random_base(shape_config(options.shape), given_dtype(options), device))
+    options.heads = options.heads or (None if options.base else shipped_heads("smollm2"))
+    return MedusaModel.from_pretrained(
+        options.heads,
+        base=resolve_base_name(options.base) if options.base else None,
+        dtype=given_dtype(options),
+        device=None if options.device == "auto" else options.device,
+        draft_model=resolve_base_name(options.draft_model) if options.draft_model else None,
+        **how,
+    )
 
 
-def _usual(model: MedusaModel, temperature: float) -> list[str]:
+def _prompts(options: argparse.Namespace, model: MedusaModel) -> tuple[list[list[int]], Kinds]:
+    if not options.shape:
+        return questions(model, options.questions, options.count)
+    shape = (options.count, RANDOM_PROMPT)
+    ids = torch.randint(model.base.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return ids.tolist(), {"random": list(range(options.count))}
+
+
+def _report(options: argparse.Namespace, model: MedusaModel, prompts: Sequence[list[int]]) -> Report:
+    return {
+        "kind": options.command, "base": options.shape or "/".join(Path(model.base.name).parts[-2:]),
+        "source": model.base.source, "heads": options.heads, "dtype": str(model.base.dtype).removeprefix("torch."),
+        **environment("medusa-bench", options.words, model.base.device), "prompts": len(prompts),
+        "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "runs": [],
+    }  # fmt: skip
+
+
+def _usual(options: argparse.Namespace, model: MedusaModel, temperature: float) -> list[str]:
+    """What is measured where nothing is named; random weights say nothing that drafts could guess."""
+    if options.shape:
+        return []
     names = [name for name in model.drafters.names() if name not in SKIPPED]
     return [*names, AUTO, *([f"{AUTO}:{LOSSY}"] if temperature else [])]
+
+
+def _transformers(
+    options: argparse.Namespace, model: MedusaModel, early_exit: bool = False
+) -> Callable[[float], list[Method]]:
+    """transformers' methods at a temperature, on a copy of the weights in plain layers."""
+    base, draft_model = model.base, None
+    config = shape_config(options.shape) if options.shape else None
+    plain = random_model(config, base.dtype, base.device) if config else unpacked_copy(base)
+    if options.draft_model:
+        small = smollm2.locate(resolve_base_name(options.draft_model))
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(small, dtype=base.dtype)
+        draft_model = found.to(base.device).eval()
+    exit_layer = max(1, base.num_layers // 2) if early_exit else 0
+    return lambda temperature: of_transformers(
+        plain, base.eos_ids, options.max_new_tokens, temperature, draft_model, exit_layer
+    )
 
 
 @contextmanager
@@ -114,6 +172,12 @@ def _peers(
         heads = None
         if model.heads is not None and not refusal(VLLM, model.heads.config):
             heads = export_heads(Export(model.heads, model.base), VLLM, Path(directory) / VLLM)
-        with engines(Path(options.peers), model.base.name, room, MODES, heads) as found:
+        with engines(Path(options.peers), options.shape or model.base.name, room, MODES, heads) as found:
             versions.update({engine.name: engine.version for engine in found})
             yield [method(engine) for engine in found]
+
+
+def _publish(options: argparse.Namespace, report: Report) -> None:
+    publish(
+        options, report, tables(report), f"{report['base']}, {report['dtype']}, {report['device_name']}", fields(report)
+    )

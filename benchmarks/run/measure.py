@@ -7,31 +7,70 @@ again.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.run.methods import PLAIN, Answers, Method
-from benchmarks.study.statistics import Estimate, Rate
 from serve.demo.progress import Progress
+
+DRAWS = 4000
+TAIL = 0.025
+"""Share of the draws on either side of an interval."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What is summed above and below, of each round and batch [R, G]."""
+
+    above: Tensor
+    below: Tensor
+
+    def of(self, batches: Sequence[int]) -> "Rate":
+        """The rate of some of the batches alone."""
+        return Rate(self.above[:, batches], self.below[:, batches])
+
+    def value(self) -> float:
+        """Sum by sum."""
+        return float(self.above.sum() / self.below.sum())
+
+    def estimate(self, over: "Rate | None" = None) -> dict[str, float]:
+        """The value and its interval; of the ratio to another rate of the same rounds and batches, where one is given.
+
+        Rounds and batches are drawn again, with replacement, and the same ones for both.
+        """
+        other, drawn_D = (over.value(), self._drawn() / over._drawn()) if over else (1.0, self._drawn())
+        low, high = drawn_D.quantile(torch.tensor([TAIL, 1 - TAIL], dtype=drawn_D.dtype)).tolist()
+        return {"value": self.value() / other, "low": low, "high": high}
+
+    def _drawn(self) -> Tensor:
+        generator, (rounds, batches) = torch.Generator().manual_seed(0), self.above.shape
+        rounds_DR, batches_DG = (_counts(size, generator) for size in (rounds, batches))
+        above_D, below_D = (((rounds_DR @ sums) * batches_DG).sum(1) for sums in (self.above, self.below))
+        return above_D / below_D
+
+
+def _counts(size: int, generator: torch.Generator) -> Tensor:
+    """How often [DRAWS, size] each of ``size`` things is drawn in ``size`` draws."""
+    drawn = torch.randint(size, (DRAWS, size), generator=generator)
+    return functional.one_hot(drawn, size).sum(1).double()
 
 
 class Timing:
     """What one method did.
 
     Attributes:
-        rate: Tokens above, milliseconds below, of each round and batch [R, G].
+        rate: Tokens per second.
         answers: Of the last round, by batch.
     """
 
     def __init__(self, seconds: Sequence[Sequence[float]], answers: Sequence[Sequence[Answers]]) -> None:
-        tokens = [[sum(map(len, batch.tokens)) for batch in round_] for round_ in answers]
-        milliseconds = 1000 * torch.tensor(seconds, dtype=torch.float64)
-        self.rate, self.answers = Rate(torch.tensor(tokens), milliseconds), answers[-1]
-
-    def of(self, batches: Sequence[int]) -> Rate:
-        """The rate of some of the batches alone."""
-        return Rate(self.rate.above[:, batches], self.rate.below[:, batches])
+        tokens = [[float(sum(map(len, batch.tokens))) for batch in round_] for round_ in answers]
+        self.rate = Rate(*(torch.tensor(values, dtype=torch.float64) for values in (tokens, seconds)))
+        self.answers = answers[-1]
 
     @property
     def outputs(self) -> list[list[int]]:
@@ -93,40 +132,24 @@ def figures(
     rows = []
     for method in methods:
         timing = timings[method.name]
-        speed, over = timing.rate.estimate(), timing.rate.over(plain.rate, same_heads=True)
         pairs = list(zip(timing.outputs, plain.outputs, strict=True))
         rows.append({
             "method": method.name,
             "ours": method.ours,
             "batch": batch,
-            "tokens_per_s": _numbers(speed, 1000),
-            "over_plain": _numbers(over, 1),
+            "tokens_per_s": timing.rate.estimate(),
+            "over_plain": timing.rate.estimate(plain.rate),
             "tokens_per_pass": timing.tokens_per_pass(),
             "tokens": int(timing.rate.above[-1].sum()),
             "identical": sum(a == b for a, b in pairs),
             "prompts": len(pairs),
-            "common": sum(_common(a, b) for a, b in pairs) / len(pairs),
-            "rounds": _by_round(timing.rate),
+            "rounds": (timing.rate.above.sum(1) / timing.rate.below.sum(1)).tolist(),
             "kinds": {
                 kind: {
-                    "over_plain": float(timing.of(own).value() / plain.of(own).value()),
+                    "over_plain": timing.rate.of(own).value() / plain.rate.of(own).value(),
                     "tokens_per_pass": timing.tokens_per_pass(own),
                 }
                 for kind, own in kinds.items()
             } if batch == 1 else {},
         })  # fmt: skip
     return rows
-
-
-def _numbers(estimate: Estimate, unit: float) -> dict[str, float]:
-    return {"value": unit * estimate.value, "low": unit * estimate.low, "high": unit * estimate.high}
-
-
-def _by_round(rate: Rate) -> list[float]:
-    return [float(value) for value in 1000 * rate.above.sum(1) / rate.below.sum(1)]
-
-
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens that two answers begin with in common."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from medusa import MedusaModel, SamplingParams, Speculation
-from medusa.acceptance import build_rule
 from medusa.sampling import RULES
 
 PLAIN, AUTO = "plain", "auto"
@@ -39,11 +38,11 @@ class Method(NamedTuple):
     """It takes several prompts at once."""
 
 
-def ours(model: MedusaModel, name: str, new_tokens: int, temperature: float) -> Method:
-    """This engine; a name is "plain", "auto", or a drafter, behind a colon perhaps a rule ("auto:typical").
+def speculation(name: str) -> Speculation:
+    """What a name asks for: "plain", "auto", or a drafter, behind a colon perhaps a rule ("auto:typical").
 
     Raises:
-        ValueError: There is no such drafter or rule here.
+        ValueError: There is no such drafter or rule.
     """
     drafter, _, rule = name.partition(":")
     if rule and rule not in RULES:
@@ -51,13 +50,24 @@ def ours(model: MedusaModel, name: str, new_tokens: int, temperature: float) -> 
     if "ngram" in drafter.split("+"):
         raise ValueError(f"method ({name}) would remember its answers of the round before; leave it out")
     named = None if drafter in (PLAIN, AUTO) else drafter
-    speculation = Speculation(drafter=named, acceptance=rule or None, nodes=1 if drafter == PLAIN else None)
+    return Speculation(drafter=named, acceptance=rule or None, nodes=1 if drafter == PLAIN else None)
+
+
+def ours(
+    model: MedusaModel, name: str, new_tokens: int, temperature: float, wanted: Speculation | None = None
+) -> Method:
+    """This engine, drafting as the name says, or as is wanted.
+
+    Raises:
+        ValueError: It cannot be had here.
+    """
+    wanted = wanted or speculation(name)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
-    model.drafters.check(speculation, build_rule(sampling, speculation, model.base.device))
+    model.batch().check([0], sampling, wanted)
 
     def complete(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Answers:
         own = [replace(sampling, seed=seed) for seed in seeds]
-        outputs = model.generate(list(prompts), sampling=own, speculation=speculation)
+        outputs = model.generate(list(prompts), sampling=own, speculation=wanted)
         return Answers([output.tokens for output in outputs], [output.steps for output in outputs])
 
     return Method(name, complete, ours=True)
@@ -69,11 +79,23 @@ def of_transformers(
     new_tokens: int,
     temperature: float,
     draft_model: PreTrainedModel | None = None,
+    exit_layer: int = 0,
 ) -> list[Method]:
-    """transformers' ``generate`` on a copy of the weights: as it is, with prompt lookup, and assisted by a model."""
+    """transformers' ``generate`` on a copy of the weights, in all ways that it has for them.
+
+    Args:
+        copy: The weights in plain layers.
+        eos: Tokens that end an answer.
+        new_tokens: Limit per answer.
+        temperature: 0 = greedy.
+        draft_model: Assists it.
+        exit_layer: It also drafts with so many of its first layers; 0 = it does not.
+    """
     ways: dict[str, dict[str, Any]] = {"": {}, " prompt lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
     if draft_model is not None:
         ways[" assisted"] = {"assistant_model": draft_model}
+    if exit_layer:
+        ways[" early exit"] = {"assistant_early_exit": exit_layer}
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
 
     def method(name: str, options: dict[str, Any]) -> Method:

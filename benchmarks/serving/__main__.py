@@ -8,17 +8,20 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import torch
 
+from benchmarks.picture import Field, Line, draw
+from benchmarks.report import Table, environment, publish
 from benchmarks.serving.client import Asking, first_model
-from benchmarks.serving.compare import Plan, compare, load, medians
-from benchmarks.serving.prompts import read_prompts
-from benchmarks.serving.servers import CONTESTANTS, places
+from benchmarks.serving.compare import Plan, compare, load, medians, read_prompts
+from benchmarks.serving.servers import NAMES, places
+from benchmarks.serving.watch import Watch, curves
 from data.arguments import at_least, exit_status
+from medusa.base import smollm2
 
 SECONDS = 40
 """Length of a level's window, unless requests are counted."""
@@ -29,22 +32,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("load", help="load a server that runs")
-    one.add_argument("url", help="its address up to /v1")
-    one.add_argument("--model", help="name of the model in requests (default: the first that the server names)")
-    one.add_argument("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
-    one.add_argument(
-        "--continuous-usage",
-        action="store_true",
-        help="ask for numbers of tokens with every chunk, as medusa-serve and vLLM tell them (default: at the end)",
-    )
-    one.add_argument("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
-    one.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
-    one.add_argument(
-        "--curves", metavar="FILE", help="draw memory, requests and tasks as /metrics tells them into this PNG file"
-    )
+    add = one.add_argument
+    add("url", help="its address up to /v1")
+    add("--model", help="name of the model in requests (default: the first that the server names)")
+    add("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
+    text = "ask for numbers of tokens with every chunk, as medusa-serve and vLLM tell them (default: at the end)"
+    add("--continuous-usage", action="store_true", help=text)
+    add("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
+    add("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
+    text = "draw memory, requests and tasks as /metrics tells them into this PNG file"
+    add("--curves", metavar="FILE", help=text)
     several = commands.add_parser("compare", help="start servers of smollm2, and load them in turn")
     several.add_argument("environments", help="the directory that benchmarks/peers/setup.sh has filled")
-    several.add_argument("--servers", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="default: all")
+    several.add_argument("--servers", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     several.add_argument("--heads", help="trained heads of smollm2 (default: those that come with the clone)")
     for command in (one, several):
         _add_plan(command)
@@ -83,70 +83,44 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
         read_prompts(options.prompts, options.count), options.levels, options.max_tokens, seconds, options.requests,
         options.temperature, options.rounds,
     )  # fmt: skip
-    report: dict[str, Any] = {"command": shlex.join(["python", "-m", "benchmarks.serving", *words])}
+    report = environment("python -m benchmarks.serving", words, torch.device("cpu"))
     if options.command == "load":
         key = os.environ.get(options.api_key_env, "")
         asking = Asking(
             options.url, options.model or first_model(options.url, key), options.completions, options.temperature,
             options.continuous_usage, options.body, key,
         )  # fmt: skip
-        rows = _watched(asking, plan, options.curves, report) if options.curves else load(asking, plan, asking.model)
+        servers = {asking.model: lambda: nullcontext(asking)}
+        with Watch(asking.url) if options.curves else nullcontext() as watch:
+            rows = load(servers, plan)
+        if watch is not None:
+            report["watched"] = watch.samples
+            draw(f"{asking.url} under load", curves(watch.samples), options.curves, columns=3)
+            print("\n".join(watch.summary()), f"written: {options.curves}", sep="\n")
     else:
-        from medusa.base.smollm2 import locate
-
         there = Path(options.environments)
-        known = places(there, locate("smollm2"), options.heads)
+        known = places(there, smollm2.locate("smollm2"), options.heads)
+        known = {name: known[name] for name in options.servers}
         report["servers"] = {name: shlex.join(place.command) for name, place in known.items()}
-        rows = compare({name: CONTESTANTS[name] for name in options.servers}, known, plan, there)
-    _show(rows, medians(rows), options, report)
-
-
-def _watched(asking: Asking, plan: Plan, curves: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """``load``, and the server's own figures meanwhile."""
-    from benchmarks.serving.watch import Watch, draw
-
-    with Watch(asking.url) as watch:
-        rows = load(asking, plan, asking.model)
-    report["watched"] = watch.samples
-    draw(watch.samples, Path(curves))
-    print("\n".join(watch.summary()))
-    print(f"written: {curves}")
-    return rows
-
-
-def _show(
-    rows: list[dict[str, Any]], shown: list[dict[str, Any]], options: argparse.Namespace, report: dict[str, Any]
-) -> None:
+        rows = compare(known, plan, there)
+    shown = medians(rows)
     title = f"answers of at most {options.max_tokens} tokens, temperature {options.temperature:g}"
-    table = Table(title=f"{title}; times in ms")
-    columns = {
-        "server": "server", "clients": "clients", "tokens/s": "tokens_per_second", "requests": "requests",
-        "errors": "errors", "first token p50": "first_token_p50", "p99": "first_token_p99",
-        "between tokens p50": "inter_token_p50", "p99 ": "inter_token_p99", "of": "inter_token_of",
-        "whole p50": "end_to_end_p50", "p99  ": "end_to_end_p99", "tokens/chunk": "tokens_per_chunk",
-        "client cores": "client_cores", "others": "others_cores",
-    }  # fmt: skip
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for row in shown:
-        table.add_row(*(_cell(name, row) for name in columns.values()))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    publish(options, {**report, "shown": shown, "figures": rows}, [_table(shown, title)], title, _fields(shown))
     if any(row["inter_token_of"] == "chunk" for row in shown):
         print("between tokens, of chunk: the server does not tell the tokens of its chunks; gaps are between chunks")
     for row in rows:
         for message, count in row["error_messages"].items():
             print(f"{row['server']}, {row['clients']} clients: {count} x {message}")
-    if options.json:
-        from medusa.files import write_json
-        from train.provenance import software
 
-        write_json(Path(options.json), {**report, **software(), "shown": shown, "figures": rows})
-        print(f"written: {options.json}")
-    if options.picture:
-        from benchmarks.serving.picture import draw
 
-        draw(shown, title, Path(options.picture))
-        print(f"written: {options.picture}")
+def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    columns = {
+        "server": "server", "clients": "clients", "tokens/s": "tokens_per_second", "requests": "requests",
+        "errors": "errors", "first token p50": "first_token_p50", "p99": "first_token_p99",
+        "between tokens p50": "inter_token_p50", "p99 ": "inter_token_p99", "of": "inter_token_of",
+        "whole p50": "end_to_end_p50", "p99  ": "end_to_end_p99", "tokens/chunk": "tokens_per_chunk",
+    }  # fmt: skip
+    return Table(f"{title}; times in ms", list(columns), [[_cell(n, row) for n in columns.values()] for row in rows])
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
@@ -156,6 +130,23 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     if name.endswith(("p50", "p99")):
         return f"{value * 1000:,.0f}"
     return str(value) if isinstance(value, str | int) else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def _fields(rows: Sequence[Mapping[str, Any]]) -> list[Field]:
+    """Speed and times by clients, a line per server."""
+    shown = {
+        "tokens_per_second": "output tokens per second",
+        "first_token_p50": "first token, median, seconds",
+        "inter_token_p50": "between tokens, median, seconds",
+    }
+    fields = []
+    for name, label in shown.items():
+        lines = {}
+        for server in dict.fromkeys(row["server"] for row in rows):
+            known = [row for row in rows if row["server"] == server and row[name] is not None]
+            lines[server] = Line([row["clients"] for row in known], [row[name] for row in known])
+        fields.append(Field(lines, "clients", label, doubling=True, from_zero=name == "tokens_per_second"))
+    return fields
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Answer:
     """Tokens so far that the server told with each of them, where it does."""
     tokens: int | None = None
     """Tokens of the completion, as the server counts them at its end; None = it does not tell."""
-    prompt_tokens: int | None = None
     ended: float = 0.0
     finished: bool = False
     """The server has said why the text ends."""
@@ -66,20 +65,20 @@ class Answer:
         until = [*self.told[:-1], max(self.told[-1], self.count)]
         return [float(b - a) for a, b in zip([0, *until], until, strict=False)]
 
-    def add(self, data: bytes, now: float) -> None:
+    def add(self, data: str, now: float) -> None:
         """Take in one event's data.
 
         Raises:
             ValueError: It is an error, or no chunk of an answer.
         """
-        if data == b"[DONE]":
+        if data == "[DONE]":
             return
         body = json.loads(data)
         if "error" in body:
             raise ValueError(f"error in the stream: {json.dumps(body['error'])[:EXCERPT]}")
         usage = body.get("usage")
         if usage:
-            self.tokens, self.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
+            self.tokens = usage["completion_tokens"]
         for choice in body["choices"]:
             delta = choice.get("delta", choice)
             if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("text"):
@@ -87,18 +86,6 @@ class Answer:
                 if usage:
                     self.told.append(usage["completion_tokens"])
             self.finished |= bool(choice.get("finish_reason"))
-
-
-class Events:
-    """Cuts bytes, which may break anywhere, into the data of server-sent events of one line each."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The data that is complete now."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class Client:
@@ -142,15 +129,13 @@ class Client:
         return answer
 
     async def _read(self, body: str, answer: Answer) -> None:
-        events = Events()
         async with self._http.stream("POST", self._url, content=body) as response:
             if response.status_code != HTTPStatus.OK:
                 text = (await response.aread()).decode(errors="replace")
                 raise ValueError(f"status {response.status_code}: {text[:EXCERPT]}")
-            async for data in response.aiter_raw():
-                now = time.monotonic()
-                for event in events.feed(data):
-                    answer.add(event, now)
+            async for line in response.aiter_lines():
+                if line.startswith("data:"):
+                    answer.add(line[5:].strip(), time.monotonic())
         if not answer.finished:
             raise ValueError("the stream ended before the answer")
 

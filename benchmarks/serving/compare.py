@@ -1,7 +1,10 @@
 """Levels of load on several servers, alternated."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -11,8 +14,41 @@ from tqdm import tqdm
 from benchmarks.serving.client import Asking, Client
 from benchmarks.serving.figures import summarize
 from benchmarks.serving.load import Level, run_level
-from benchmarks.serving.prompts import part
-from benchmarks.serving.servers import Contestant, Place, Server
+from benchmarks.serving.servers import Place, Server
+from data.chat_prompts import chat_prompts
+
+
+def read_prompts(path: str | None, count: int) -> list[str]:
+    """The first turns of ``count`` held-out prompts, or of at most so many of a file.
+
+    Args:
+        path: JSON lines of {"prompt": ..}, or of {"turns": [..]} as Spec-Bench and MT-bench have them; None = held-out
+            prompts.
+        count: Prompts.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line is no prompt, or there is none.
+    """
+    if path is None:
+        return [prompt.turns[0] for prompt in chat_prompts("heldout", count)]
+    prompts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            prompts.append(str(values["prompt"] if "prompt" in values else values["turns"][0]))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            remedy = 'give lines of {"prompt": ..} or {"turns": [..]}'
+            raise ValueError(f"{path}:{number} is no prompt; {remedy}") from error
+    if not prompts:
+        raise ValueError(f"prompts ({path}) are none; give a file with lines")
+    return prompts[:count]
+
+
+def part(prompts: list[str], number: int, of: int) -> list[str]:
+    """All prompts, beginning with part ``number`` of so many: no level asks what the one before has just asked."""
+    start = len(prompts) * number // of
+    return prompts[start:] + prompts[:start]
 
 
 class Plan(NamedTuple):
@@ -27,50 +63,33 @@ class Plan(NamedTuple):
     rounds: int = 1
 
 
-def load(asking: Asking, plan: Plan, name: str = "") -> list[dict[str, Any]]:
-    """All levels on one server that runs, in each round; returns a row per level and round."""
-    steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
-    return [
-        {"server": name, "round": turn} | _measure(asking, plan, turn, at)
-        for turn, at in tqdm(steps, desc=name or asking.url, unit="level")
-    ]
+Awake = Callable[[], AbstractContextManager[Asking]]
+"""Lets a server work, and says how it is asked."""
 
 
-def compare(
-    contestants: Mapping[str, Contestant], places: Mapping[str, Place], plan: Plan, logs: Path
-) -> list[dict[str, Any]]:
-    """The same on all contestants in turn, level by level; only who is asked runs.
-
-    Args:
-        contestants: Who is compared.
-        places: Servers by the names that contestants have for them.
-        plan: What they are asked.
-        logs: The directory for what servers say.
-
-    Returns:
-        A row per contestant, level and round.
-    """
-    servers: dict[str, Server] = {}
+def load(servers: Mapping[str, Awake], plan: Plan) -> list[dict[str, Any]]:
+    """All levels on all servers in turn, in each round; returns a row per server, level and round."""
     rows = []
-    try:
-        for name in dict.fromkeys(contestant.server for contestant in contestants.values()):
-            servers[name] = Server(name, places[name], logs / f"serving-{name}.log")
-        steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
-        with tqdm(total=len(steps) * len(contestants), unit="level") as progress:
-            for turn, at in steps:
-                for name, contestant in contestants.items():
-                    progress.set_description(f"{name}, {plan.levels[at]} clients")
-                    server = servers[contestant.server]
-                    server.resume()
-                    asking = server.asking(contestant.more, plan.temperature)
-                    figures = _measure(asking, plan, turn, at, server.session)
-                    server.pause()
-                    rows.append({"server": name, "round": turn, **figures})
-                    progress.update()
-    finally:
-        for server in servers.values():
-            server.close()
+    steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
+    with tqdm(total=len(steps) * len(servers), unit="level") as progress:
+        for turn, at in steps:
+            for name, awake in servers.items():
+                progress.set_description(f"{name}, {plan.levels[at]} clients")
+                with awake() as asking:
+                    rows.append({"server": name, "round": turn, **_measure(asking, plan, turn, at)})
+                progress.update()
     return rows
+
+
+def compare(places: Mapping[str, Place], plan: Plan, logs: Path) -> list[dict[str, Any]]:
+    """``load`` on servers that are started for it, with logs in a directory; only who is asked runs."""
+    with ExitStack() as stack:
+        asked: dict[str, Awake] = {}
+        for name, place in places.items():
+            server = Server(name, place, logs / f"serving-{name}.log")
+            stack.callback(server.process.close)
+            asked[name] = partial(server.awake, plan.temperature)
+        return load(asked, plan)
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -84,12 +103,10 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values: dict[str, list[float | None]] = {
         f"{what}_{share}": [row[what][share] for row in group]
-        for what in ("first_token", "inter_token", "chunk_gap", "end_to_end")
+        for what in ("first_token", "inter_token", "end_to_end")
         for share in ("p50", "p99")
     }
     values |= {name: [row[name] for row in group] for name in ("tokens_per_second", "tokens_per_chunk")}
-    for name in ("client", "others"):
-        values[f"{name}_cores"] = [row["cores_busy"][name] for row in group]
     known = {name: [value for value in column if value is not None] for name, column in values.items()}
     return {
         "requests": sum(row["requests"] for row in group),
@@ -99,16 +116,14 @@ def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _measure(asking: Asking, plan: Plan, turn: int, at: int, session: int | None = None) -> dict[str, Any]:
+def _measure(asking: Asking, plan: Plan, turn: int, at: int) -> dict[str, Any]:
     """One level; every server gets the same prompts in the same order."""
     steps = len(plan.levels)
     prompts = part(plan.prompts, turn * steps + at, plan.rounds * steps)
 
     async def run() -> Level:
         async with Client(asking) as client:  # new connections: a stopped server has closed the old ones
-            return await run_level(
-                client.ask, prompts, plan.levels[at], plan.max_tokens, plan.seconds, plan.requests, session
-            )
+            return await run_level(client.ask, prompts, plan.levels[at], plan.max_tokens, plan.seconds, plan.requests)
 
     try:
         return summarize(asyncio.run(run()))

@@ -26,7 +26,7 @@ def summarize(level: Level) -> dict[str, Any]:
     whole = [answer for answer in level.answers if answer.error is None]
     errors = Counter(answer.error for answer in level.answers if answer.error is not None)
     counted = bool(whole) and all(answer.counted for answer in whole)
-    tokens, first, gaps, between, ends = 0.0, [], [], [], []
+    tokens, first, between, ends = 0.0, [], [], []
     for answer in whole:
         shares = answer.shares()
         for place, (when, share) in enumerate(zip(answer.times, shares, strict=True)):
@@ -37,7 +37,6 @@ def summarize(level: Level) -> dict[str, Any]:
                 first.append(when - answer.asked)
                 continue
             gap = when - answer.times[place - 1]
-            gaps.append(gap)
             number = max(1, round(share)) if counted else 1
             between += [gap / number] * number
         if level.opened <= answer.ended <= level.closed:
@@ -54,14 +53,11 @@ def summarize(level: Level) -> dict[str, Any]:
         "first_token": _distribution(first),
         "inter_token": _distribution(between),
         "inter_token_of": "token" if counted else "chunk",
-        "chunk_gap": _distribution(gaps),
         "end_to_end": _distribution(answer.ended - answer.asked for answer in ends),
         "tokens": tokens,
         "tokens_from": "usage" if whole and all(answer.tokens is not None for answer in whole) else "chunks",
         "tokens_per_chunk": sum(answer.count for answer in whole) / chunks if chunks else None,
-        "tokens_per_request": _mean(answer.count for answer in ends),
-        "prompt_tokens_per_request": _mean(answer.prompt_tokens for answer in ends if answer.prompt_tokens is not None),
-        "cores_busy": level.used.cores() if level.used else None,
+        "tokens_per_request": sum(answer.count for answer in ends) / len(ends) if ends else None,
     }
 
 
@@ -69,8 +65,3 @@ def _distribution(values: Iterable[float]) -> dict[str, float | int | None]:
     known = list(values)
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {"count": len(known)} | {name: percentile(known, at) if known else None for name, at in shares.items()}
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None

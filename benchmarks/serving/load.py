@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.serving.client import Answer
-from benchmarks.serving.cpu import Usage, usage
 
 PAUSE = 1.0
 """Seconds that a client waits after a failure, so that a server which refuses is not flooded."""
@@ -31,8 +30,6 @@ class Level:
     """All of them, those of the warm-up and of the end too."""
     opened: float = float("inf")
     closed: float = float("inf")
-    used: Usage | None = None
-    """CPU seconds within the window."""
 
 
 async def run_level(
@@ -42,7 +39,6 @@ async def run_level(
     max_tokens: int,
     seconds: float | None = None,
     requests: int | None = None,
-    server: int | None = None,
 ) -> Level:
     """Load a server with so many clients.
 
@@ -53,7 +49,6 @@ async def run_level(
         max_tokens: Length of answers.
         seconds: The window closes after so long; None = only after ``requests``.
         requests: The window closes after so many complete answers; None = only after ``seconds``.
-        server: The process that leads the server's session, if its CPU time is to be told.
 
     Raises:
         RuntimeError: Not one of the first answers was complete.
@@ -84,12 +79,12 @@ async def run_level(
         for number in range(clients):
             group.create_task(client(number))
         await opened.wait()
-        before, level.opened = usage(server), time.monotonic()
+        level.opened = time.monotonic()
         try:
             await asyncio.wait_for(full.wait(), seconds)
         except TimeoutError:
             full.set()
-        level.closed, level.used = time.monotonic(), usage(server).since(before)
+        level.closed = time.monotonic()
     return level
 
 

@@ -1,24 +1,21 @@
-"""Servers of the same model as processes that are loaded in turn; the others are stopped meanwhile."""
+"""Servers of the same model: processes that are loaded in turn; the others are stopped meanwhile."""
 
-import contextlib
-import os
-import signal
 import socket
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
+from benchmarks.process import Process
 from benchmarks.serving.client import Asking
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 600.0
 """Patience with a server that starts; vLLM on two cores takes 100 s."""
-STOP_SECONDS = 20.0
 WAKE_SECONDS = 0.5
 """Between the moment a stopped server goes on and the first request."""
 TWO_THREADS = {"OMP_NUM_THREADS": "2"}
@@ -33,24 +30,12 @@ class Place(NamedTuple):
     continuous_usage: bool
     """It can tell the tokens of each chunk."""
     environment: Mapping[str, str] = {}
-
-
-class Contestant(NamedTuple):
-    """A server, and how it is asked."""
-
-    server: str
-    """Name of its place."""
     more: Mapping[str, Any] = {}
     """Fields of every request."""
 
 
-CONTESTANTS = {
-    "ours": Contestant("ours"),
-    "ours-plain": Contestant("ours-plain", {"speculation": {"enabled": False}}),
-    "vllm": Contestant("vllm"),
-    "transformers": Contestant("transformers"),
-}
-"""What is compared. A server each, this engine without speculation too: servers keep prompts that they have seen."""
+NAMES = ("ours", "ours-plain", "vllm", "transformers")
+"""Who is compared. This engine without speculation is a server of its own: servers keep prompts that they have seen."""
 
 
 def places(environments: Path, model: str, heads: str | None) -> dict[str, Place]:
@@ -68,7 +53,7 @@ def places(environments: Path, model: str, heads: str | None) -> dict[str, Place
     own = Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS)
     return {
         "ours": own,
-        "ours-plain": own,
+        "ours-plain": own._replace(more={"speculation": {"enabled": False}}),
         "vllm": Place(
             [*vllm, "--model", model, "--served-model-name", "smollm2", "--dtype", "bfloat16",
              "--max-model-len", "4096", "--max-num-seqs", "64", "--port", "{port}"],
@@ -90,68 +75,36 @@ class Server:
     """
 
     def __init__(self, name: str, place: Place, log: Path) -> None:
-        self.name, self._place, self._log = name, place, log
+        self._place = place
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
-        with log.open("w", encoding="utf-8") as words:
-            self._process = subprocess.Popen(
-                [word.replace("{port}", str(self._port)) for word in place.command],
-                stdin=subprocess.DEVNULL, stdout=words, stderr=words, start_new_session=True,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(place.environment),
-            )  # fmt: skip
+        words = [word.replace("{port}", str(self._port)) for word in place.command]
+        self.process = Process(f"server {name}", words, log, {"HF_HUB_OFFLINE": "1"} | dict(place.environment))
         try:
             self._wait()
         except BaseException:
-            self.close()
+            self.process.close()
             raise
-        self.pause()
+        self.process.pause()
 
-    @property
-    def session(self) -> int:
-        """The process that leads its session."""
-        return self._process.pid
-
-    def asking(self, more: Mapping[str, Any], temperature: float) -> Asking:
-        """How it is asked."""
-        return Asking(
-            f"http://127.0.0.1:{self._port}/v1", self._place.model, temperature=temperature,
-            continuous_usage=self._place.continuous_usage, more=more,
-        )  # fmt: skip
-
-    def resume(self) -> None:
-        """Let it work."""
-        self._signal(signal.SIGCONT)
+    @contextmanager
+    def awake(self, temperature: float) -> Iterator[Asking]:
+        """It works within the block, and is asked so."""
+        self.process.resume()
         time.sleep(WAKE_SECONDS)
-
-    def pause(self) -> None:
-        """Take its cores away."""
-        self._signal(signal.SIGSTOP)
-
-    def close(self) -> None:
-        """End the process and what it has started."""
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
+        yield Asking(
+            f"http://127.0.0.1:{self._port}/v1", self._place.model, temperature=temperature,
+            continuous_usage=self._place.continuous_usage, more=self._place.more,
+        )  # fmt: skip
+        self.process.pause()
 
     def _wait(self) -> None:
         until = time.monotonic() + START_SECONDS
-        while self._process.poll() is None and time.monotonic() < until:
-            try:
+        while self.process.runs and time.monotonic() < until:
+            with suppress(httpx.HTTPError):
                 answer = httpx.get(f"http://127.0.0.1:{self._port}/health", timeout=5, trust_env=False)
                 if answer.status_code == HTTPStatus.OK:
                     return
-            except httpx.HTTPError:
-                pass
             time.sleep(0.5)
-        how = "is not ready" if self._process.poll() is None else "ended"
-        words = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
-        raise RuntimeError(f"server {self.name} {how}; {self._log} says:\n" + "\n".join(words))
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and all it has started
-            os.killpg(self._process.pid, number)
+        raise self.process.failure("is not ready" if self.process.runs else "ended")

@@ -2,18 +2,13 @@
 
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import httpx
-import matplotlib
 from prometheus_client.parser import text_string_to_metric_families
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-from benchmarks.study.picture import COLOURS
+from benchmarks.picture import Field, Line
 
 SECONDS = 1.0
 """Between two looks."""
@@ -89,18 +84,12 @@ class Watch:
         self.samples.append(figures)
 
 
-def draw(samples: Sequence[dict[str, Any]], path: Path) -> None:
-    """The curves as a PNG file."""
-    shown = [name for name in FIGURES if any(name in sample for sample in samples)]
-    columns = max(1, -(-len(shown) // 2))
-    figure, fields = pyplot.subplots(2, columns, figsize=(12, 5), layout="constrained", sharex=True, squeeze=False)
-    for axes, name in zip(fields.flat, shown, strict=False):
-        points = [(sample["seconds"], sample[name]) for sample in samples if name in sample]
-        axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1)
-        axes.set_title(FIGURES[name], fontsize=10)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in fields[-1]:
-        axes.set_xlabel("seconds")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+def curves(samples: Sequence[Mapping[str, float]]) -> list[Field]:
+    """The figures over time."""
+    fields = []
+    for name, label in FIGURES.items():
+        known = [sample for sample in samples if name in sample]
+        if known:
+            line = Line([sample["seconds"] for sample in known], [sample[name] for sample in known], "-")
+            fields.append(Field({label: line}, "seconds", label))
+    return fields

@@ -1,7 +1,8 @@
 """``medusa-bench attention``: tree attention of one layer per backend, beside the bytes that no backend can avoid."""
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from transformers import PretrainedConfig
 
 from benchmarks.machine import bandwidth_samples, best_bandwidth, timed
-from benchmarks.step.rig import default_record
+from benchmarks.step.rig import Sizes, typical_tree
+from benchmarks.step.shapes import key_heads
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
 from medusa.attention.backends import build
-from medusa.budget.tree_search import typical_tree
+from medusa.attention.contract import BlockTable
+from medusa.cache import BLOCK
 from medusa.clock import alternate
 from medusa.tree import Draft
 
@@ -25,34 +28,17 @@ LAYERS_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 MOST_LAYERS = 64
 
 
-def least_bytes(lengths: list[int], nodes: int, heads: int, kv_heads: int, dim: int, dim_v: int, itemsize: int) -> int:
+def least_bytes(context: int, nodes: int, batch: int, heads: int, kv_heads: int, row_bytes: int) -> int:
     """The bytes that no implementation of one layer's tree attention can avoid.
 
     Every key, value, query and output crosses memory once; masks are left out. A time below bytes / bandwidth means
     that something stayed in a cache.
-
-    Args:
-        lengths: L of every sequence.
-        nodes: N.
-        heads: H.
-        kv_heads: Hkv.
-        dim: D.
-        dim_v: Dv.
-        itemsize: Bytes of an element.
     """
-    rows, key_rows = nodes * len(lengths), sum(lengths) + nodes * len(lengths)
-    return (key_rows * kv_heads + rows * heads) * (dim + dim_v) * itemsize
+    return 2 * batch * ((context + nodes) * kv_heads + nodes * heads) * row_bytes
 
 
 def measure_attention(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    nodes: Sequence[int],
-    batches: Sequence[int],
-    context: int,
-    rounds: int,
-    seed: int = 0,
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes
 ) -> dict[str, Any]:
     """Time the attention of one layer for every backend that runs on the device, alternately.
 
@@ -60,7 +46,7 @@ def measure_attention(
         config: Says how many heads of which size.
         dtype: Of queries, keys and values.
         device: Where it runs.
-        nodes, batches, context, rounds, seed: As ``measure_steps`` takes them.
+        sizes: What is measured.
 
     Returns:
         The report's own part: bandwidth, a row per (backend, B, N), and why backends are missing.
@@ -68,14 +54,14 @@ def measure_attention(
     backends, missing = _backends(device)
     samples = bandwidth_samples(device)
     bounds, modes = {}, {}
-    for batch in batches:
-        for count in nodes:
-            layer = _Layer(config, dtype, device, count, batch, context, seed)
+    for batch in sizes.batches:
+        for count in sizes.nodes:
+            layer = _Layer(config, dtype, device, count, batch, sizes)
             bounds[batch, count] = layer.least_bytes
             for name, backend in backends.items():
                 if dtype in backend.dtypes:
                     samples[name, batch, count], modes[name, batch, count] = layer.sample(backend)
-    times = alternate(samples, rounds)
+    times = alternate(samples, sizes.rounds)
     method, bandwidth = best_bandwidth(times)
     rows = [
         {
@@ -92,18 +78,13 @@ def measure_attention(
         if (name, batch, count) in times
     ]
     return {
-        "context": context,
+        "context": sizes.context,
         "heads_of_a_layer": {"query": config.num_attention_heads, "key": key_heads(config)},
         "bandwidth_gb_per_s": round(bandwidth / 1e9, 2),
         "bandwidth_method": method,
         "rows": rows,
         "missing": missing,
     }
-
-
-def key_heads(config: Any) -> int:
-    """Key heads of a layer; families without groups do not name them."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str, str]]:
@@ -117,36 +98,40 @@ def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str,
     return backends, missing
 
 
+@torch.inference_mode()
+def _recorded(action: Callable[[], object]) -> Callable[[], object]:
+    """The same as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
+
+
 class _Layer:
     """Random queries, and as many layers' keys and values as fill the caches."""
 
     @torch.inference_mode()
     def __init__(
-        self,
-        config: PretrainedConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        nodes: int,
-        batch: int,
-        context: int,
-        seed: int,
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, nodes: int, batch: int, sizes: Sizes
     ) -> None:
         heads, kv_heads = config.num_attention_heads, key_heads(config)
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        generator = torch.Generator(device).manual_seed(seed)
-        tree = typical_tree(nodes, TREE_DEPTH).tree
+        generator = torch.Generator(device).manual_seed(sizes.seed)
+        tree = typical_tree(nodes, TREE_DEPTH)
         tokens_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
         self._draft = Draft.of(tokens_BN, tree.parents.to(device).expand(batch, -1), tree.depth)
-        self._lengths = torch.full((batch,), context, device=device)
-        self._rows = context + nodes
+        self._lengths = torch.full((batch,), sizes.context, device=device)
+        self._places = sizes.context + nodes
+        width = -(-self._places // BLOCK)
+        self._table = BlockTable(torch.arange(batch * width, device=device).view(batch, width), BLOCK)
         self._scoring = Scoring(dim**-0.5)
         self._device = device
-        shape = (batch, self._rows, kv_heads, dim)
-        layer_bytes: int = 2 * batch * self._rows * kv_heads * dim * dtype.itemsize
+        shape = (2, batch * width, BLOCK, kv_heads, dim)
+        layer_bytes = math.prod(shape) * dtype.itemsize
         self._layers: int = max(1, min(MOST_LAYERS, LAYERS_BYTES[device.type] // layer_bytes))
-        self._query = torch.randn(batch, heads, nodes, dim, dtype=dtype, device=device, generator=generator)
-        self._keys_values = torch.randn(self._layers, 2, *shape, dtype=dtype, device=device, generator=generator)
-        self.least_bytes = least_bytes([context] * batch, nodes, heads, kv_heads, dim, dim, dtype.itemsize)
+        self._query = torch.randn(batch * nodes, heads, dim, dtype=dtype, device=device, generator=generator)
+        self._keys_values = torch.randn(self._layers, *shape, dtype=dtype, device=device, generator=generator)
+        self.least_bytes = least_bytes(sizes.context, nodes, batch, heads, kv_heads, dim * dtype.itemsize)
 
     def sample(self, backend: TreeAttention) -> tuple[Callable[[], float], str]:
         """A measurement of seconds per layer, and how it runs: one plan, then every layer in turn.
@@ -155,16 +140,16 @@ class _Layer:
         """
         action: Callable[[], object] = partial(self._step, backend)
         mode = "eager"
-        if record := default_record(self._device):
+        if self._device.type == "cuda":
             action()  # compiles and allocates before it is recorded
             try:
-                action, mode = record(action), "graph"
+                action, mode = _recorded(action), "graph"
             except RuntimeError as error:
                 logger.warning("no CUDA graph: %s", error)
         return lambda: timed(action, self._device) / self._layers, mode
 
     @torch.inference_mode()
     def _step(self, backend: TreeAttention) -> None:
-        plan = TreePlan(self._draft, self._lengths, self._rows, backend)
+        plan = TreePlan([self._draft], self._lengths, self._places, self._table, backend)
         for key, value in self._keys_values:
-            attend(plan, self._query, key.transpose(1, 2), value.transpose(1, 2), self._scoring)
+            attend(plan, self._query, key, value, self._scoring)

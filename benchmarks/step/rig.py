@@ -1,188 +1,124 @@
-"""A base and its heads at a given cached length, to be stepped from there again and again, as ``generate`` steps."""
+"""A model at a given cached length, to be stepped from there again and again.
 
-import logging
-from collections.abc import Callable
-from functools import partial
+All that benchmarks need of the engine: a batch that requests join, its steps, and drafters of their own.
+"""
+
+import heapq
+from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.machine import SAMPLE_SECONDS
-from medusa import BaseModel, Draft, DraftHeads
-from medusa.acceptance import Rule, greedy
-from medusa.base.verify import verify
-from medusa.budget.tree_search import typical_tree
+from medusa import Batch, Draft, MedusaModel, Request, SamplingParams, Speculation, Tree
+from medusa.cache import BLOCK, CachedSequence
 from medusa.clock import seconds
-from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
-from medusa.engine.graph import GraphSteps, Record, StepGraphs, cuda_recorder
-from medusa.engine.steps import EagerSteps, Steps
+from medusa.drafters import Drafter
 from medusa.state import DecodeState
 
-logger = logging.getLogger(__name__)
-
 STEPS = 4
-"""Steps in a row per sample, where a caller has no number of its own."""
+"""Steps in a row that are timed together."""
+MOST_ROWS = 8
+"""Rows of steps in a sample, at most: the context grows meanwhile."""
+PLAIN = Speculation(nodes=1)
+FIRST_GUESS, NEXT_GUESS = 0.5, 0.4
+"""How often the best guess of a head is right where nothing is known about heads; each next rank less."""
 
 
-def default_record(device: torch.device) -> Record | None:
-    """How ``generate`` records steps by default: as CUDA graphs on a GPU, and not at all elsewhere."""
-    return cuda_recorder() if device.type == "cuda" else None
+def typical_tree(nodes: int, depth: int) -> Tree:
+    """The likeliest ``nodes`` nodes, the root included, where heads of ``depth`` levels are all alike."""
+    paths: list[tuple[int, ...]] = []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-FIRST_GUESS, (0,))] if depth else []
+    while waiting and len(paths) < nodes - 1:
+        negative, path = heapq.heappop(waiting)
+        paths.append(path)
+        heapq.heappush(waiting, (negative * NEXT_GUESS, (*path[:-1], path[-1] + 1)))
+        if len(path) < depth:
+            heapq.heappush(waiting, (negative * FIRST_GUESS, (*path, 0)))
+    return Tree(tuple(paths))
+
+
+class Sizes(NamedTuple):
+    """What steps and their attention are measured at."""
+
+    nodes: Sequence[int]
+    """Tree sizes N."""
+    batches: Sequence[int]
+    """Sequences B."""
+    context: int
+    """Cached tokens L of each."""
+    rounds: int
+    """Measured repetitions."""
+    seed: int = 0
+    """Of all random numbers."""
+
+
+class FreeDrafter(Drafter):
+    """Drafts that cost nothing: a fixed tree of the same tokens every time."""
+
+    recordable = True
+
+    def __init__(self, tree: Tree, device: torch.device) -> None:
+        self.nodes, self._depth = tree.nodes, tree.depth
+        self._parents, self._tokens = (
+            tree.parents.to(device),
+            torch.zeros(1, tree.nodes - 1, dtype=torch.int64).to(device),
+        )
+
+    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
+        """The tree below the roots."""
+        batch = len(state.roots)
+        tokens_BN = torch.cat([state.roots[:, None], self._tokens.expand(batch, -1)], dim=1)
+        return Draft.of(tokens_BN, self._parents.expand(batch, -1), self._depth)
 
 
 class Rig:
-    """Sequences of ``context`` cached tokens that hold random numbers, since their values decide no time.
+    """Sequences of ``context`` cached random tokens, since their values decide no time.
 
     Args:
-        base: Prepared for decoding; the layers that the heads read are tapped here.
-        heads: On its device and in its dtype, frozen.
+        model: A base with heads.
         batch: Sequences B.
         context: Cached tokens L of each.
-        room: Rows that steps may write behind them, see ``room_for``.
-        seed: Of the random numbers.
-        record: How steps are recorded; None = see ``default_record``.
-        clock: Measures the seconds of a call on a device.
-
-    Attributes:
-        graph: Steps and passes run as graphs; where they cannot, the log says why.
+        seed: Of the tokens.
+        nodes: Of the largest tree.
 
     Raises:
-        ValueError: Context and room exceed the base's context length.
+        ValueError: The context, and what steps write behind it, exceed the base's context length.
     """
 
-    @torch.inference_mode()
-    def __init__(
-        self,
-        base: BaseModel,
-        heads: DraftHeads,
-        batch: int,
-        context: int,
-        room: int,
-        seed: int = 0,
-        record: Record | None = None,
-        clock: Callable[[Callable[[], object], torch.device], float] = seconds,
-    ) -> None:
+    def __init__(self, model: MedusaModel, batch: int, context: int, seed: int = 0, nodes: int = 1) -> None:
+        base, depth = model.base, model.heads.config.num_heads if model.heads else 0
+        room = (MOST_ROWS * STEPS + 4) * (depth + 1)  # with steps before and ahead of those that are timed
         if context + room > base.context_length:
             raise ValueError(
-                f"context ({context} tokens) and {room} rows behind it exceed the base's context"
+                f"context ({context} tokens) and {room} tokens behind it exceed the base's context"
                 f" ({base.context_length} tokens); give a smaller --context"
             )
-        base = base.tapped(heads.config.feature_layers)
-        self.base, self.heads, self.batch, self.context, self._clock = base, heads, batch, context, clock
-        generator = torch.Generator(base.device).manual_seed(seed)
-        self.cache = base.new_cache(batch, context + room, context + room)  # it may not move
-        self.rewind()
-        history_BT = torch.randint(
-            base.vocab_size, (batch, context + room + 1), device=base.device, generator=generator
-        )
-        roots_B, positions_B = history_BT[:, context].clone(), self.cache.lengths.clone()
-        hidden_BF = torch.randn(batch, base.feature_size, dtype=base.dtype, device=base.device, generator=generator)
-        active_B = torch.ones_like(roots_B, dtype=torch.bool)
-        self.state = DecodeState(
-            roots_B, hidden_BF, active_B, history_BT, positions_B, *(2 * [torch.zeros_like(roots_B)])
-        )
-        self.verify(Draft.chain(roots_B[:, None]))  # the cache is allocated at its first write
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                for buffer in (layer.keys, layer.values):
-                    used = -(-batch * self.cache.capacity // buffer.shape[1])
-                    buffer[:used].normal_(generator=generator)  # memory that was never written is not really there
-        self._kept: list[object] = []
-        self._record = record or default_record(base.device)
-        self._start = StepGraphs(base, self._record).steps if self._record is not None else EagerSteps
-        self.graph = isinstance(self.begin(PlainDrafter()), GraphSteps)
+        generator = torch.Generator().manual_seed(seed)
+        self.model, self._room, self._device = model, room, base.device
+        self._prompts = torch.randint(base.vocab_size, (batch, context), generator=generator).tolist()
+        # Memory for all at once, with blocks to spare: later batches find the prompts in it.
+        self._pool = base.new_pool(batch * (context + room + 2 * nodes + 4 * BLOCK))
+        self._batch, self._requests = model.batch(self._pool), list[Request]()
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one cached token, all layers."""
-        layers = [layer for layer in self.cache.layers if layer.is_initialized]
-        buffers = [buffer for layer in layers for buffer in (layer.keys, layer.values)]
-        return sum(buffer[0, 0].numel() * buffer.element_size() for buffer in buffers)
+    def begin(self, speculation: Speculation) -> Batch:
+        """A batch of which every sequence has its first token; the one before has ended."""
+        for request in self._requests:  # what its steps were recorded over is free again
+            self._batch.remove(request)
+        batch, params = self.model.batch(self._pool), SamplingParams(max_new_tokens=self._room, ignore_eos=True)
+        self._batch, self._requests = batch, [batch.add(prompt, params, speculation) for prompt in self._prompts]
+        while not all(request.output.tokens for request in self._requests):
+            batch.step()
+        return batch
 
-    def drafter(self, nodes: int) -> Drafter:
-        """A drafter of a fixed tree of ``nodes`` nodes; 1 = plain decoding."""
-        if nodes == 1:
-            return PlainDrafter()
-        grown = typical_tree(nodes, self.heads.config.num_heads)
-        return HeadsDrafter(self.heads, self.base, nodes, grown.tree)
+    def step_seconds(self, speculation: Speculation) -> float:
+        """Seconds of a step: the median over several rows of steps, after one that does not count."""
+        batch = self.begin(speculation)
+        batch.step()  # records what is not recorded yet
+        times = [self._row(batch)]
+        times += [self._row(batch) for _ in range(min(MOST_ROWS - 1, int(SAMPLE_SECONDS / times[0])))]
+        return median(times) / STEPS
 
-    def rewind(self) -> None:
-        """Forget what steps have committed."""
-        self.cache.cut([self.context] * self.batch)
-
-    def draft(self, nodes: int) -> Draft:
-        """A draft of ``nodes`` nodes."""
-        with torch.inference_mode():
-            return self.drafter(nodes).propose(self.state)
-
-    @torch.inference_mode()
-    def verify(self, draft: Draft) -> torch.Tensor:
-        """Verify alone: the pass of the base over a draft, and its logits."""
-        return self.base.logits(verify(self.base, self.cache, draft))
-
-    @torch.inference_mode()
-    def verifier(self, draft: Draft) -> Callable[[], object]:
-        """What verifies this draft at the rig's context, as a graph where steps are graphs."""
-        if not self.graph or self._record is None:
-            return partial(self.verify, draft)
-        self.rewind()
-        lengths = self.cache.lengths
-
-        def run() -> None:
-            self.cache.lengths = lengths
-            with self.cache.fixed_shapes():
-                self.verify(draft)
-
-        run()  # compiles and allocates before it is recorded
-        try:
-            replay = self._record(run)
-        except RuntimeError as error:
-            logger.warning("passes run eagerly, recording one as a graph has failed: %s", error)
-            return partial(self.verify, draft)
-        self._kept.append(run)  # a graph reads its tensors' memory and does not hold it
-        return torch.inference_mode()(replay)
-
-    def begin(self, drafter: Drafter, rule: Rule = greedy) -> Steps:
-        """Steps from the rig's context on; what ran before is forgotten."""
-        self.rewind()
-        return self._start(self.base, self.cache, drafter, rule, self.state)
-
-    def run(self, drafter: Drafter, rule: Rule = greedy, steps: int = 1) -> list[list[list[int]]]:
-        """The tokens of each sequence of so many steps, one after the other, from the rig's context on."""
-        running = self.begin(drafter, rule)
-        tokens = [running.next() for _ in range(steps)]
-        self.rewind()
-        return tokens
-
-    def stepper(self, drafter: Drafter, rule: Rule = greedy) -> Callable[[], None]:
-        """What runs one step per call, from the rig's context again once its room is used up."""
-        running: Steps | None = None
-
-        def step() -> None:
-            nonlocal running
-            if running is None or self.cache.longest + 2 * drafter.nodes > self.cache.capacity:
-                running = self.begin(drafter, rule)
-            running.next()
-
-        return step
-
-    def step_seconds(self, drafter: Drafter, rule: Rule = greedy, steps: int = STEPS) -> float:
-        """Seconds of a step, of so many in a row; where they are short the median of several such rows.
-
-        A first step does not count: it brings the state to its place, and records what is not recorded yet. Graphs run
-        one step ahead of the host, before the clock starts as after it has stopped.
-        """
-        first = self._row_seconds(drafter, rule, steps)
-        further = [self._row_seconds(drafter, rule, steps) for _ in range(int(SAMPLE_SECONDS / first))]
-        return median([first, *further]) / steps
-
-    def _row_seconds(self, drafter: Drafter, rule: Rule, steps: int) -> float:
-        running = self.begin(drafter, rule)
-        running.next()
-        spent = self._clock(lambda: [running.next() for _ in range(steps)], self.base.device)
-        self.rewind()
-        return spent
-
-
-def room_for(nodes: int, depth: int, steps: int = STEPS) -> int:
-    """Rows that ``Rig.step_seconds`` may write: one step before, one ahead, and room for two trees at the end."""
-    return (steps + 2) * (depth + 1) + 2 * nodes
+    def _row(self, batch: Batch) -> float:
+        return seconds(lambda: [batch.step() for _ in range(STEPS)], self._device)

@@ -1,5 +1,6 @@
 """Bases of real shapes with random weights: how long a pass takes depends on the shape, not on what the weights say."""
 
+import argparse
 import copy
 import math
 from typing import Any
@@ -17,31 +18,21 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
 from medusa.cpu.int8 import Int8Linear, round_linears
 from medusa.cpu.native import use_kernels
-from medusa.loading.self_test import fuse
 
 WEIGHT_STD = 0.02
-BLOCK = (1 << 20) - 3
-"""Random numbers that are drawn; they repeat, but not in step with the rows of a matrix."""
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, head_dim: int, tied: bool) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": head_dim,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": tied,
-    }
+        "model_type": "llama", "vocab_size": 128_256, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head_dim,
+        "max_position_embeddings": 131_072, "tie_word_embeddings": tied,
+    }  # fmt: skip
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -60,6 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
 }
 """Values of the published configurations (Llama 3.1 and 3.2, Qwen3, SmolLM2) that decide the time of a pass."""
+
+
+def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
+    """The type of the weights that ``--dtype`` names, None = auto."""
+    return None if options.dtype == "auto" else getattr(torch, options.dtype)
 
 
 def shape_config(name: str) -> PretrainedConfig:
@@ -84,22 +80,12 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def random_base(
-    config: PretrainedConfig,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    seed: int = 0,
-    attention: str = "auto",
+    config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device, seed: int = 0, attention: str = "auto",
     int8: bool = False,
-) -> BaseModel:
-    """A base with random weights, prepared for decoding as ``BaseModel.load`` prepares a real one.
+) -> BaseModel:  # fmt: skip
+    """A base with random weights, prepared for decoding; arguments are those of ``BaseModel.load``.
 
-    Args:
-        config: Its shape, see ``shape_config``.
-        dtype: None = bfloat16, or what the device has instead.
-        device: Where it is made.
-        seed: Of the weights.
-        attention: A backend of ``medusa.attention``.
-        int8: Linear layers but the output layer with weights of 8 bits, on a CPU.
+    Its dtype is bfloat16 where none is given, or what the device has instead.
     """
     model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device, seed)
     if int8:
@@ -134,31 +120,18 @@ def random_heads(
     return heads
 
 
-def as_loaded(base: BaseModel, heads: DraftHeads) -> tuple[BaseModel, DraftHeads]:
-    """Both as ``MedusaModel.from_pretrained`` would have them: with the base's fused pass where it has one."""
-    model = MedusaModel(fuse(base.tapped(heads.config.feature_layers)), heads)
-    assert model.heads is not None, "given"
-    return model.base, model.heads
-
-
 @torch.no_grad()
 def fill(module: nn.Module, seed: int = 0) -> None:
-    """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones.
-
-    Drawing every number would take minutes for a large model on a CPU: one block is drawn and copied.
-    """
-    blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones."""
+    generators: dict[torch.device, torch.Generator] = {}
     bound = WEIGHT_STD * math.sqrt(3)
     for parameter in module.parameters():
         if parameter.dim() < 2:
             parameter.fill_(1.0)
             continue
-        key = (parameter.device, parameter.dtype)
-        if key not in blocks:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-            blocks[key] = parameter.new_empty(BLOCK).uniform_(-bound, bound, generator=generator)
-        for part in parameter.view(-1).split(BLOCK):
-            part.copy_(blocks[key][: len(part)])
+        device = parameter.device
+        generators.setdefault(device, torch.Generator(device).manual_seed(seed))
+        parameter.uniform_(-bound, bound, generator=generators[device])
 
 
 def weight_bytes(base: BaseModel) -> int:
@@ -175,3 +148,15 @@ def weight_bytes(base: BaseModel) -> int:
     rounded = sum(layer.in_features * layer.out_features for layer in layers)
     size: int = base.dtype.itemsize
     return size * sum(int(weight.numel()) for weight in read) - (size - 1) * rounded
+
+
+def kv_bytes_per_token(base: BaseModel) -> int:
+    """Bytes of keys and values of one cached token, all layers."""
+    config = base.model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * key_heads(config) * dim * base.dtype.itemsize)
+
+
+def key_heads(config: Any) -> int:
+    """Key heads of a layer; families without groups do not name them."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

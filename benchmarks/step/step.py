@@ -5,69 +5,65 @@ divided by the bandwidth of the memory, which is measured in the same run. Up to
 little more than that: this is what drafting lives on.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import Key, bandwidth_samples, best_bandwidth, ratio, timed
-from benchmarks.step.rig import Rig, room_for
-from benchmarks.step.shapes import weight_bytes
-from medusa import BaseModel, DraftHeads
+from benchmarks.machine import Key, bandwidth_samples, best_bandwidth, ratio
+from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
+from benchmarks.step.shapes import kv_bytes_per_token, weight_bytes
+from medusa import MedusaModel, Speculation
 from medusa.clock import alternate
-from medusa.engine.graph import Record
 
 Times = dict[Key, list[float]]
 
 
-def measure_steps(
-    base: BaseModel,
-    heads: DraftHeads,
-    nodes: Sequence[int],
-    batches: Sequence[int],
-    context: int,
-    rounds: int,
-    seed: int = 0,
-    record: Record | None = None,
-) -> dict[str, Any]:
-    """Time verify passes and whole steps of fixed trees, alternately, as ``generate`` runs them: on a GPU as graphs.
+def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | None = None) -> dict[str, Any]:
+    """Time steps of fixed trees, alternately, as ``generate`` runs them: on a GPU as graphs.
 
     Args:
-        base: Prepared for decoding.
-        heads: Its heads.
-        nodes: Tree sizes N; 1 (plain decoding) is always measured too.
-        batches: Batch sizes B.
-        context: Cached tokens L per sequence.
-        rounds: Measured repetitions.
-        seed: Of the contents.
-        record: As ``Rig`` takes it.
+        model: A base with heads.
+        sizes: What is measured; plain decoding (N = 1) always is.
+        tokens_per_step: Of trained heads; adds the speed that this shape would have with them.
 
     Returns:
-        The report's own part: bytes, bandwidth, and a row per (B, N).
+        The report's own part: bytes, bandwidth, and a row per (B, N): ``step`` is a whole step, ``verify`` one whose
+        drafts cost nothing.
     """
-    nodes = sorted({1, *nodes})
-    room = room_for(max(nodes), heads.config.num_heads)
-    rigs = {batch: Rig(base, heads, batch, context, room, seed, record) for batch in batches}
+    assert model.heads is not None, "steps draft with heads"
+    nodes, batches, context = sorted({1, *sizes.nodes}), sizes.batches, sizes.context
+    depth, base = model.heads.config.num_heads, model.base
     samples = bandwidth_samples(base.device)
-    for batch, rig in rigs.items():
+    for batch in batches:
+        rig = Rig(model, batch, context, sizes.seed, max(nodes))
         for count in nodes:
-            samples["verify", batch, count] = partial(timed, rig.verifier(rig.draft(count)), base.device)
-            samples["step", batch, count] = partial(rig.step_seconds, rig.drafter(count))
-    times = alternate(samples, rounds)
+            tree = typical_tree(count, depth)
+            drafted = PLAIN if count == 1 else Speculation(tree=tree)
+            free = PLAIN if count == 1 else Speculation(drafter=FreeDrafter(tree, base.device))
+            samples["step", batch, count] = partial(rig.step_seconds, drafted)
+            samples["verify", batch, count] = partial(rig.step_seconds, free)
+    times = alternate(samples, sizes.rounds)
     method, bandwidth = best_bandwidth(times)
-    weights, kv_bytes = weight_bytes(base), rigs[batches[0]].kv_bytes_per_token
+    weights, kv_bytes = weight_bytes(base), kv_bytes_per_token(base)
+    rows = [
+        _row(times, method, pass_bytes(weights, kv_bytes, batch, context), batch, count)
+        for batch in batches
+        for count in nodes
+    ]
+    if tokens_per_step:
+        for row in rows:
+            emitted = 1 if row["nodes"] == 1 else tokens_per_step
+            row["projected_tokens_per_s"] = round(1e3 * row["batch"] * emitted / row["step_ms"], 2)
+            row["projected_speedup"] = round(emitted / row["step_overhead"], 4)
     return {
         "context": context,
-        "graph": rigs[batches[0]].graph,
+        "graph": model.graphs is not None,
         "weight_bytes": weights,
         "kv_bytes_per_token": kv_bytes,
         "bandwidth_gb_per_s": round(bandwidth / 1e9, 2),
         "bandwidth_method": method,
-        "rows": [
-            _row(times, method, pass_bytes(weights, kv_bytes, batch, context), batch, count)
-            for batch in batches
-            for count in nodes
-        ],
+        "tokens_per_step": tokens_per_step,
+        "rows": rows,
     }
 
 

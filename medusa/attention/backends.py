@@ -20,8 +20,8 @@ BACKENDS = {
     "triton": "medusa.attention.triton:TritonAttention",
 }
 PREFERENCE = {"cuda": ("triton", "flash"), "cpu": ("exact",)}
-"""On a GPU by the memory they must move: one pass over keys and values; prefix and tree apart. The reference may copy
-it all. On a CPU by what holds: sums of the reference depend on where keys stand."""
+"""On a GPU by the memory they must move: one pass over keys and values; a copy of them in order and flash kernels over
+that; a copy and masked products. On a CPU by what holds: sums of the reference depend on where keys stand."""
 
 
 def build(name: str, device: torch.device) -> TreeAttention:
@@ -71,7 +71,7 @@ def attend(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: S
         KernelError: While a graph is being captured, which must hold what has run before; try again eagerly.
     """
     backend = plan.backend
-    reason = _foreign(plan, key, scoring) or backend.objection(query, key, value, scoring)
+    reason = _foreign(plan, query, scoring) or backend.objection(query, key, value, scoring)
     if reason is None:
         try:
             return backend.attend(plan, query, key, value, scoring)
@@ -80,8 +80,6 @@ def attend(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: S
                 raise
             logger.warning("attention %s: %s", backend.name, error)
             reason = str(error)
-    if plan.table is not None:
-        key, value = plan.gathered(key), plan.gathered(value)
     return _reference(backend.name, reason).attend(plan, query, key, value, scoring)
 
 
@@ -100,13 +98,13 @@ def _best(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerShape]
     return build("reference", device), "; ".join(reasons) or f"the one for {device.type}"
 
 
-def _foreign(plan: TreePlan, key: Tensor, scoring: Scoring) -> str | None:
+def _foreign(plan: TreePlan, query: Tensor, scoring: Scoring) -> str | None:
     """What the reference alone computes."""
     if plan.backend.name == "reference":
         return None
     if scoring.chunk is not None and plan.backend.name != "exact":
         return "its kernel knows no chunks"
-    return None if key.device == plan.lengths.device else f"the layer is on {key.device}, the step's plan is not"
+    return None if query.device == plan.lengths.device else f"the layer is on {query.device}, the pass's plan is not"
 
 
 def _capturing(query: Tensor) -> bool:

@@ -1,18 +1,24 @@
-"""The contract of tree attention: a step's plan, a layer's numbers, and whoever computes.
+"""The contract of tree attention: a pass's plan, a layer's numbers, and whoever computes.
 
-A step makes one ``TreePlan``; every layer then asks the plan's backend for the attention of its N tree rows over
-L cached rows and the rows' own ancestors.
+A pass computes R rows: the nodes of trees, tree behind tree, each below the cached positions of its own sequence. Trees
+differ in size: a plain decode step is a tree of one node, a chunk of a prompt a chain. A pass makes one ``TreePlan``;
+every layer then asks the plan's backend for the attention of its rows.
+
+Legend: S sequences, R rows of all trees, n_s nodes of a tree, L cached positions of a sequence, H heads, D head size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from medusa.attention.spans import Span
 from medusa.tree import Draft
+
+T = TypeVar("T")
 
 WORD = 32
 """Bits of a mask word."""
@@ -23,7 +29,7 @@ class Scoring(NamedTuple):
 
     Attributes:
         scaling: Factor on the products.
-        window: Sliding window in tokens, by position and not by row; None = full attention.
+        window: Sliding window in tokens, by position and not by place in the cache; None = full attention.
         softcap: Scores become ``softcap * tanh(score / softcap)`` where given.
         sinks: [H] score of a key that every row sees and that has no value, where given.
         chunk: A row sees its own chunk of this many positions only; None = no chunks.
@@ -37,26 +43,26 @@ class Scoring(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """Where the cache rows of sequences stand that are kept in blocks, anywhere in a layer's buffers.
+    """Where the keys and values of sequences stand: place p of a sequence is place p % size of its block p // size.
 
     Attributes:
-        blocks: [slots, W] int64, the blocks of each sequence in order; any number where it has none.
-        rows: Rows of a block.
+        blocks: [S, W] int64, the blocks of each sequence in order; any valid number where it has none.
+        size: Positions of a block.
     """
 
     blocks: Tensor
-    rows: int
+    size: int
 
-    def places(self, positions_BN: Tensor) -> Tensor:
-        """[B, N] rows of the flattened buffers that hold these positions of the first B slots."""
-        return self.blocks.gather(1, positions_BN // self.rows) * self.rows + positions_BN % self.rows
+    def places(self, positions_SN: Tensor) -> Tensor:
+        """[S, N] index of these places in keys or values [blocks * size, ...]."""
+        return self.blocks.gather(1, positions_SN // self.size) * self.size + positions_SN % self.size
 
 
 class TreeAttention(Protocol):
-    """Computes the attention of one layer over tree rows.
+    """Computes the attention of one layer over the rows of a pass.
 
-    On a GPU nothing in it waits for the device, and its shapes follow from tensors' shapes and ``plan.kv_length``
-    alone: the call can be captured in a CUDA graph. True lengths are read from ``plan.lengths`` on the device.
+    On a GPU nothing in it waits for the device, and its shapes follow from tensors' shapes, ``plan.sizes`` and
+    ``plan.kv_length`` alone: the call can be captured in a CUDA graph. True lengths are read on the device.
     """
 
     name: str
@@ -76,19 +82,21 @@ class TreeAttention(Protocol):
         """Why this backend cannot compute such a layer (the reference then does), None if it can."""
 
     def attend(self, plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of tree rows; rows beyond a sequence's L + N count for nothing.
+        """Attention of the rows; what stands in blocks beyond a sequence's L + n_s places counts for nothing.
 
         Args:
-            plan: The step's plan; what a backend derives from it is made at the first layer and kept.
-            query: [B, H, N, D].
-            key: [B, Hkv, S, D] view of [slots, capacity, Hkv, D] with S = ``plan.kv_length``; the tree rows of a
-                sequence are already written at rows L .. L+N-1.
-            value: [B, Hkv, S, Dv], likewise. Where the plan has a table, which the exact backend alone is given, both
-                are [1, Hkv, rows of all blocks, D] instead.
+            plan: The pass's plan; what a backend derives from it is made at the first layer and kept.
+            query: [R, H, D], any strides with the last 1.
+            key: [blocks, size, Hkv, D] contiguous, the layer's whole part of the pool, read through ``plan.table``. The
+                rows' own keys are already written, node i of a tree at place L + i of its sequence.
+            value: [blocks, size, Hkv, Dv], likewise.
             scoring: The layer's numbers.
 
         Returns:
-            [B, H, N, Dv] in the dtype of the query; which strides it has is the backend's choice.
+            [R, H, Dv].
+
+        Raises:
+            KernelError: The kernel for such a layer cannot run here.
         """
 
 
@@ -101,113 +109,148 @@ class KernelError(RuntimeError):
 
 
 class TreePlan:
-    """What the N tree rows of each sequence may attend to: L cached rows and their own ancestors.
+    """What the rows of a pass may attend to: each the cached positions of its sequence, and its own ancestors.
 
-    Made once per step, on the device and without waiting for it; every form of the mask is built when a layer first
-    asks for it and shared by the layers after it.
+    Made once per pass, on the device and without waiting for it; every form of it is built when a layer first asks for
+    it and shared by the layers after it.
 
     Attributes:
-        draft: The trees.
-        lengths: [B] int64, L of every sequence.
-        kv_length: S, rows of the cache that attention reads: at least every L + N. A host number; with a fixed bucket
-            here all shapes are fixed.
+        drafts: The trees: of some sequences each, in order. Their rows follow one another, those of a tree in order.
+        sizes: [S] nodes of each tree, numbers of the host.
+        lengths: [S] int64 on the device, L of every sequence.
+        kv_length: At least every L + n_s: a number of the host; with a fixed one here all shapes are fixed.
+        table: Where cached positions and rows stand.
         backend: Who computes.
         spans: Windows and chunks by layer index; layers that are missing see all that stands before.
-        table: Where cached rows and tree rows stand that are in blocks; None = side by side.
+        gathered: Layers hand over a copy of these sequences' blocks alone, in the order of the table.
     """
 
     def __init__(
         self,
-        draft: Draft,
-        lengths_B: Tensor,
+        drafts: Sequence[Draft],
+        lengths_S: Tensor,
         kv_length: int,
+        table: BlockTable,
         backend: TreeAttention,
         spans: Mapping[int | None, Span] | None = None,
-        table: BlockTable | None = None,
     ) -> None:
-        self.draft = draft
-        self.lengths = lengths_B
+        self.drafts = drafts
+        self.sizes = drafts[0].row_sizes if len(drafts) == 1 else [n for draft in drafts for n in draft.row_sizes]
+        self.lengths = lengths_S
         self.kv_length = kv_length
+        self.table = table
         self.backend = backend
         self.spans = spans or {}
-        self.table = table
-        self._biases: dict[tuple[object, ...], Tensor] = {}
+        self.gathered = False
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, form: Hashable, make: Callable[[], T]) -> T:
+        """What a backend derives from the plan under that name, made when a layer first asks for it."""
+        if form not in self._made:
+            self._made[form] = make()
+        made: T = self._made[form]
+        return made
 
     def span(self, layer: int | None) -> Span:
         """Window and chunk of the layer of that index."""
         return self.spans.get(layer, Span())
 
-    def bias(
-        self,
-        groups: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        window: int | None = None,
-        chunk: int | None = None,
-    ) -> Tensor:
-        """Additive mask [B, 1, groups * N, S]: 0 where a row may look, -inf elsewhere.
+    def alone(self, index: int) -> "TreePlan":
+        """The plan of one of the sequences."""
+        table, lengths_1 = BlockTable(self.table.blocks[index, None], self.table.size), self.lengths[index, None]
+        for draft in self.drafts:
+            if index < len(draft.tokens):
+                break
+            index -= len(draft.tokens)
+        own = draft.select(torch.tensor([index], device=draft.tokens.device))
+        return TreePlan([own], lengths_1, self.kv_length, table, self.backend, self.spans)
 
-        Args:
-            groups: Query heads per key head; the rows repeat for each of them.
-            dtype: The dtype of the queries.
-            device: Their device: the layers of a base may be spread over several.
-            window: Sliding window in tokens, by position and not by row; None for full attention.
-            chunk: Rows see their own chunk of this many positions only; None for other layers.
-        """
-        key = (groups, dtype, device, window, chunk)
-        if key not in self._biases:
-            visible_BNS = self._visible(window, chunk).to(device)
-            zero = torch.zeros((), dtype=dtype, device=device)
-            self._biases[key] = torch.where(visible_BNS, zero, float("-inf")).repeat(1, groups, 1)[:, None]
-        return self._biases[key]
+    def gathering(self) -> "TreePlan":
+        """The plan for layers that compute on what is cached before their attention reads it: they get a copy."""
+        plan = TreePlan(self.drafts, self.lengths, self.kv_length, self.table, self.backend, self.spans)
+        plan.gathered, count = True, len(self.sizes) * self.width
+        numbers = torch.arange(count, device=self.lengths.device).view(-1, self.width)
+        plan.table = BlockTable(numbers, self.table.size)
+        return plan
 
-    @cached_property
-    def words(self) -> Tensor:
-        """[B, N, ceil(N / 32)] int32: bit j % 32 of word j // 32 of row i says whether j is i or an ancestor of i."""
-        return pack_bits(self.draft.ancestors)
+    @property
+    def width(self) -> int:
+        """Blocks of each sequence that attention may read."""
+        return -(-self.kv_length // self.table.size)
 
-    @cached_property
-    def lengths_int32(self) -> Tensor:
-        """[B] int32, L of every sequence."""
-        return self.lengths.to(torch.int32)
+    @property
+    def rows(self) -> int:
+        """R."""
+        return sum(self.sizes)
 
     @cached_property
-    def depths_int32(self) -> Tensor:
-        """[B, N] int32, contiguous: a node's position is L + its depth."""
-        return self.draft.depths.to(torch.int32).contiguous()
+    def firsts(self) -> list[int]:
+        """[S + 1] where the rows of each tree begin, and R."""
+        return [0, *accumulate(self.sizes)]
 
     @cached_property
-    def tree_rows(self) -> Tensor:
-        """[B, N] int64: the cache row of every node."""
-        nodes = self.draft.tokens.shape[1]
-        return self.lengths[:, None] + torch.arange(nodes, device=self.lengths.device)
+    def uniform(self) -> int | None:
+        """Nodes of all trees where these are equal; None where they differ."""
+        return self.sizes[0] if len(set(self.sizes)) == 1 else None
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[R] int64."""
+        return self._rows([draft.tokens for draft in self.drafts])
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """[R] int64 index of each row's parent among the rows of its tree, smaller than its own; 0 for a root."""
+        return self._rows([draft.parents for draft in self.drafts])
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[R] int64 edges from the root."""
+        return self._rows([draft.depths for draft in self.drafts])
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """[R] int64 the sequence that each row belongs to."""
+        index_S, device = torch.arange(len(self.sizes), device=self.lengths.device), self.lengths.device
+        if self.uniform is not None:
+            return index_S.repeat_interleave(self.uniform)
+        return index_S.repeat_interleave(torch.tensor(self.sizes, device=device), output_size=self.rows)
+
+    @cached_property
+    def nodes(self) -> Tensor:
+        """[R] int64 index of each row among those of its tree."""
+        index_N = torch.arange(max(self.sizes), device=self.lengths.device)
+        return self._rows([index_N[: draft.tokens.shape[1]].expand_as(draft.tokens) for draft in self.drafts])
 
     @cached_property
     def positions(self) -> Tensor:
-        """[B, N] int64: the position of every node."""
-        return self.lengths[:, None] + self.draft.depths
+        """[R] int64: L + depth."""
+        return self.lengths[self.sequences] + self.depths
 
-    def gathered(self, rows: Tensor) -> Tensor:
-        """[B, Hkv, S, D] of keys or values [1, Hkv, rows of all blocks, D]; 0 where nothing has been written."""
-        assert self.table is not None, "rows are in blocks"
-        positions_S = torch.arange(self.kv_length, device=rows.device)
-        written_BS = positions_S < self.lengths[:, None] + self.draft.tokens.shape[1]
-        places_BS = self.table.places(torch.where(written_BS, positions_S, 0))
-        side_by_side = rows[0][:, places_BS].transpose(0, 1)
-        return torch.where(written_BS[:, None, :, None], side_by_side, 0)
+    @cached_property
+    def places(self) -> Tensor:
+        """[R] int64 index in keys or values [blocks * size, ...] where each row's own go: place L + node."""
+        at_R = self.lengths[self.sequences] + self.nodes
+        blocks_R = self.table.blocks[self.sequences, at_R // self.table.size]
+        return blocks_R * self.table.size + at_R % self.table.size
 
-    def _visible(self, window: int | None, chunk: int | None) -> Tensor:
-        """[B, N, S] bool."""
-        draft, lengths_B11 = self.draft, self.lengths[:, None, None]
-        batch, nodes = draft.tokens.shape
-        rows_S = torch.arange(self.kv_length, device=draft.tokens.device)
-        visible_BNS = (rows_S < lengths_B11).expand(batch, nodes, -1).clone()
-        visible_BNS.scatter_(2, self.tree_rows[:, None].expand(-1, nodes, -1), draft.ancestors)
-        if window is None and chunk is None:
-            return visible_BNS
-        key_positions_BS = rows_S.expand(batch, -1).clone().scatter_(1, self.tree_rows, self.positions)
-        first_BN = self.positions // chunk * chunk if chunk is not None else self.positions - window + 1  # type: ignore[operator]
-        return visible_BNS & (key_positions_BS[:, None] >= first_BN[:, :, None])
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[R, max n_s] bool: node j of the row's tree is the row itself or an ancestor."""
+        widest = max(draft.tokens.shape[1] for draft in self.drafts)
+        masks = [draft.ancestors for draft in self.drafts]
+        rows = self._rows([torch.nn.functional.pad(mask, (0, widest - mask.shape[-1])) for mask in masks])
+        return rows[:, : max(self.sizes)]
+
+    @cached_property
+    def words(self) -> Tensor:
+        """[R, ceil(max n_s / 32)] int32: bit j % 32 of word j // 32 says whether node j is the row or an ancestor."""
+        return pack_bits(self.ancestors)
+
+    def _rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """[R, ...] of what each draft has at its nodes [b, N, ...]."""
+        flat = [draft.flat(part) for draft, part in zip(self.drafts, parts, strict=True)]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

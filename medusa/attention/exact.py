@@ -4,6 +4,7 @@ Rows of a tree, of plain decoding, of a prefill in chunks of any size and of any
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +13,37 @@ from medusa.attention.contract import BackendUnavailableError, Scoring, TreePlan
 from medusa.cpu import native
 from medusa.cpu.build import NativeUnavailableError
 
-NUMBERS = ctypes.c_int64 * 20
-_POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+_POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_int64
+
+
+class _Layer(ctypes.Structure):
+    """``Layer`` of attention.h."""
+
+    _fields_ = [
+        *[(name, _LONG) for name in ("batch", "heads", "kv_heads", "dim", "dim_v")],
+        *[(name, _POINTER) for name in ("lengths", "parents", "firsts")],
+        ("table", _POINTER), ("table_stride", _LONG), ("table_size", _LONG),
+        *[(name, _LONG) for name in ("window", "chunk", "q_row", "q_head")],
+        ("sinks", _POINTER), ("scaling", _FLOAT), ("softcap", _FLOAT),
+    ]  # fmt: skip
+
+
+class _Rows(NamedTuple):
+    """A plan as the kernel reads it."""
+
+    lengths: Tensor
+    parents: Tensor
+    firsts: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, plan: TreePlan) -> "_Rows":
+        tensors = (plan.lengths, plan.parents, torch.tensor(plan.firsts), plan.table.blocks)
+        return cls(*(tensor.contiguous() for tensor in tensors))
 
 
 class ExactAttention:
-    """Keys summed in order of position, in blocks with fixed borders, in float32; each sequence to its own length."""
+    """Keys summed in order of position, in segments with fixed borders, in float32; each sequence to its own length."""
 
     name = "exact"
     recordable = False
@@ -30,7 +56,7 @@ class ExactAttention:
             self._kernel = native.kernels().medusa_attention
         except NativeUnavailableError as error:
             raise BackendUnavailableError(f"attention (exact): {error}; or choose reference") from error
-        native.declare(self._kernel, [_INT, _INT, NUMBERS, *[_POINTER] * 8, _FLOAT, _FLOAT])
+        native.declare(self._kernel, [_INT, _INT, ctypes.POINTER(_Layer), *[_POINTER] * 4])
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
         """Dtypes that the kernel does not know."""
@@ -38,21 +64,20 @@ class ExactAttention:
         return None if known else f"its kernel does not compute in {query.dtype}"
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``TreeAttention.attend``; the result is a transposed view of [B, N, H, Dv]."""
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        (batch, heads, nodes, dim), dim_v, parents = query.shape, value.shape[-1], plan.draft.parents
-        parents = parents if parents.stride(-1) == 1 else parents.contiguous()
-        lengths, table = plan.lengths.contiguous(), plan.table
+        """See ``TreeAttention.attend``."""
+        assert key.is_contiguous() and value.is_contiguous(), "blocks are read whole"
+        rows = plan.once(self.name, lambda: _Rows.of(plan))
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-        out = query.new_empty(batch, nodes, heads, dim_v)
-        numbers = NUMBERS(
-            batch, heads, key.shape[1], nodes, dim, dim_v, scoring.window or 0, scoring.chunk or 0,
-            parents.stride(0), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            0 if table is None else table.rows, 0 if table is None else table.blocks.stride(0),
+        layer = _Layer(
+            len(plan.sizes), query.shape[1], key.shape[2], key.shape[3], value.shape[3],
+            rows.lengths.data_ptr(), rows.parents.data_ptr(), rows.firsts.data_ptr(),
+            rows.blocks.data_ptr(), rows.blocks.stride(0), plan.table.size,
+            scoring.window or 0, scoring.chunk or 0, query.stride(0), query.stride(1),
+            None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
         )  # fmt: skip
+        out = query.new_empty(*query.shape[:2], value.shape[3])
         self._kernel(
-            native.number_type(query.dtype), torch.get_num_threads(), numbers, lengths.data_ptr(), parents.data_ptr(),
-            None if table is None else table.blocks.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
-            out.data_ptr(), None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,
+            native.number_type(query.dtype), torch.get_num_threads(), layer, query.data_ptr(), key.data_ptr(),
+            value.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        return out.transpose(1, 2)
+        return out

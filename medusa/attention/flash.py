@@ -2,7 +2,10 @@
 
 No flash kernel takes the mask of a tree, but only the N x N part inside the tree needs one. Softmax over both parts is
 the mean of the parts' outputs, weighted by exp(log-sum-exp). The prefix is computed by the package flash-attn where it
-is installed, otherwise by the flash kernels that torch brings along.
+is installed, otherwise by the flash kernels that torch brings along. The package reads blocks of ``PAGE`` positions
+where they stand; smaller ones, and all of them for torch's kernels, are copied in order first.
+
+Legend: S sequences with trees of N nodes, R = N * g rows of a key head.
 """
 
 import importlib
@@ -14,20 +17,23 @@ import torch
 from torch import Tensor
 
 from medusa.attention.contract import Scoring, TreePlan
+from medusa.attention.parts import Part, by_part
 
 logger = logging.getLogger(__name__)
 
 MAX_DIM = 256
 DIM_STEP = 8
 """Head sizes are multiples of this; kernels would pad, and copy, the whole cache otherwise."""
+PAGE = 256
+"""flash-attn 2 reads blocks of multiples of so many positions through a table."""
 HALF = frozenset({torch.bfloat16, torch.float16})
 
 _CUDA_KERNEL = torch.ops.aten._flash_attention_forward
 _CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-Prefix = Callable[[Tensor, Tensor, Tensor, TreePlan, Scoring], tuple[Tensor, Tensor]]
-"""(rows [B, R, Hkv, D], keys and values [B, S, Hkv, D], plan, scoring) -> attention over each sequence's first L keys:
-output [B, R, Hkv, D] and log-sum-exp [B, Hkv, R]. Both are undefined where L is 0."""
+Prefix = Callable[[Tensor, Tensor, Tensor, Part, Scoring], tuple[Tensor, Tensor]]
+"""(rows [S, R, Hkv, D], keys and values [blocks, size, Hkv, D], part, scoring) -> attention over each sequence's first
+L keys: output [S, R, Hkv, D] and log-sum-exp [S, Hkv, R]. Both are undefined where L is 0."""
 
 
 class FlashAttention:
@@ -59,25 +65,30 @@ class FlashAttention:
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """See ``TreeAttention.attend``."""
-        kv_heads, nodes = key.shape[1], query.shape[2]
-        query_BKGND = query.unflatten(1, (kv_heads, -1))
-        rows_BRKD = query_BKGND.permute(0, 2, 3, 1, 4).flatten(1, 2)  # the g heads of a key head are rows of it
-        out_BRKD, lse_BKR = self._prefix(rows_BRKD, key.transpose(1, 2), value.transpose(1, 2), plan, scoring)
-        prefix = out_BRKD.transpose(1, 2).unflatten(2, (-1, nodes)), lse_BKR.unflatten(2, (-1, nodes))
-        tree = _inside_tree(plan, query_BKGND, key, value, scoring)
-        return merge(_without_empty(plan, *prefix), tree, scoring.sinks).flatten(1, 2).to(query.dtype)
+
+        def attend(part: Part, query_SNHD: Tensor) -> Tensor:
+            query_SKGND = query_SNHD.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)
+            rows_SRKD = query_SKGND.permute(0, 2, 3, 1, 4).flatten(1, 2)  # the g heads of a key head are rows of it
+            out_SRKD, lse_SKR = self._prefix(rows_SRKD, key, value, part, scoring)
+            grid = (-1, part.nodes)
+            prefix = out_SRKD.transpose(1, 2).unflatten(2, grid), lse_SKR.unflatten(2, grid)
+            tree = _inside_tree(part, query_SKGND, key, value, scoring)
+            out_SKGND = merge(_without_empty(part, *prefix), tree, scoring.sinks)
+            return out_SKGND.to(query.dtype).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+        return by_part(plan, query, attend)
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Tensor | None = None) -> Tensor:
     """Attention over two sets of keys, from the attention over each.
 
     Args:
-        first: Output [B, Hkv, g, N, Dv] and log-sum-exp [B, Hkv, g, N] (-inf: nothing seen); finite outputs only.
+        first: Output [S, Hkv, g, N, Dv] and log-sum-exp [S, Hkv, g, N] (-inf: nothing seen); finite outputs only.
         second: The same over the other keys; every row has seen something here.
         sinks: [H] scores that take weight and add no value.
 
     Returns:
-        [B, Hkv, g, N, Dv] in the log-sum-exps' dtype.
+        [S, Hkv, g, N, Dv] in the log-sum-exps' dtype.
     """
     top = torch.maximum(first[1], second[1])
     if sinks is not None:
@@ -90,23 +101,22 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Te
     return first[0] * (weights[0] / total)[..., None] + second[0] * (weights[1] / total)[..., None]
 
 
-def _without_empty(plan: TreePlan, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _without_empty(part: Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Sequences without a prefix have seen nothing; flash-attn says +inf there, which would take all the weight."""
-    empty = (plan.lengths == 0).view(-1, 1, 1, 1)
+    empty = (part.lengths == 0).view(-1, 1, 1, 1)
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
 
 
 def _inside_tree(
-    plan: TreePlan, query_BKGND: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    part: Part, query_SKGND: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Attention among the tree's own rows, in float32 or better: output [B, Hkv, g, N, D], lse [B, Hkv, g, N]."""
-    dtype = torch.promote_types(query_BKGND.dtype, torch.float32)
-    at = plan.tree_rows[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
-    keys, values = (x.gather(2, at).to(dtype)[:, :, None] for x in (key, value))
-    scores = torch.matmul(query_BKGND.to(dtype), keys.transpose(-1, -2)) * scoring.scaling
+    """Attention among the tree's own rows, in float32 or better: output [S, Hkv, g, N, D], lse [S, Hkv, g, N]."""
+    dtype = torch.promote_types(query_SKGND.dtype, torch.float32)
+    keys, values = (part.gather_own(arena).to(dtype).transpose(1, 2)[:, :, None] for arena in (key, value))
+    scores = torch.matmul(query_SKGND.to(dtype), keys.transpose(-1, -2)) * scoring.scaling
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~plan.draft.ancestors[:, None, None], float("-inf"))
+    scores = scores.masked_fill(~part.ancestors[:, None, None], float("-inf"))
     return torch.matmul(scores.softmax(-1), values), scores.logsumexp(-1)
 
 
@@ -120,43 +130,44 @@ def _package() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def _with_package(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Prefix:
-    def prefix(rows: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        softcap = {} if scoring.softcap is None else {"softcap": scoring.softcap}
+    def prefix(rows: Tensor, key: Tensor, value: Tensor, part: Part, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        options: dict[str, object] = {} if scoring.softcap is None else {"softcap": scoring.softcap}
+        if key.shape[1] % PAGE == 0:
+            options["block_table"] = part.blocks_int32
+        else:
+            key, value = part.gather(key), part.gather(value)
         return kernel(
-            rows, keys, values, cache_seqlens=plan.lengths_int32, softmax_scale=scoring.scaling, causal=False,
-            num_splits=0, return_softmax_lse=True, **softcap,
+            rows, key, value, cache_seqlens=part.lengths_int32, softmax_scale=scoring.scaling, causal=False,
+            num_splits=0, return_softmax_lse=True, **options,
         )  # fmt: skip
 
     return prefix
 
 
-def _torch_cuda(rows: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """torch's variable-length kernel over the slots as one long row of keys: reads true lengths on the device.
+def _torch_cuda(rows: Tensor, key: Tensor, value: Tensor, part: Part, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """torch's variable-length kernel over the sequences one behind the other: reads true lengths on the device.
 
     It does not split long prefixes among multiprocessors, so the package is faster for few sequences.
     """
-    batch, count, kv_heads, dim = rows.shape
-    slot = keys.stride(0) // keys.stride(1)  # rows from one sequence's first key to the next one's
-    flat = ((batch - 1) * slot + keys.shape[1], kv_heads, dim)
-    sequences = torch.arange(batch + 1, dtype=torch.int32, device=rows.device)
+    (count, rows_each), positions = rows.shape[:2], part.places.shape[1]
+    index = torch.arange(count + 1, dtype=torch.int32, device=rows.device)
     out, lse, *_ = _CUDA_KERNEL(
-        rows.flatten(0, 1), keys.as_strided(flat, keys.stride()[1:]), values.as_strided(flat, values.stride()[1:]),
-        sequences * count, sequences * slot, count, keys.shape[1], 0.0, False, False,
-        scale=scoring.scaling, seqused_k=plan.lengths_int32,
+        rows.flatten(0, 1), part.gather(key).flatten(0, 1), part.gather(value).flatten(0, 1),
+        index * rows_each, index * positions, rows_each, positions, 0.0, False, False,
+        scale=scoring.scaling, seqused_k=part.lengths_int32,
     )  # fmt: skip
-    return out.unflatten(0, (batch, count)), lse.unflatten(1, (batch, count)).transpose(0, 1)
+    return out.unflatten(0, (count, -1)), lse.unflatten(1, (count, -1)).transpose(0, 1)
 
 
-def _torch_cpu(rows: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _torch_cpu(rows: Tensor, key: Tensor, value: Tensor, part: Part, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """torch's CPU kernel, sequence by sequence: lengths are at hand on a CPU."""
-    batch, count, kv_heads, _ = rows.shape
+    count, rows_each, kv_heads, _ = rows.shape
     out = torch.empty_like(rows)
-    lse = rows.new_empty(batch, kv_heads, count, dtype=torch.promote_types(rows.dtype, torch.float32))
-    for index, length in enumerate(plan.lengths.tolist()):
+    lse = rows.new_empty(count, kv_heads, rows_each, dtype=torch.promote_types(rows.dtype, torch.float32))
+    for index, length in enumerate(part.lengths.tolist()):
         if length:
-            parts = (x[index, None].transpose(1, 2) for x in (rows, keys[:, :length], values[:, :length]))
-            out_1KRD, lse_1KR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *parts, scale=scoring.scaling
-            )
+            keys, values = (arena.flatten(0, 1)[part.places[index, :length]] for arena in (key, value))
+            tensors = (x[None].transpose(1, 2) for x in (rows[index], keys, values))
+            out_1KRD, lse_1KR = _CPU_KERNEL(*tensors, scale=scoring.scaling)
             out[index], lse[index] = out_1KRD[0].transpose(0, 1), lse_1KR[0]
     return out, lse

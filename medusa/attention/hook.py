@@ -1,7 +1,7 @@
 """The attention function that transformers calls.
 
 The base stays an unmodified transformers model: the function is registered once under ``IMPLEMENTATION``, and the plan
-of a step travels as a keyword argument of the forward call.
+of a pass travels as a keyword argument of the forward call, from the one call [1, R] over the rows of all trees.
 """
 
 from typing import Any
@@ -39,24 +39,29 @@ def tree_attention(
 
     Args:
         module: The attention layer.
-        query: [B, H, N, D].
-        key: [B, Hkv, S, D], cached rows and tree rows.
-        value: [B, Hkv, S, Dv].
+        query: [B, H, T, D]; with a plan [1, H, R, D].
+        key: [B, Hkv, S, D]; with a plan the layer's whole part of the pool [blocks, size, Hkv, D], as its cache layer
+            hands it over, or [1, Hkv, blocks * size, D] where that is a copy.
+        value: Likewise, with Dv.
         attention_mask: Used without a plan only.
-        tree_plan: The step's plan.
+        tree_plan: The pass's plan.
         scaling: Factor on the scores; None = 1 / sqrt(D).
         softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
         s_aux: [H] attention sinks, where the layer has them.
 
     Returns:
-        Output [B, N, H, Dv] and None for the weights.
+        Output [B, T, H, Dv] and None for the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_plan is not None:
         assert module is not None, "transformers hands its layer over"
-        query = rescale_queries(module, query, tree_plan.positions, first_row=tree_plan.kv_length - query.shape[2])
+        query_RHD = rescale_queries(module, query[0].transpose(0, 1), tree_plan)
         window, chunk = tree_plan.span(getattr(module, "layer_idx", None))
-        return attend_rows(tree_plan, query, key, value, Scoring(scale, window, softcap, s_aux, chunk)), None
+        scoring = Scoring(scale, window, softcap, s_aux, chunk)
+        if tree_plan.gathered:
+            size = tree_plan.table.size
+            key, value = (x[0].transpose(0, 1).unflatten(0, (-1, size)).contiguous() for x in (key, value))
+        return attend_rows(tree_plan, query_RHD, key, value, scoring)[None], None
     if softcap is None and s_aux is None:
         plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         return plain, None
@@ -66,21 +71,24 @@ def tree_attention(
 
 
 def attend_rows(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Output [B, N, H, Dv] of tree rows.
+    """``attend`` for a layer's true scoring.
 
-    A window or a chunk that spans all rows hides none, and kernels that know neither can compute the layer.
+    A window or a chunk that spans all positions hides none, and kernels that know neither can compute the layer.
     """
     if scoring.window is not None and scoring.window >= plan.kv_length:
         scoring = scoring._replace(window=None)
     if scoring.chunk is not None and scoring.chunk >= plan.kv_length:
         scoring = scoring._replace(chunk=None)
-    return attend(plan, query, key, value, scoring).transpose(1, 2)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    return attend(plan, query, key, value, scoring)
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """transformers' boolean mask [B, 1, N, S], or the causal one where it left that out, as 0 and -inf."""
+    """transformers' mask [B, 1, T, S], or the causal one where it left that out, as 0 and -inf."""
     if mask is None:
         mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype != torch.bool:
+        return mask
     return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), float("-inf"))
 
 

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from medusa.attention.contract import Scoring, TreePlan
+from medusa.attention.parts import Part, by_part, parts
 
 
 class ReferenceAttention:
-    """Masks all S rows. Rows that nobody may see must still hold finite numbers, as those of ``SlotCache`` do."""
+    """Gathers ``plan.kv_length`` positions of each sequence and masks them."""
 
     name = "reference"
     recordable = True
@@ -22,9 +23,62 @@ class ReferenceAttention:
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """See ``TreeAttention.attend``."""
-        groups = query.shape[1] // key.shape[1]
-        bias = plan.bias(groups, query.dtype, query.device, scoring.window, scoring.chunk)
-        return masked_attention(query, key, value, bias, scoring)
+        groups = query.shape[1] // key.shape[2]
+
+        def attend(part: Part, query_SNHD: Tensor) -> Tensor:
+            bias = _bias(plan, part, groups, query.dtype, scoring.window, scoring.chunk)
+            keys, values = (part.gather(arena).transpose(1, 2) for arena in (key, value))
+            return masked_attention(query_SNHD.transpose(1, 2), keys, values, bias, scoring).transpose(1, 2)
+
+        return by_part(plan, query, attend)
+
+
+def explicit_mask(plan: TreePlan, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, N, kv_length] for a pass over one tree, 0 or -inf: for families that take their mask with each call."""
+    (part,) = parts(plan, device)
+    assert len(part.lengths) == 1, "one mask is one sequence's"
+    return _bias(plan, part, 1, dtype)
+
+
+def _bias(
+    plan: TreePlan,
+    part: Part,
+    groups: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Additive mask [S, 1, groups * N, P]: 0 where a row may look, -inf elsewhere; made once for all layers alike.
+
+    Args:
+        plan: Keeps it.
+        part: Whose rows look.
+        groups: Query heads per key head; the rows repeat for each of them.
+        dtype: The dtype of the queries.
+        window: Sliding window in tokens, by position; None for full attention.
+        chunk: Rows see their own chunk of this many positions only; None for other layers.
+    """
+
+    def make() -> Tensor:
+        visible_SNP = _visible(part, window, chunk)
+        zero = torch.zeros((), dtype=dtype, device=visible_SNP.device)
+        return torch.where(visible_SNP, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+
+    return plan.once((part, groups, dtype, window, chunk), make)
+
+
+def _visible(part: Part, window: int | None, chunk: int | None) -> Tensor:
+    """[S, N, P] bool."""
+    sequences, nodes, at_SN = len(part.lengths), part.nodes, part.node_positions
+    index_P = torch.arange(part.places.shape[1], device=at_SN.device)
+    visible_SNP = (index_P < part.lengths[:, None, None]).expand(-1, nodes, -1).clone()
+    visible_SNP.scatter_(2, at_SN[:, None].expand(-1, nodes, -1), part.ancestors)
+    if window is None and chunk is None:
+        return visible_SNP
+    positions_SN = part.lengths[:, None] + part.depths
+    key_positions_SP = index_P.expand(sequences, -1).clone().scatter_(1, at_SN, positions_SN)
+    first_SN = positions_SN // chunk * chunk if chunk is not None else positions_SN - window + 1  # type: ignore[operator]
+    return visible_SNP & (key_positions_SP[:, None] >= first_SN[:, :, None])
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:

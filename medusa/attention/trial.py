@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from medusa.attention.contract import Scoring, TreeAttention, TreePlan
+from medusa.attention.contract import BlockTable, Scoring, TreeAttention, TreePlan
 from medusa.tree import Draft
 
-TRIED_CONTEXT, TRIED_NODES = 128, (1, 16, 64, 512)
-"""Cached rows of a trial, and its tree sizes: blocks of rows of every size, up to those of a prefill."""
+TRIED_CONTEXT, TRIED_NODES, TRIED_BLOCK = 128, (1, 16, 64, 512), 32
+"""Cached positions of a trial, its tree sizes (blocks of rows of every size, up to those of a prefill), and positions
+of a block of the pool."""
 
 
 class LayerShape(NamedTuple):
@@ -90,14 +91,16 @@ def _try_layer(
     """The backend's objection, or whether its numbers are right."""
     tokens, kv_heads = torch.zeros(1, nodes, dtype=torch.int64, device=device), 2
     lengths = tokens[:, 0] + TRIED_CONTEXT
-    plan = TreePlan(Draft.chain(tokens), lengths, TRIED_CONTEXT + nodes, backend)
+    kv_length = TRIED_CONTEXT + nodes
+    blocks = torch.arange(-(-kv_length // TRIED_BLOCK), device=device).flip(0)
+    plan = TreePlan([Draft.chain(tokens)], lengths, kv_length, BlockTable(blocks[None], TRIED_BLOCK), backend)
     # All rows are alike: whatever their weights, the result is their value.
-    numbers = torch.arange(max(layer.dim, layer.dim_v), device=device, dtype=dtype).view(1, 1, 1, -1) / 256
-    query = numbers[..., : layer.dim].repeat(1, kv_heads * layer.groups, nodes, 1)
-    key = numbers[..., : layer.dim].repeat(1, kv_heads, plan.kv_length, 1)
-    value = numbers[..., : layer.dim_v].repeat(1, kv_heads, plan.kv_length, 1)
+    numbers = torch.arange(max(layer.dim, layer.dim_v), device=device, dtype=dtype) / 256
+    query = numbers[: layer.dim].repeat(nodes, kv_heads * layer.groups, 1)
+    key = numbers[: layer.dim].repeat(len(blocks), TRIED_BLOCK, kv_heads, 1)
+    value = numbers[: layer.dim_v].repeat(len(blocks), TRIED_BLOCK, kv_heads, 1)
     objection = backend.objection(query, key, value, layer.scoring)
     if objection is not None:
         return objection, True
     out = backend.attend(plan, query, key, value, layer.scoring)
-    return None, torch.allclose(out, numbers[..., : layer.dim_v], atol=0.01)
+    return None, torch.allclose(out, numbers[: layer.dim_v], atol=0.01)

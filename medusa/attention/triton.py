@@ -1,6 +1,7 @@
 """The Triton backend: one pass over keys and values for all rows of a tree (``medusa/attention/kernels.py``)."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ HOPPER, AMPERE = 227 << 10, 99 << 10
 Blackwells); with less than the other Triton uses no tensor cores (Turing: 64 KiB)."""
 REGISTERS = 1 << 13
 """Numbers of a block of rows (rows x D) beyond which registers spill, where operands are read from there."""
+READING = 64
+"""Rows that a block of rows costs beside its own, since it reads every key: mixed trees get blocks in between."""
+MOST_ROWS = 128
 
 
 class Tile(NamedTuple):
@@ -29,7 +33,7 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: Packed query rows of a block.
-        keys: Cache rows of a block.
+        keys: Keys of a block.
         warps: Warps of a program.
         stages: Blocks of keys and values in flight.
     """
@@ -40,6 +44,20 @@ class Tile(NamedTuple):
     stages: int
 
 
+def choose_rows(rows: Sequence[int]) -> int:
+    """Rows of a block, a power of two: as many as cost all trees together least.
+
+    A large block reads keys for more rows at once; a small tree fills little of it. Trees of equal size get one that
+    holds all their rows, as far as there are such blocks.
+
+    Args:
+        rows: n * g of each tree, packed rows of a key head.
+    """
+    trees, sizes = Counter(rows), [MOST_ROWS >> shift for shift in range(4)]
+    cost = {size: (size + READING) * sum(-(-n // size) * count for n, count in trees.items()) for size in sizes}
+    return min(sizes, key=cost.__getitem__)
+
+
 @lru_cache(maxsize=256)
 def choose_tile(rows: int, dim: int, itemsize: int, shared_memory: int = HOPPER, window: bool = False) -> Tile:
     """A tile whose queries and blocks in flight fit the device's shared memory, and whose numbers fit its registers.
@@ -48,7 +66,7 @@ def choose_tile(rows: int, dim: int, itemsize: int, shared_memory: int = HOPPER,
     old cards) hold their operands in registers: small blocks.
 
     Args:
-        rows: N * g, packed rows of a key head.
+        rows: Of a block, at most (``choose_rows``).
         dim: The larger of D and Dv.
         itemsize: Bytes of an element.
         shared_memory: Bytes that a program can have on the device.
@@ -57,10 +75,9 @@ def choose_tile(rows: int, dim: int, itemsize: int, shared_memory: int = HOPPER,
     dim = max(16, triton.next_power_of_2(dim))
     if itemsize > 2 or shared_memory < AMPERE:
         return Tile(16, 32 if dim <= 64 else 16, 4, 1)
-    block = min(max(16, triton.next_power_of_2(rows)), 128)
     return next(
         tile
-        for tile in _tiles(block, dim, wide=shared_memory >= HOPPER)
+        for tile in _tiles(rows, dim, wide=shared_memory >= HOPPER)
         if shared_bytes(tile, dim, itemsize, shared_memory, window) <= shared_memory
     )
 
@@ -94,7 +111,7 @@ def shared_bytes(tile: Tile, dim: int, itemsize: int, shared_memory: int = HOPPE
 
 
 def choose_splits(programs: int, key_blocks: int, processors: int) -> int:
-    """Into how many parts, a power of two, the cache is split so that its programs fill the device.
+    """Into how many parts, a power of two, sequences are split so that its programs fill the device.
 
     Args:
         programs: Programs per split.
@@ -135,15 +152,13 @@ class TritonAttention:
         dim = max(query.shape[-1], value.shape[-1])
         if dim > MAX_DIM:
             return f"head size ({dim}) exceeds {MAX_DIM}"
-        return self._refused.get(_kind(self._tile(query, key, value, scoring), query, key, value, scoring))
-
-    def _tile(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tile:
-        rows, dim = query.shape[2] * query.shape[1] // key.shape[1], max(query.shape[-1], value.shape[-1])
-        return choose_tile(rows, dim, query.element_size(), self.shared_memory, scoring.window is not None)
+        return self._refused.get(_kind(query, key, value, scoring))
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``TreeAttention.attend``; the result is a transposed view of [B, N, H, Dv]."""
-        tile = self._tile(query, key, value, scoring)
+        """See ``TreeAttention.attend``."""
+        groups, dim = query.shape[1] // key.shape[2], max(query.shape[-1], value.shape[-1])
+        rows = plan.once(("block of rows", groups), lambda: choose_rows([size * groups for size in plan.sizes]))
+        tile = choose_tile(rows, dim, query.element_size(), self.shared_memory, scoring.window is not None)
         try:
             return self._launch(tile, plan, query, key, value, scoring)
         except TritonError as error:  # it cannot be compiled, or needs more than a multiprocessor has
@@ -152,44 +167,65 @@ class TritonAttention:
                 f"its kernel for head size {query.shape[-1]} and blocks of {tile.rows} rows and {tile.keys} keys"
                 f" cannot be launched: {lines[-1].strip()}"
             )
-            self._refused[_kind(tile, query, key, value, scoring)] = reason
+            self._refused[_kind(query, key, value, scoring)] = reason
             raise KernelError(reason) from error
 
     def _launch(
         self, tile: Tile, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        (batch, heads, nodes, dim), kv_heads, dim_v = query.shape, key.shape[1], value.shape[-1]
-        groups, pairs = heads // kv_heads, batch * kv_heads
-        rows = nodes * groups
-        row_blocks = triton.cdiv(rows, tile.rows)
-        reach = plan.kv_length if scoring.window is None else min(plan.kv_length, scoring.window + nodes)
-        splits = choose_splits(row_blocks * pairs, triton.cdiv(reach, tile.keys), self.processors)
-        partial = query.new_empty(splits, pairs, rows, dim_v, dtype=torch.float32)
-        partial_lse = query.new_empty(splits, pairs, rows, dtype=torch.float32)
-        out = query.new_empty(batch, nodes, heads, dim_v)
+        (rows, heads, dim), (_, size, kv_heads, dim_v) = query.shape, value.shape
+        groups = heads // kv_heads
+        work = plan.once(("work", tile.rows, groups), lambda: row_blocks(plan, tile.rows, groups))
+        reach, window = plan.kv_length, scoring.window
+        if window is not None:
+            reach = min(reach, window + max(plan.sizes))
+        splits = choose_splits(len(work) * kv_heads, triton.cdiv(reach, tile.keys), self.processors)
+        partial = query.new_empty(splits, rows, heads, dim_v, dtype=torch.float32)
+        partial_lse = query.new_empty(splits, rows, heads, dtype=torch.float32)
+        out = query.new_empty(rows, heads, dim_v)
         block_dv = max(16, triton.next_power_of_2(dim_v))
         with torch.cuda.device_of(query):  # Triton launches on the current device
-            split_kernel[(row_blocks, pairs, splits)](
-                query, key, value, plan.lengths, plan.words, plan.depths_int32, partial, partial_lse,
-                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-                nodes, kv_heads, scoring.scaling, scoring.softcap, scoring.window,
-                GROUPS=groups, DIM=dim, DIM_V=dim_v, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv,
+            split_kernel[(len(work), kv_heads, splits)](
+                query, key, value, work, plan.lengths, plan.table.blocks, plan.words, plan.depths, partial, partial_lse,
+                *query.stride()[:2], plan.table.blocks.stride(0), rows, plan.words.shape[1], kv_heads,
+                scoring.scaling, scoring.softcap, window,
+                GROUPS=groups, DIM=dim, DIM_V=dim_v, SIZE=size,
+                BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv,
                 BLOCK_M=tile.rows, BLOCK_N=tile.keys, UPCAST=self._interpreted,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-            merge_kernel[(rows, pairs)](
-                partial, partial_lse, scoring.sinks, out, rows, kv_heads, splits,
-                GROUPS=groups, DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_S=triton.next_power_of_2(splits),
+            merge_kernel[(rows * heads,)](
+                partial, partial_lse, scoring.sinks, out, heads, splits,
+                DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_S=triton.next_power_of_2(splits),
                 num_warps=1 if splits <= 16 else 4,
             )  # fmt: skip
-        return out.transpose(1, 2)
+        return out
 
 
-def _kind(tile: Tile, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[object, ...]:
-    """What a compiled kernel depends on."""
-    groups, sizes = query.shape[1] // key.shape[1], (query.shape[-1], value.shape[-1])
-    return tile, query.dtype, groups, sizes, scoring.window is None, scoring.softcap is None, scoring.sinks is None
+def row_blocks(plan: TreePlan, block: int, groups: int) -> Tensor:
+    """[blocks of rows, 4] int32: the sequence of each, its first packed row, its tree's first row and nodes.
+
+    Of equally large trees it is computed on the device, so that a graph can hold it; else it comes from the host.
+    """
+    device = plan.lengths.device
+    if plan.uniform is None:
+        packed = [range(0, size * groups, block) for size in plan.sizes]
+        numbers = [
+            (sequence, row, plan.firsts[sequence], plan.sizes[sequence])
+            for sequence, starts in enumerate(packed)
+            for row in starts
+        ]
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+    each = -(-plan.uniform * groups // block)
+    index = torch.arange(len(plan.sizes) * each, dtype=torch.int32, device=device)
+    sequence, nodes = index // each, torch.full_like(index, plan.uniform)
+    return torch.stack([sequence, index % each * block, sequence * nodes, nodes], dim=1)
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[object, ...]:
+    """What compiled kernels of a layer depend on."""
+    groups, sizes = query.shape[1] // key.shape[2], (query.shape[-1], value.shape[-1])
+    return query.dtype, groups, sizes, scoring.window is None, scoring.softcap is None, scoring.sinks is None
 
 
 def _shared_memory(device: torch.device) -> int:

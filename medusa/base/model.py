@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa.attention import IMPLEMENTATION, Span, TreePlan, choose, layer_spans, register
+from medusa.attention.reference import explicit_mask
 from medusa.attention.trial import layer_shapes
 from medusa.base.checkpoint import read_checkpoint
 from medusa.base.context import context_length
@@ -20,7 +21,7 @@ from medusa.base.mtp import MtpLayer
 from medusa.base.output import OutputLayer
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.traits import Decoding, Traits
-from medusa.cache import BlockPool, SlotCache
+from medusa.cache import BlockPool, CachedSequence, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.int8 import Int8Linear
@@ -154,11 +155,6 @@ class BaseModel:
         return self._fused is not None
 
     @property
-    def joins(self) -> bool:
-        """Whether rows of several caches can share a pass, and those of a small tree cost no more beside a large."""
-        return self.fused and self.in_blocks
-
-    @property
     def cheap_rows(self) -> int:
         """Rows of a pass that cost little more than one, about."""
         if self.device.type != "cpu":
@@ -195,7 +191,7 @@ class BaseModel:
         return known
 
     def with_mtp(self, layer: MtpLayer | None = None) -> "BaseModel":
-        """The same base with its multi-token-prediction layer, whose rows follow those of its caches.
+        """The same base with its multi-token-prediction layer, whose cache follows that of each sequence.
 
         Args:
             layer: None = read it from the base's checkpoint.
@@ -240,7 +236,7 @@ class BaseModel:
     def shallow(self, layers: int) -> "BaseModel":
         """The base's first layers, its last norm and its output layer: a guess of what it says.
 
-        It shares the weights, and may write into the rows of the base's cache.
+        It shares the weights, and may write behind what the base has cached.
 
         Raises:
             ValueError: It has no such layers below the last, or they cannot be found.
@@ -261,41 +257,40 @@ class BaseModel:
         """
         return layer_spans(self.model, self.decoder, self.context_length)
 
-    @property
-    def in_blocks(self) -> bool:
-        """Whether cached rows stand in blocks of a pool: where the exact attention computes all layers."""
-        known = self.traits.blocks and self.attention.name == "exact" and not self.explicit_mask
-        return known and len(self.spans) >= self.num_layers
-
-    def new_pool(self, tokens: int | None = None) -> BlockPool | None:
-        """What caches of this base may share, this one with other tapped layers too; None where there are no blocks.
+    def new_pool(self, tokens: int | None = None) -> BlockPool:
+        """An empty KV cache for sequences of this base, and of this base with other tapped layers.
 
         Args:
-            tokens: Rows at most, of all sequences together; None = as many as they hold at a time.
+            tokens: Positions at most, of all sequences together; None = as many as they hold at a time.
         """
-        return BlockPool(self.num_layers, tokens, self.model) if self.in_blocks else None
+        return BlockPool(self.num_layers, self.device, tokens, self.model)
 
-    def new_cache(
-        self, slots: int, capacity: int = 256, limit: int | None = None, pool: BlockPool | None = None
-    ) -> SlotCache:
-        """An empty cache for ``slots`` sequences.
+    def plan(self, parts: Sequence[tuple[Draft, Sequence[CachedSequence]]], kv_length: int | None = None) -> TreePlan:
+        """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
 
         Args:
-            slots: Sequences.
-            capacity: Rows of each at the start.
-            limit: Rows of each at most.
-            pool: Where rows stand; None = a place of its own.
-        """
-        if pool is not None and pool.owner is not self.model:
-            raise ValueError("KV cache (BlockPool) holds rows of another base; make one with this base's new_pool")
-        cache = SlotCache(slots, capacity, self.num_layers, self.device, limit, pool or self.new_pool())
-        if self.mtp is not None:
-            cache.followers[self.mtp] = self.mtp.new_rows(slots, capacity)
-        return cache
+            parts: Trees, each with the sequences that they go on from, all of one pool.
+            kv_length: Places that attention reads; None = as far as the longest sequence reaches.
 
-    def new_plan(self, draft: Draft, cache: SlotCache) -> TreePlan:
-        """The plan of a step that verifies ``draft`` behind the rows of ``cache``, after ``cache.begin``."""
-        return TreePlan(draft, cache.lengths, cache.kv_length, self.attention, self.spans, cache.table)
+        Raises:
+            PoolFullError: There are no blocks left.
+            ValueError: The sequences are those of another base.
+        """
+        if parts[0][1][0].pool.owner is not self.model:
+            raise ValueError("KV cache (BlockPool) holds another base's; make one with this base's new_pool")
+        return plan_pass(parts, self.attention, self.spans, kv_length)
+
+    def run(self, pool: BlockPool, plan: TreePlan) -> Tensor:
+        """Hidden states [R, F] of a pass's rows, which see what is cached of their sequence and their own ancestors.
+
+        Their keys and values go behind what is cached. Positions beyond the context (drafts that can no longer be
+        emitted) become its last one.
+        """
+        if self._fused is not None:
+            return self._fused(pool, plan)
+        if self.explicit_mask:
+            return torch.cat([self._tree_pass(pool, plan.alone(index)) for index in range(len(plan.sizes))])
+        return self._tree_pass(pool, plan)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, F] of a plain causal pass without cache.
@@ -326,29 +321,18 @@ class BaseModel:
         """
         return torch.full((1, 1, 1, 1), torch.nan, device=self.device)
 
-    def tree_hidden_states(self, passes: Sequence[tuple[SlotCache, TreePlan]]) -> list[Tensor]:
-        """Hidden states [B, N, F] of tree rows that see their cached prefix and their own ancestors.
-
-        Positions beyond the context (drafts that can no longer be emitted) are clamped to its last one.
-
-        Args:
-            passes: Caches, each with the plan of the rows behind its own. They share a pass where that is possible
-                (``joins``), and come one after the other elsewhere.
-        """
-        if self._fused is not None:
-            return self._fused(passes)
-        return [self._tree_pass(cache, plan) for cache, plan in passes]
-
-    def _tree_pass(self, cache: SlotCache, plan: TreePlan) -> Tensor:
-        hidden = self._pass(
-            input_ids=plan.draft.tokens,
-            position_ids=plan.positions.clamp(max=self.context_length - 1),
-            attention_mask=plan.bias(1, self.dtype, self.device) if self.explicit_mask else self._no_mask,
-            past_key_values=cache,
-            use_cache=True,
-            tree_plan=plan,
-        )
-        return hidden.to(self.device)
+    def _tree_pass(self, pool: BlockPool, plan: TreePlan) -> Tensor:
+        explicit, gathered = self.explicit_mask, self.traits.gathered
+        with pool.cache.running(plan, explicit, gathered) as cache:
+            hidden = self._pass(
+                input_ids=plan.tokens[None],
+                position_ids=plan.positions.clamp(max=self.context_length - 1)[None],
+                attention_mask=explicit_mask(plan, self.dtype, self.device) if explicit else self._no_mask,
+                past_key_values=cache,
+                use_cache=True,
+                tree_plan=None if explicit else plan.gathering() if gathered else plan,
+            )
+        return hidden[0].to(self.device)
 
     @cached_property
     def weight_bytes(self) -> int:

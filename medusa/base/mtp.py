@@ -1,13 +1,15 @@
 """The multi-token-prediction layer that some bases bring along (DeepSeek-V3, GLM-4.5): a drafter trained with them.
 
-Row t reads the base's hidden state at token t and the embedding of token t + 1, sees the rows before it, and gives a
-hidden state from which the base's own output layer guesses token t + 2. Fed with its own output, it guesses further.
+At position t it reads the base's hidden state at token t and the embedding of token t + 1, sees the positions before,
+and gives a hidden state from which the base's own output layer guesses token t + 2. Fed with its own output, it guesses
+further.
 
 Source: DeepSeek-V3 (2024), section 2.2.
 
-Legend: B batch, C tokens of a row, D hidden size.
+Legend: B sequences, C tokens of each, R rows of a pass, D hidden size.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,14 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from medusa.attention import IMPLEMENTATION, TreeAttention, TreePlan
-from medusa.cache import SlotCache
-from medusa.state import latest
+from medusa.attention import IMPLEMENTATION, TreeAttention
+from medusa.cache import BlockPool, CachedSequence, plan_pass
 from medusa.tree import Draft
 
 
 class MtpLayer:
-    """The layer, over rows of a cache of its own.
+    """The layer, with a KV cache of its own that follows the base's.
 
     Args:
         layers: transformers' module; its attention is ours from now on.
@@ -32,7 +33,13 @@ class MtpLayer:
 
     def __init__(self, layers: MtpModel, attention: TreeAttention, device: torch.device) -> None:
         layers.set_attn_implementation(IMPLEMENTATION)
-        self._model, self._attention, self._device = layers.eval().requires_grad_(False), attention, device
+        self._model, self._attention, self._device = (
+            layers.eval().requires_grad_(False),
+            attention,
+            torch.device(device),
+        )
+        self.hidden_size = int(layers.config.hidden_size)
+        self._latest: weakref.WeakKeyDictionary[CachedSequence, Tensor] = weakref.WeakKeyDictionary()
 
     @classmethod
     def load(cls, model: PreTrainedModel, attention: TreeAttention, device: torch.device) -> "MtpLayer":
@@ -56,77 +63,67 @@ class MtpLayer:
             ) from error
         return cls(layers, attention, device)
 
-    def new_rows(self, slots: int, capacity: int) -> "MtpRows":
-        """An empty cache."""
-        return MtpRows(self, slots, capacity, self._device)
+    def follow(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence]:
+        """The layer's own sequences beside the base's."""
+        return [one.follower(self, lambda: BlockPool(1, self._device, owner=self)) for one in sequences]
 
     @torch.inference_mode()
-    def extend(self, rows: "MtpRows", hidden_BCD: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:
-        """Compute and commit so many rows of each sequence.
+    def observe(
+        self, sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]
+    ) -> None:
+        """The base has committed so many positions of these sequences, just now.
 
         Args:
-            rows: Where they go; ``rows.hidden`` becomes the output of the last of them.
+            sequences: The base's.
+            hidden_BCF: Its hidden states there.
+            tokens_BC: The tokens that follow them in the texts.
+            counts: Positions of each sequence, from the first on.
+        """
+        own = self.follow(sequences)
+        self.extend(own, hidden_BCF[..., : self.hidden_size], tokens_BC, counts)
+
+    def latest(self, own: Sequence[CachedSequence]) -> Tensor:
+        """[B, D] the layer's output at the last position of each of its sequences."""
+        nothing = torch.zeros(self.hidden_size, dtype=self._model.dtype, device=self._device)
+        return torch.stack([self._latest.get(one, nothing) for one in own])
+
+    def keep(self, own: Sequence[CachedSequence], hidden_BD: Tensor) -> None:
+        """The outputs at the last position of each sequence are these."""
+        for one, hidden_D in zip(own, hidden_BD, strict=True):
+            self._latest[one] = hidden_D
+
+    @torch.inference_mode()
+    def extend(
+        self, own: Sequence[CachedSequence], hidden_BCD: Tensor, tokens_BC: Tensor, counts: Sequence[int]
+    ) -> None:
+        """Compute and commit so many positions of each sequence; ``latest`` are then the outputs at the last of them.
+
+        Args:
+            own: The layer's sequences.
             hidden_BCD: The base's hidden states, or the layer's own.
             tokens_BC: The tokens that follow them.
-            counts: Rows of each sequence, from the first on.
+            counts: Positions of each sequence, from the first on.
         """
-        if not any(counts):
+        going = [index for index, count in enumerate(counts) if count]
+        if not going:
             return
-        draft = Draft.chain(tokens_BC, counts)
-        rows.begin(tokens_BC.shape[1])
-        plan = TreePlan(draft, rows.lengths, rows.kv_length, self._attention)
-        places_BC = rows.lengths[:, None] + 1 + draft.depths
-        embedded_BCD = self._model.embed_tokens(tokens_BC)
+        chosen, sizes, index = [own[at] for at in going], [counts[at] for at in going], torch.tensor(going)
+        longest, index = max(sizes), index.to(self._device)
+        draft = Draft.chain(tokens_BC[index, :longest], sizes)
+        plan, pool = plan_pass([(draft, chosen)], self._attention), chosen[0].pool
+        places_1R = (plan.positions + 1)[None]
+        embedded_1RD = self._model.embed_tokens(plan.tokens[None])
         angles = None
         if self._model.rotary_emb is not None:
-            angles = self._model.rotary_emb(embedded_BCD, position_ids=places_BC)
-        out_BCD = self._model.layers[0](
-            embedded_BCD, hidden_BCD, position_embeddings=angles, attention_mask=None, position_ids=places_BC,
-            past_key_values=rows, tree_plan=plan,
-        )  # fmt: skip
+            angles = self._model.rotary_emb(embedded_1RD, position_ids=places_1R)
+        with pool.cache.running(plan, gathered=True) as cache:
+            out_1RD = self._model.layers[0](
+                embedded_1RD, draft.flat(hidden_BCD[index, :longest])[None], position_embeddings=angles, attention_mask=None,
+                position_ids=places_1R, past_key_values=cache, tree_plan=plan.gathering(),
+            )  # fmt: skip
         if self._model.use_shared_post_norm:
-            out_BCD = self._model.shared_post_norm(out_BCD)
-        counts_B = torch.tensor(counts, device=tokens_BC.device)
-        rows.extend(counts_B)
-        rows.grow(counts)
-        rows.hidden = latest(out_BCD, counts_B, rows.hidden)
-
-
-class MtpRows(SlotCache):
-    """Keys and values of the layer: as many rows as the base has committed.
-
-    Attributes:
-        hidden: [slots, D] the layer's output at the last row of each slot.
-    """
-
-    observes = True
-
-    def __init__(self, layer: MtpLayer, slots: int, capacity: int, device: torch.device) -> None:
-        super().__init__(slots, capacity, 1, device)
-        self._layer = layer
-        size = layer._model.config.hidden_size
-        self.hidden = torch.zeros(slots, size, dtype=layer._model.dtype, device=device)
-
-    def observe(self, hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:
-        """See ``SlotCache.observe``."""
-        behind = self.slots - len(counts)  # a prefill leaves out slots that are complete
-        if behind:
-            pad = (0, 0) * (hidden_BCF.ndim - 1)
-            hidden_BCF = torch.nn.functional.pad(hidden_BCF, (*pad, 0, behind))
-            tokens_BC, counts = torch.nn.functional.pad(tokens_BC, (0, 0, 0, behind)), [*counts, *[0] * behind]
-        self._layer.extend(self, hidden_BCF[..., : self.hidden.shape[1]], tokens_BC, counts)
-
-    def join(self, other: SlotCache) -> None:
-        """See ``SlotCache.join``."""
-        assert isinstance(other, MtpRows), "of the same layer"
-        super().join(other)
-        self.hidden = torch.cat([self.hidden, other.hidden])
-
-    def select(self, slots: Sequence[int]) -> None:
-        """See ``SlotCache.select``."""
-        super().select(slots)
-        self.hidden = self.hidden[list(slots)]
-
-    def empty(self, slots: int) -> "MtpRows":
-        """See ``SlotCache.empty``."""
-        return self._layer.new_rows(slots, self.capacity)
+            out_1RD = self._model.shared_post_norm(out_1RD)
+        ends_B = torch.tensor(plan.firsts[1:], device=self._device) - 1
+        self.keep(chosen, out_1RD[0, ends_B])
+        for one, size in zip(chosen, plan.sizes, strict=True):
+            one.length += size

@@ -17,8 +17,8 @@ class Traits:
     """See ``medusa.loading.self_test.choose_decoding``."""
     explicit_mask: bool = False
     """The family drops the step's plan on its way to the attention: each call carries the whole mask instead."""
-    blocks: bool = True
-    """Its attention may find cached rows in blocks, where it is the exact one."""
+    gathered: bool = False
+    """Its layers compute on what is cached before their attention reads it (latent attention): they get a copy."""
     separation: Separation = "positions"
     """How documents of packed rows are kept apart, see ``medusa.loading.separation.choose_separation``."""
     exact: bool | None = None

@@ -1,1 +1,1 @@
-"""How many nodes to draft, found out as it runs; the best static tree; what a device holds, how fast a step can be."""
+"""How many nodes to draft, found out as it runs; what a device holds, how fast a step can be."""

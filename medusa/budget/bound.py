@@ -6,8 +6,8 @@ norms, the choice of tokens and the starts of kernels: a measured step takes lon
 if they saw the whole context.
 """
 
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from medusa.budget.shape import Shape
 
@@ -19,19 +19,22 @@ FREE = 1.1
 """A tree is free where its step takes at most so many times a plain one."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU, as its maker describes it."""
+class Card(NamedTuple):
+    """A GPU, as its maker describes it.
+
+    Attributes:
+        name: Its own.
+        device: As torch calls it.
+        memory: Bytes.
+        bandwidth: Bytes of its memory, per second.
+        products: Floating-point operations on dense bfloat16 matrices, per second.
+    """
 
     name: str
     device: str
-    """As torch calls it."""
     memory: int
-    """Bytes."""
     bandwidth: float
-    """Bytes of its memory, per second."""
     products: float
-    """Floating-point operations on dense bfloat16 matrices, per second."""
 
 
 # NVIDIA's data sheets: A100 80GB SXM, H100 SXM, HGX B200 (an eighth of its eight GPUs), L4. Figures "with sparsity" are
@@ -44,18 +47,20 @@ CARDS = (
 )
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a step cannot avoid."""
+class Work(NamedTuple):
+    """What a step cannot avoid.
+
+    Attributes:
+        weights: Bytes of weights and logits.
+        cached: Bytes of keys and values.
+        linear: Floating-point operations of linear layers.
+        attention: Floating-point operations of attention.
+    """
 
     weights: float
-    """Bytes of weights and logits."""
     cached: float
-    """Bytes of keys and values."""
     linear: float
-    """Floating-point operations of linear layers."""
     attention: float
-    """Floating-point operations of attention."""
 
     @property
     def bytes(self) -> float:
@@ -77,16 +82,16 @@ class Work:
 def step_work(shape: Shape, requests: int, context: int, nodes: int = 1) -> Work:
     """Of a step that verifies a tree of ``nodes`` nodes for each of so many requests of ``context`` tokens.
 
-    Of a mixture of experts those are read that rows visit, each row others by chance.
+    Of a mixture of experts those are read that tokens visit, each of them others by chance.
     """
     rows = requests * nodes
-    per_weight, missed = shape.bits / 8, 1 - shape.active / shape.experts
+    per_weight, missed = shape.bits / 8, 1 - shape.visited
     dense = shape.layer_weights - shape.expert_weights
-    visited = shape.expert_weights * (1 - missed**rows)
+    read = dense + shape.expert_weights * (1 - missed**rows)
     output = shape.output_weights * shape.itemsize + rows * shape.vocabulary * shape.itemsize
-    multiplied = dense + shape.expert_weights * shape.active / shape.experts + shape.output_weights
+    multiplied = dense + shape.expert_weights * shape.visited + shape.output_weights
     return Work(
-        weights=(dense + visited) * per_weight + output,
+        weights=read * per_weight + output,
         cached=requests * (context + nodes) * shape.cached_bytes,
         linear=2 * rows * multiplied,
         attention=2 * rows * (context + nodes) * shape.scored,

@@ -2,10 +2,10 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-KNOWN_BITS = {"load_in_4bit": 4, "load_in_8bit": 8}
-"""Flags of a bitsandbytes config, and the bits that a weight has then."""
+FLOAT32 = 4
+"""Bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -13,17 +13,13 @@ class Shape:
     """Sizes of a base. Weights are numbers, each counted once where layers share them."""
 
     name: str
-    layers: int
-    hidden: int
-    """D."""
-    inner: int
-    """Numbers between the matrices of an MLP, for a row; those of all experts that it visits."""
-    attention: int
-    """Queries, keys, values and outputs of a layer, numbers for a row."""
+    row_bytes: int
+    """That a pass holds for each row at most: hidden states, a norm in float32, and what is between a layer's matrices.
+    An estimate."""
     cached: int
     """Keys and values of a position, or what both are made of (latent attention), numbers in all layers together."""
     scored: int
-    """Multiplications that the attention of all layers makes for a row and a position that it sees."""
+    """Multiplications that the attention of all layers makes for a token and a position that it sees."""
     vocabulary: int
     """V."""
     context: int
@@ -33,17 +29,14 @@ class Shape:
     output_weights: int
     """In the output layer, V x D."""
     other_weights: int
-    """Read for a few rows only, or hardly any: embeddings that are not the output layer, norms, an image tower."""
+    """Hardly read: embeddings that are not the output layer, norms, an image tower."""
     itemsize: int
     """Bytes of a number."""
     bits: int
     """Of a number in the layers' matrices: fewer than 8 x itemsize where they are quantised."""
     expert_weights: int = 0
-    """In experts; a row is multiplied with ``active`` / ``experts`` of them."""
-    experts: int = 1
-    """Of a layer."""
-    active: int = 1
-    """Experts of a layer that a row visits."""
+    visited: float = 1.0
+    """Share of a layer's experts that a token visits."""
 
     @property
     def weights(self) -> int:
@@ -81,75 +74,55 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
 
     text, name = config.get_text_config(), config.name_or_path or config.model_type
     dtype = dtype or config.dtype or text.dtype or torch.float32
-    bits = 8 if int8 else _bits(config, name, 8 * dtype.itemsize)
     bare = copy.deepcopy(config)
     if hasattr(bare, "quantization_config"):
         del bare.quantization_config
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(bare, dtype=dtype)
     model.tie_weights()
-    output, tables = model.get_output_embeddings().weight, {model.get_output_embeddings().weight}
-    tables |= {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    inside = [(key, weight) for key, weight in model.get_decoder().named_parameters() if weight not in tables]
-    matrices = {key: weight.numel() for key, weight in inside if weight.dim() >= 2}
-    experts = sum(numbers for key, numbers in matrices.items() if ".experts." in key)
+    output, inside = model.get_output_embeddings().weight, model.get_decoder().named_parameters()
+    tables = {output} | {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    matrices = {key: weight for key, weight in inside if weight.dim() >= 2 and weight not in tables}
+    layers = sum(weight.numel() for weight in matrices.values())
+    experts = sum(weight.numel() for key, weight in matrices.items() if ".experts." in key)
     total, active = _experts(text, name) if experts else (1, 1)
-    layers = _attention_layers(model, text, name)
+    widest = max(max(one.shape[-2:]) * (active if ".experts." in key else 1) for key, one in matrices.items())
+    cached, scored = _attention(model, text, name)
     return Shape(
         name=name,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        inner=_inner(text, active if experts else 0),
-        attention=max(layer.width for layer in layers),
-        cached=sum(layer.cached for layer in layers),
-        scored=sum(layer.scored for layer in layers),
+        row_bytes=dtype.itemsize * (2 * text.hidden_size + 3 * widest) + 2 * FLOAT32 * text.hidden_size,
+        cached=cached,
+        scored=scored,
         vocabulary=text.vocab_size,
         context=context_length(text, name),
-        layer_weights=sum(matrices.values()),
+        layer_weights=layers,
         output_weights=output.numel(),
-        other_weights=sum(weight.numel() for weight in model.parameters()) - sum(matrices.values()) - output.numel(),
+        other_weights=sum(weight.numel() for weight in model.parameters()) - layers - output.numel(),
         itemsize=dtype.itemsize,
-        bits=bits,
+        bits=8 if int8 else _bits(config, name) or 8 * dtype.itemsize,
         expert_weights=experts,
-        experts=total,
-        active=active,
+        visited=active / total,
     )
 
 
-class _Attention(NamedTuple):
-    """Numbers of a layer: for a row, for a position in the cache, and for both together (see ``Shape``)."""
-
-    width: int
-    cached: int
-    scored: int
-
-
-def _attention_layers(model: Any, config: Any, name: str) -> list[_Attention]:
-    """Those that keep keys and values."""
-    layers = []
+def _attention(model: Any, config: Any, name: str) -> tuple[int, int]:
+    """``cached`` and ``scored`` of a ``Shape``."""
+    cached, scored = 0, 0
     for layer in model.modules():
         # DeepSeek's latent attention, GPT-NeoX, and all others.
         dim = next((size for key in ("qk_head_dim", "head_size", "head_dim") if (size := getattr(layer, key, 0))), 0)
         if isinstance(dim, int) and dim and isinstance(getattr(layer, "layer_idx", None), int):
             both = dim + (getattr(layer, "v_head_dim", None) or dim)
-            heads = int(config.num_attention_heads)
-            keys_values = heads // (getattr(layer, "num_key_value_groups", None) or 1) * both
-            latent = getattr(layer, "kv_lora_rank", None)
-            cached = latent + layer.qk_rope_head_dim if latent else keys_values
-            layers.append(_Attention(heads * both + keys_values, cached, heads * both))
-    if not layers:
+            groups, latent = getattr(layer, "num_key_value_groups", None) or 1, getattr(layer, "kv_lora_rank", None)
+            cached += latent + layer.qk_rope_head_dim if latent else config.num_attention_heads // groups * both
+            scored += config.num_attention_heads * both
+    if not scored:
         raise ValueError(f"base ({name}) has no layer with keys and values; give one that is a transformer")
-    return layers
-
-
-def _inner(config: Any, active: int) -> int:
-    names = ("intermediate_size", "ffn_dim", "n_inner")
-    inner = int(next((size for name in names if (size := getattr(config, name, None))), 4 * config.hidden_size))
-    return max(inner, active * int(getattr(config, "moe_intermediate_size", None) or inner))
+    return cached, scored
 
 
 def _experts(config: Any, name: str) -> tuple[int, int]:
-    """Experts of a layer, and those that a row visits."""
+    """Experts of a layer, and those that a token visits."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     total = next((count for key in names if (count := getattr(config, key, None))), None)
     active = getattr(config, "num_experts_per_tok", None)
@@ -158,14 +131,14 @@ def _experts(config: Any, name: str) -> tuple[int, int]:
     return int(total), int(active)
 
 
-def _bits(config: Any, name: str, plain: int) -> int:
-    """Of a weight of the layers."""
+def _bits(config: Any, name: str) -> int | None:
+    """Of a weight of the layers; None = it is not quantised."""
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
-        return plain
+        return None
     told = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    bits = told.get("bits") or next((bits for flag, bits in KNOWN_BITS.items() if told.get(flag)), None)
-    bits = bits or (8 if told.get("quant_method") == "fp8" else None)
+    bits = told.get("bits") or (4 if told.get("load_in_4bit") else None)
+    bits = bits or (8 if told.get("load_in_8bit") or told.get("quant_method") == "fp8" else None)
     if bits is None:
         raise ValueError(
             f"quantisation ({told.get('quant_method')}) of the base ({name}) does not tell its bits; take"

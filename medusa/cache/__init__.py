@@ -1,11 +1,7 @@
-"""Keys and values of many sequences.
+"""Keys and values of many sequences, in blocks of a pool that all of them share."""
 
-A ``SlotCache`` knows its sequences and their lengths; where their rows stand is one of two things: side by side in
-buffers of its own (``SlotRows``), or in blocks that all caches of a base share (``BlockRows``, ``BlockPool``).
-"""
-
-from medusa.cache.layer import SlotLayer
+from medusa.cache.layer import PassCache
 from medusa.cache.pool import BLOCK, BlockPool, PoolFullError
-from medusa.cache.slots import SlotCache
+from medusa.cache.sequence import CachedSequence, commit, plan_pass, provisional
 
-__all__ = ["BLOCK", "BlockPool", "PoolFullError", "SlotCache", "SlotLayer"]
+__all__ = ["BLOCK", "BlockPool", "CachedSequence", "PassCache", "PoolFullError", "commit", "plan_pass", "provisional"]

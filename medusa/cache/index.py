@@ -1,18 +1,18 @@
 """Which blocks hold which text: found by content, and forgotten when they were not used for longest."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """A block whose rows are known.
+    """A block whose content is known.
 
     Attributes:
         number: Its own, never given twice.
-        block: Where its rows stand.
-        key: The number of the entry before it in the text (0 = it begins the text), and its tokens. Rows depend on all
-            tokens before them, and keys are compared token by token: no two texts are ever mistaken for each other.
+        block: Where it stands.
+        key: The number of the entry before it in the text (0 = it begins the text), and its tokens. What a block holds
+            depends on all tokens before it, and these are compared one by one: no two texts are ever mistaken.
     """
 
     number: int
@@ -39,9 +39,9 @@ class BlockIndex:
         return block in self._of
 
     @property
-    def idle(self) -> int:
+    def idle(self) -> Collection[int]:
         """Known blocks that nobody uses."""
-        return len(self._idle)
+        return self._idle.keys()
 
     def chain(self, tokens: Sequence[int]) -> Iterator[Entry]:
         """The known blocks that a text begins with, in order."""

@@ -1,128 +1,152 @@
-"""What transformers' layers write to and read from: one layer's keys and values."""
+"""What transformers' layers write to and read from during a pass."""
 
 import weakref
-from typing import Protocol, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from medusa.attention.contract import TreePlan
 
 
-class PerDevice:
-    """A small tensor, copied once to each device that asks for it: the layers of a base may be spread over several."""
+class Arena:
+    """One layer's keys and values, [blocks, size, Hkv, D]; on a CPU pages that were never written cost no memory."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._copies = {tensor.device: tensor}
-        self._tensor = tensor
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
-    def on(self, device: torch.device) -> Tensor:
-        """The tensor on ``device``."""
-        if device not in self._copies:
-            self._copies[device] = self._tensor.to(device)
-        return self._copies[device]
+    def allocate(self, blocks: int, key_states: Tensor, value_states: Tensor) -> None:
+        """For key and value states [B, Hkv, N, D], on their device."""
+        self.keys, self.values = (
+            states.new_empty(blocks, self._size, states.shape[1], states.shape[3])
+            for states in (key_states, value_states)
+        )
 
-
-class Owner(Protocol):
-    """What a layer asks its cache, see ``SlotCache``."""
-
-    slots: int
-    capacity: int
-    kv_length: int
-    nodes: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of buffers, see ``Rows``."""
-
-    @property
-    def write_rows(self) -> PerDevice:
-        """Where this step writes."""
-
-
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, [slots, capacity, Hkv, D] (the layout that flash-attn reads).
-
-    Allocated at the first write, when the layer's head sizes and its device are known.
-    """
-
-    keys: Tensor | None
-    values: Tensor | None
-
-    def __init__(self, cache: Owner) -> None:
-        super().__init__()
-        # Not the cache itself: a cycle would keep all rows until Python looks for cycles.
-        self.cache = cast(Owner, weakref.proxy(cache))
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for key and value states [B, Hkv, N, D]."""
-        rows = self.cache.shape
-        self.keys = key_states.new_zeros(*rows, key_states.shape[1], key_states.shape[3])
-        self.values = value_states.new_zeros(*rows, value_states.shape[1], value_states.shape[3])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write the rows of this step, [B, Hkv, N, D], and return what attention reads, see ``seen``."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        write_rows, views = self.cache.write_rows.on(key_states.device), []
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            assert buffer is not None, "allocated"
-            rows = states.transpose(1, 2).flatten(0, 1)
-            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, write_rows, rows)
-            views.append(self.seen(buffer, len(states)))
-        return views[0], views[1]
-
-    def seen(self, buffer: Tensor, batch: int) -> Tensor:
-        """View [B, Hkv, kv_length, D] of all rows of the first slots."""
-        return buffer[:batch, : self.cache.kv_length].transpose(1, 2)
-
-    def resize(self, capacity: int, kept: int) -> None:
-        """Move the first ``kept`` rows of each slot to buffers of ``capacity`` rows, where they are smaller."""
-        if not self.is_initialized:
-            return
+    @torch.inference_mode()
+    def grow(self, blocks: int, kept: int) -> None:
+        """Move the first ``kept`` blocks to a larger place."""
         for name in ("keys", "values"):
             old = getattr(self, name)
-            if old.shape[1] < capacity:
-                new = old.new_zeros(len(old), capacity, *old.shape[2:])
-                new[:, :kept] = old[:, :kept]
+            if old is not None:
+                new = old.new_empty(blocks, *old.shape[1:])
+                new[:kept] = old[:kept]
                 setattr(self, name, new)
 
-    def take(self, other: "SlotLayer", first: int, kept: int) -> bool:
-        """Copy the first ``kept`` rows of each of the other's slots into the slots from ``first`` on.
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, once there are any."""
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
-        Returns:
-            Whether the buffers are new ones: there was no room for so many slots.
-        """
-        if not self.is_initialized and not other.is_initialized:
-            return False
-        end, moved = first + other.cache.slots, not self.is_initialized
-        if not self.is_initialized:
-            assert other.keys is not None and other.values is not None, "one of them is"
-            self.lazy_initialization(other.keys.transpose(1, 2), other.values.transpose(1, 2))
-        for name in ("keys", "values"):
-            ours = getattr(self, name)
-            if len(ours) < end:
-                ours = torch.cat([ours, ours.new_zeros(max(end, 2 * len(ours)) - len(ours), *ours.shape[1:])])
-                setattr(self, name, ours)
-                moved = True
-            if other.is_initialized:
-                ours[first:end, :kept] = getattr(other, name)[: end - first, :kept]
-        return moved
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return sum(buffer[:1].nbytes for buffer in self.buffers)
 
-    def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first rows of one slot to another."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                buffer[target, :rows] = buffer[source, :rows]
+
+class PassLayer(CacheLayerMixin):
+    """One layer of a pass: its rows are written where the plan says, and attention gets the whole arena.
+
+    Or a copy [1, Hkv, places, D] of what the pass's sequences have: where the layer computes on it first, and where
+    masks travel with each call.
+    """
+
+    def __init__(self, cache: "PassCache", arena: Arena) -> None:
+        super().__init__()
+        # Not the cache itself: a cycle would keep all memory until Python looks for cycles.
+        self._cache, self._arena = cast(PassCache, weakref.proxy(cache)), arena
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the arena, whose head sizes and device the first states tell."""
+        self._arena.allocate(self._cache.blocks, key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write states [1, Hkv, R, D]; returns keys and values as attention reads them."""
+        if self._arena.keys is None:
+            self.lazy_initialization(key_states, value_states)
+        places_R, seen = self._cache.places(key_states.device), []
+        for buffer, states in zip(self._arena.buffers, (key_states, value_states), strict=True):
+            rows = buffer.flatten(0, 1)
+            rows.index_copy_(0, places_R, states[0].transpose(0, 1))
+            seen.append(self._cache.seen(buffer))
+        return seen[0], seen[1]
 
     def get_seq_length(self) -> int:
-        """Rows that attention sees of each slot before those of this step."""
-        return self.cache.kv_length - self.cache.nodes
+        """Places before those of the pass's rows, for layers that count; positions are told apart from it."""
+        return self._cache.before
 
     def get_max_length(self) -> int:
-        """Rows per slot."""
-        return self.cache.capacity
+        """None is known."""
+        return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key rows that attention sees, and the offset of the first."""
-        return self.cache.kv_length, 0
+        """Keys that a mask would cover, and the offset of the first."""
+        return self._cache.before + query_length, 0
+
+
+class PassCache(Cache):
+    """The pool's face towards transformers, for one pass at a time.
+
+    Attributes:
+        blocks: Of the arenas.
+    """
+
+    def __init__(self, arenas: list[Arena], blocks: int) -> None:
+        super().__init__(layers=[PassLayer(self, arena) for arena in arenas])
+        self.blocks = blocks
+        self._explicit = self._gathered = False
+        self._plan: TreePlan | None = None
+        self._places: dict[torch.device, Tensor] = {}
+
+    @contextmanager
+    def running(self, plan: TreePlan, explicit: bool = False, gathered: bool = False) -> Iterator["PassCache"]:
+        """The cache of this pass, until its end.
+
+        Args:
+            plan: Of the pass; with explicit masks of one sequence.
+            explicit: Each call carries its mask.
+            gathered: Layers compute on what is cached before attention reads it.
+        """
+        self._plan, self._explicit, self._gathered = plan, explicit, gathered
+        try:
+            yield self
+        finally:
+            self._plan, self._places = None, {}
+
+    @property
+    def before(self) -> int:
+        """See ``PassLayer.get_seq_length``."""
+        return self.plan.kv_length - self.plan.rows if self._explicit else 0
+
+    @property
+    def plan(self) -> TreePlan:
+        """Of the pass that runs."""
+        assert self._plan is not None, "a pass runs"
+        return self._plan
+
+    def places(self, device: torch.device) -> Tensor:
+        """[R] where the pass's rows go, for a layer on that device: the layers of a base may be spread over several."""
+        if device not in self._places:
+            self._places[device] = self.plan.places.to(device)
+        return self._places[device]
+
+    def seen(self, buffer: Tensor) -> Tensor:
+        """What attention reads of keys or values [blocks, size, Hkv, D]."""
+        plan = self.plan
+        if self._gathered and not self._explicit:
+            blocks = plan.table.blocks[:, : plan.width].flatten().to(buffer.device)
+            return buffer[blocks].flatten(0, 1).transpose(0, 1)[None]
+        return self._side_by_side(buffer.flatten(0, 1)) if self._explicit else buffer
+
+    def _side_by_side(self, rows: Tensor) -> Tensor:
+        """[1, Hkv, kv_length, D] of the plan's only sequence; 0 where nothing has been written."""
+        plan = self.plan
+        index_S = torch.arange(plan.kv_length, device=plan.lengths.device)
+        written_S = index_S < plan.lengths[0] + plan.rows
+        places_S = plan.table.places(torch.where(written_S, index_S, 0)[None])[0].to(rows.device)
+        kept = torch.where(written_S.to(rows.device)[:, None, None], rows[places_S], 0)
+        return kept.transpose(0, 1)[None]

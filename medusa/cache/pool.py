@@ -1,132 +1,131 @@
-"""Blocks of rows that all sequences of a base share: memory follows the tokens held, and equal beginnings are one."""
+"""Blocks of positions that all sequences of a base share: memory follows the tokens held, equal beginnings are one."""
 
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from medusa.cache.index import BlockIndex, Entry
+from medusa.cache.layer import Arena, PassCache
+from medusa.cache.table import BlockTables
 
 BLOCK = 32
-"""Rows of a block. Fewer would be shared and wasted in smaller parts, and cost attention a little time."""
+"""Positions of a block. Fewer would be shared and wasted in smaller parts, and cost attention a little time."""
 RESERVED = 131_072
-"""Rows that a pool without a limit has addresses for at first. Addresses cost nothing; to get more, all rows are
-copied, which holds up all sequences for seconds."""
+"""Positions that a pool without a limit has addresses for at first, on a CPU. Addresses cost nothing; to get more, all
+that is there is copied, which holds up all sequences for seconds."""
+RESERVED_ON_DEVICE = 8_192
+"""The same elsewhere, where addresses are memory."""
 
 
 class PoolFullError(ValueError):
     """The sequences hold as many blocks as the pool may have."""
 
 
-class Arena:
-    """One layer's keys and values, [blocks, BLOCK, Hkv, D]; pages that were never written cost no memory."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def allocate(self, blocks: int, key_states: Tensor, value_states: Tensor) -> None:
-        """For key and value states [B, Hkv, N, D]."""
-        self.keys, self.values = (
-            states.new_empty(blocks, BLOCK, states.shape[1], states.shape[3]) for states in (key_states, value_states)
-        )
-
-    @torch.inference_mode()
-    def grow(self, blocks: int, kept: int) -> None:
-        """Move the first ``kept`` blocks to a larger place."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            if old is not None:
-                new = old.new_empty(blocks, *old.shape[1:])
-                new[:kept] = old[:kept]
-                setattr(self, name, new)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return sum(buffer[:1].nbytes for buffer in (self.keys, self.values) if buffer is not None)
-
-
 class BlockPool:
-    """Blocks of ``BLOCK`` rows in all layers, for the sequences of one base; for one thread.
+    """Blocks of ``BLOCK`` positions in all layers, for the sequences of one base; for one thread.
 
     A block is held by one sequence, or by several that begin with the same text. What nobody holds any more is still
     found by its text until its memory is needed; the one that was not used for longest goes first.
 
     Args:
         num_layers: Layers of the base.
-        tokens: Rows at most, held and remembered; addresses for them are reserved at once, memory is used when they are
-            written. None = as many as are held at a time; then growth copies what there is, and what is only remembered
-            never makes it grow.
-        owner: Whose rows these are; caches of another base are refused.
+        device: Where its output layer is, and tables; each layer's keys and values are where the layer computes.
+        tokens: Positions at most, held and remembered. Memory for them is reserved at once; on a CPU it is used when
+            it is written. None = as many as are held at a time; then growth copies what there is, and what is only
+            remembered never makes it grow.
+        owner: Whose keys and values these are; sequences of another base are refused.
 
     Attributes:
+        size: Positions of a block.
+        limit: Blocks at most, with one that is nobody's; None = no limit.
+        arenas: Keys and values by layer.
+        cache: The pool's face towards transformers.
+        tables: Which blocks each sequence has.
         asked: Tokens of texts that were looked up.
         found: Those of them that were known.
         evictions: Blocks that were given up for others.
     """
 
-    def __init__(self, num_layers: int, tokens: int | None = None, owner: object = None) -> None:
-        self.limit, self.owner = None if tokens is None else tokens // BLOCK, owner
-        self.arenas = [Arena() for _ in range(num_layers)]
-        self.blocks = -(-RESERVED // BLOCK) if self.limit is None else self.limit
+    size = BLOCK
+
+    def __init__(self, num_layers: int, device: torch.device, tokens: int | None = None, owner: object = None) -> None:
+        self.limit, self.owner, self.device = None if tokens is None else tokens // BLOCK + 1, owner, device
+        self.arenas = [Arena(BLOCK) for _ in range(num_layers)]
+        reserved = RESERVED if device.type == "cpu" else RESERVED_ON_DEVICE
+        self._blocks = -(-reserved // BLOCK) if self.limit is None else self.limit
+        self.cache = PassCache(self.arenas, self._blocks)
+        self.tables = BlockTables(device)
         self.asked = self.found = self.evictions = 0
-        self._touched = 0
+        self._beside: dict[object, BlockPool] = {}
+        self._touched = 1  # block 0 is nobody's: what is written for sequences that do not exist goes there
+        self._moves = 0
         self._free: list[int] = []
         self._users: Counter[int] = Counter()
         self._index = BlockIndex(BLOCK)
-        self._claims: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()
 
     @property
     def tokens(self) -> int | None:
-        """Rows at most; None = no limit."""
-        return None if self.limit is None else self.limit * BLOCK
+        """Positions at most; None = no limit."""
+        return None if self.limit is None else (self.limit - 1) * BLOCK
 
     @property
     def held_tokens(self) -> int:
-        """Rows of the blocks that sequences hold, each counted once."""
+        """Positions of the blocks that sequences hold, each counted once."""
         return len(self._users) * BLOCK
 
     @property
     def remembered_tokens(self) -> int:
-        """Rows of the blocks that nobody holds and that can still be found."""
-        return self._index.idle * BLOCK
+        """Positions of the blocks that nobody holds and that can still be found."""
+        return len(self._index.idle) * BLOCK
 
     @property
-    def claimed_tokens(self) -> int:
-        """Rows that requests in progress may come to, see ``claim``."""
-        return sum(self._claims.values()) * BLOCK
+    def available(self) -> float:
+        """Blocks that can be taken now."""
+        if self.limit is None:
+            return float("inf")
+        return self.limit - self._touched + len(self._free) + len(self._index.idle)
 
     @property
     def bytes(self) -> int:
-        """Memory of all blocks that were ever written."""
-        return self._touched * sum(arena.block_bytes for arena in self.arenas)
+        """Memory of all blocks that were ever written, those of other models over the same texts too."""
+        own = self._touched * sum(arena.block_bytes for arena in self.arenas)
+        return own + sum(pool.bytes for pool in self._beside.values())
 
-    def claim(self, who: Hashable, rows: int) -> bool:
-        """Promise room for so many rows until ``drop``, or as long as ``who`` exists; whether there is that much."""
-        blocks = -(-rows // BLOCK)
-        if self.limit is not None and blocks + sum(self._claims.values()) > self.limit:
-            return False
-        self._claims[who] = blocks
-        return True
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """Changes when anything that a recorded step reads has moved."""
+        return self._moves, self.tables.epoch
 
-    def check(self, rows: int) -> None:
+    def beside(self, model: object, build: "Callable[[], BlockPool]") -> "BlockPool":
+        """The pool of another model over the same texts, which goes with this one; made at the first call."""
+        if model not in self._beside:
+            self._beside[model] = build()
+        return self._beside[model]
+
+    def check(self, tokens: int) -> None:
         """Refuse what will never find room.
 
         Raises:
             PoolFullError: It will not.
         """
-        if self.limit is not None and -(-rows // BLOCK) > self.limit:
+        if self.limit is not None and -(-tokens // BLOCK) > self.limit - 1:
             raise PoolFullError(
-                f"prompt and completion ({rows} rows with their drafts) exceed the KV cache ({self.tokens} rows); ask"
-                " for fewer tokens or make the cache larger"
+                f"prompt and completion ({tokens} positions with their drafts) exceed the KV cache ({self.tokens}"
+                " positions); ask for fewer tokens or make the cache larger"
             )
 
-    def drop(self, who: Hashable) -> None:
-        """The promise is not needed any more."""
-        self._claims.pop(who, None)
+    def check_integrity(self) -> None:
+        """Every block that was ever taken is free, held, or known and idle, and one of these alone.
+
+        Raises:
+            AssertionError: Blocks were lost, or are in two places.
+        """
+        free, used, idle = set(self._free), set(self._users), set(self._index.idle)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & used and not free & idle and not used & idle, "a block is in two states"
+        assert len(free) + len(used) + len(idle) == self._touched - 1, "blocks are lost"
+        assert all(count > 0 for count in self._users.values()), "a block is held by nobody"
 
     def take(self, count: int) -> list[int]:
         """So many blocks for one sequence, which nobody else holds; what they contain is undefined.
@@ -134,11 +133,10 @@ class BlockPool:
         Raises:
             PoolFullError: There are not that many.
         """
-        fresh = count - len(self._free) - self._index.idle
-        if self.limit is not None and fresh > self.limit - self._touched:
+        if count > self.available:
             raise PoolFullError(
-                f"KV cache ({self.tokens} rows) is full: {self.held_tokens} are held, {count * BLOCK} more needed; let"
-                " fewer requests in at a time or make the cache larger"
+                f"KV cache ({self.tokens} positions) is full: {self.held_tokens} are held, {count * BLOCK} more needed;"
+                " let fewer requests in at a time or make the cache larger"
             )
         blocks = [self._one() for _ in range(count)]
         self._users.update(blocks)
@@ -158,6 +156,11 @@ class BlockPool:
     def known(self, tokens: Sequence[int]) -> int:
         """How many tokens of a text's beginning could be found."""
         return sum(BLOCK for _ in self._index.chain(tokens))
+
+    def needed(self, tokens: Sequence[int], places: int) -> int:
+        """Blocks that a text of so many places would take from what is available now, where these tokens are known."""
+        held = sum(entry.block in self._users for entry in self._index.chain(tokens))
+        return -(-places // BLOCK) - held
 
     def find(self, tokens: Sequence[int]) -> list[Entry]:
         """The known blocks of a text's beginning, which are held from now on; ``release`` them."""
@@ -186,14 +189,6 @@ class BlockPool:
             self.release([block])
         return entry
 
-    @torch.inference_mode()
-    def copy(self, source: int, target: int) -> None:
-        """Copy the rows of one block to another."""
-        for arena in self.arenas:
-            for buffer in (arena.keys, arena.values):
-                if buffer is not None:
-                    buffer[target] = buffer[source]
-
     def _hold(self, block: int) -> None:
         self._users[block] += 1
         self._index.wake(block)
@@ -206,9 +201,10 @@ class BlockPool:
         if self._index.idle and not room:
             self.evictions += 1
             return self._index.give_up()
-        if self._touched == self.blocks:
-            self.blocks *= 2
+        if self._touched == self._blocks:
+            self._blocks, self._moves = 2 * self._blocks, self._moves + 1
+            self.cache.blocks = self._blocks
             for arena in self.arenas:
-                arena.grow(self.blocks, self._touched)
+                arena.grow(self._blocks, self._touched)
         self._touched += 1
         return self._touched - 1

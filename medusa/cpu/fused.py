@@ -7,16 +7,13 @@ A family is recognised by its modules; that it computes what they do is for the 
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from medusa.attention import Span, TreePlan
-from medusa.attention.contract import BlockTable
-from medusa.cache import SlotCache
+from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
@@ -63,7 +60,7 @@ class _Pass(ctypes.Structure):
             (name, _INT)
             for name in (
                 "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "capacity", "width", "vocabulary", "context",
+                "layers", "width", "vocabulary", "context",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
@@ -122,67 +119,43 @@ class FusedPass:
             embeddings=embeddings.data_ptr(), blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the cache of the last pass
+        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the pool of the last pass
 
-    def __call__(self, passes: Sequence[tuple[SlotCache, TreePlan]]) -> list[Tensor]:
-        """Hidden states [B, N, F] of each, 0 behind the end of smaller trees; keys and values go into the caches.
-
-        Args:
-            passes: Caches, each with the plan of what is computed behind its rows. Those whose rows stand in the
-                blocks of one pool are one pass.
+    def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
+        """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
 
         Raises:
             IndexError: A token that the base does not have.
         """
-        if len(passes) > 1:
-            pools = {None if cache.pool is None else id(cache.pool) for cache, _ in passes}
-            if len(pools) > 1 or None in pools:
-                return [self([one])[0] for one in passes]
-        cache, plan = passes[0]
-        draft, lengths, table, capacity = plan.draft, plan.lengths, plan.table, cache.capacity
-        alone = len(passes) == 1 and draft.sizes is None  # trees as they stand, which is the usual case
-        if alone:
-            sizes: list[int] = [draft.tokens.shape[1]] * len(draft.tokens)
-            tokens, parents, lengths = draft.tokens.contiguous(), draft.parents.contiguous(), lengths.contiguous()
-        else:
-            drafts, plans = [plan.draft for _, plan in passes], [plan for _, plan in passes]
-            sizes = [size for draft in drafts for size in draft.row_sizes]
-            tokens = torch.cat([draft.flat(draft.tokens) for draft in drafts])
-            parents = torch.cat([draft.flat(draft.parents) for draft in drafts])
-            lengths, table = torch.cat([plan.lengths for plan in plans]), _table(plans)
-            capacity = max(cache.capacity for cache, _ in passes)
-        firsts = (_INT * (len(sizes) + 1))(0, *accumulate(sizes))
-        cosines, sines = self._angles_of(capacity)
-        keys, values = self._cached(cache)
+        firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
+        tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
+        cosines, sines = self._angles_of(plan.kv_length)
+        keys, values = self._cached(pool)
         at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
-        out = torch.empty(*(tokens.shape if alone else (firsts[-1],)), at.width, dtype=self._dtype)
-        at.threads, at.batch, at.capacity = torch.get_num_threads(), len(lengths), capacity
+        out = torch.empty(firsts[-1], at.width, dtype=self._dtype)
+        at.threads, at.batch = torch.get_num_threads(), len(lengths)
         at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
         at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
         at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
-        at.out = out.data_ptr()
-        if table is not None:
-            at.table, at.table_stride, at.table_rows = table.blocks.data_ptr(), table.blocks.stride(0), table.rows
+        at.out, blocks = out.data_ptr(), plan.table.blocks
+        at.table, at.table_stride, at.table_rows = blocks.data_ptr(), blocks.stride(0), plan.table.size
         native.kernels().medusa_pass(ctypes.byref(at))
-        if alone:
-            return [out]
-        parts = out.split([sum(draft.row_sizes) for draft in drafts])
-        return [draft.spread(part) for draft, part in zip(drafts, parts, strict=True)]
+        return out
 
-    def _cached(self, cache: SlotCache) -> tuple[Any, Any]:
+    def _cached(self, pool: BlockPool) -> tuple[Any, Any]:
         """Where each layer's keys and values begin. All layers move when the first one does."""
-        first, found = cache.layers[0].keys, self._found
+        arenas, found = pool.arenas[: len(self._blocks)], self._found
+        first = arenas[0].keys
         if found is not None and first is not None and found[0]() is first:
             return found[1]
-        layers = cache.layers[: len(self._blocks)]
-        if not layers[-1].is_initialized:
-            like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
-            for layer in layers:
-                if not layer.is_initialized:
-                    layer.lazy_initialization(like, like)
-        addresses = _POINTER * len(layers)
-        pair = addresses(*(x.keys.data_ptr() for x in layers)), addresses(*(x.values.data_ptr() for x in layers))
-        self._found = weakref.ref(layers[0].keys), pair
+        like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
+        for arena in arenas:
+            if arena.keys is None:
+                arena.allocate(pool.cache.blocks, like, like)
+        addresses = _POINTER * len(arenas)
+        keys, values = zip(*(arena.buffers for arena in arenas), strict=True)
+        pair = addresses(*(x.data_ptr() for x in keys)), addresses(*(x.data_ptr() for x in values))
+        self._found = weakref.ref(keys[0]), pair
         return pair
 
     def _embeddings(self) -> Tensor:
@@ -272,18 +245,6 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
         "scaling": attention.scaling,
         "residual": float(getattr(layer, "residual_multiplier", 1.0)),
     }
-
-
-def _table(plans: Sequence[TreePlan]) -> BlockTable | None:
-    """Of the sequences of all plans."""
-    if len(plans) == 1:
-        return plans[0].table
-    tables = [BlockTable(plan.table.blocks[: len(plan.lengths)], plan.table.rows) for plan in plans if plan.table]
-    if len(tables) < 2:
-        return tables[0] if tables else None
-    width = max(table.blocks.shape[1] for table in tables)
-    blocks = torch.cat([pad(table.blocks, (0, width - table.blocks.shape[1])) for table in tables])
-    return BlockTable(blocks, tables[0].rows)
 
 
 def _know(module: nn.Module, parts: set[str], what: str) -> None:

@@ -55,7 +55,7 @@ def kernels() -> ctypes.CDLL:
     arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],
         "argmax": [ctypes.c_int, ctypes.c_int, number, number, pointer, pointer],
-        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number, number],
+        "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
         "pass": [pointer],
         "draft": [pointer],
         "draw": [pointer],
@@ -201,28 +201,22 @@ def reads_indices(*tensors: Tensor) -> bool:
 
 
 def keep_rows(
-    buffers: Sequence[Tensor],
-    path_BA: Tensor,
-    counts_B: Tensor,
-    lengths_B: Tensor,
-    table: tuple[Tensor, int] | None,
-    capacity: int,
+    buffers: Sequence[Tensor], path_SA: Tensor, counts_S: Tensor, lengths_S: Tensor, table_SW: Tensor, size: int
 ) -> None:
-    """Move the rows of accepted paths to where their sequences end, see ``SlotCache.commit``.
+    """Move keys and values of accepted paths to where their texts end, see ``medusa.cache.commit``.
 
     Args:
-        buffers: Keys and values of all layers, on a CPU: [slots, rows, ...], or blocks.
-        path_BA: int64, the node at each place of a path; none stands before its place.
-        counts_B: int64, nodes of each path.
-        lengths_B: int64, rows of each sequence before them.
-        table: Blocks of each sequence and rows of a block; None = slots of ``capacity`` rows each.
-        capacity: See there.
+        buffers: Keys and values of all layers, on a CPU: [blocks, size, ...].
+        path_SA: int64, the node at each place of a path; none stands before its place.
+        counts_S: int64, nodes of each path.
+        lengths_S: int64, cached positions before them.
+        table_SW: int64, blocks of each sequence.
+        size: Positions of a block.
     """
-    path, counts, lengths = path_BA.contiguous(), counts_B.contiguous(), lengths_B.contiguous()
-    blocks, rows = table or (None, 0)
+    path, counts, lengths = path_SA.contiguous(), counts_S.contiguous(), lengths_S.contiguous()
     memory = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
     sizes = (ctypes.c_int64 * len(buffers))(*(buffer.stride(1) * buffer.element_size() for buffer in buffers))
     kernels().medusa_keep(
         len(buffers), memory, sizes, *path.shape, path.data_ptr(), counts.data_ptr(), lengths.data_ptr(),
-        None if blocks is None else blocks.data_ptr(), 0 if blocks is None else blocks.stride(0), rows, capacity,
+        table_SW.data_ptr(), table_SW.stride(0), size,
     )  # fmt: skip

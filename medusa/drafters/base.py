@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -19,17 +19,14 @@ class Drafter(Protocol):
     recordable: bool = False
     """Shapes are fixed and drafts follow from the state's tensors alone, on the device: a step may become a CUDA graph.
     A drafter that inherits from this class may leave it out."""
-    follows: bool = False
-    """It keeps rows beside the base's cache, slot by slot: it is always asked for the whole batch, in which the rows
-    that others draft for are not active."""
 
-    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft whose column 0 holds ``state.roots``.
 
         Args:
-            state: Of all rows of the batch.
-            cache: The base's, with a slot for each of them; the step gives it. For drafters that keep rows beside it
-                (``SlotCache.follower``).
+            state: Of the requests that it drafts for.
+            sequences: What the base has cached of each; eager steps give it. For drafters whose models follow it
+                (``CachedSequence.follower``).
         """
 
     def beside_prompts(self) -> "Drafter":
@@ -52,6 +49,6 @@ class PlainDrafter(Drafter):
     nodes = 1
     recordable = True
 
-    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
         """The roots alone."""
         return Draft.chain(state.roots[:, None])

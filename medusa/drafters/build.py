@@ -1,7 +1,10 @@
-"""Drafters from what a model has to draft with."""
+"""What can draft: a table of sources, and the drafter of one or several of them."""
 
-import copy
+import dataclasses
 import logging
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from medusa.acceptance.logits import Warper
 from medusa.base.model import BaseModel
@@ -13,107 +16,234 @@ from medusa.drafters.model import WIDTH, ModelDrafter
 from medusa.drafters.ngram import KEPT, NgramCache, NgramDrafter
 from medusa.drafters.prompt_lookup import BELIEFS, LOOKUP_GUESSES, PLACES, Confidence, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
-from medusa.drafters.writers import MtpWriter, SmallModel
+from medusa.drafters.writers import MtpWriter, SmallModel, Writer
 from medusa.heads import DraftHeads
-from medusa.noise import OTHER_DRAFTS
-from medusa.sampling import sources
+from medusa.noise import DRAFT, OTHER_DRAFTS
+from medusa.sampling import RULES, sources
 from medusa.tree import Tree
 
 logger = logging.getLogger(__name__)
 
-MODELS = frozenset({"draft-model", "early-exit", "mtp"})
-"""Drafters that are models, and draw their drafts under the ``speculative`` rule."""
-COSTLY = MODELS | {"heads", "heads-sampled"}
-"""Drafters whose drafts cost time, and which heed the noise of draws."""
 
-
+@dataclass
 class Parts:
     """What there is to draft with.
 
-    Args:
+    Attributes:
         base: Prepared for decoding, with its own layer for drafts where that was loaded.
         heads: Its heads, frozen; None = there are none.
         draft_model: A smaller model of the same tokens, prepared for decoding; None = there is none.
         host_decides: Shapes cost nothing, and asking for a number does not stop a device.
-
-    Attributes:
+        exit_layer: Where to leave the base early.
         ngrams: What followed short contexts in the completions of requests that name "ngram".
+        confidence: How often what was looked up was right.
     """
 
-    def __init__(
-        self, base: BaseModel, heads: DraftHeads | None, draft_model: BaseModel | None, host_decides: bool
-    ) -> None:
-        self.base, self.heads, self.draft_model, self.host_decides = base, heads, draft_model, host_decides
-        self.ngrams = NgramCache()
-        self._looked_up, self._exit = Confidence(BELIEFS), ExitLayer(base)
+    base: BaseModel
+    heads: DraftHeads | None
+    draft_model: BaseModel | None
+    host_decides: bool
+    exit_layer: ExitLayer
+    ngrams: NgramCache = field(default_factory=NgramCache)
+    confidence: Confidence = field(default_factory=lambda: Confidence(BELIEFS))
 
-    def with_heads(self, heads: DraftHeads | None) -> "Parts":
-        """The same with other heads; what was learned is shared."""
-        parts = copy.copy(self)
-        parts.heads = heads
-        return parts
+    def with_heads(self, base: BaseModel, heads: DraftHeads | None) -> "Parts":
+        """The same with other heads, and a base that gives what they read; what was learned is shared."""
+        exit_layer = self.exit_layer if base is self.base else ExitLayer(base)
+        return dataclasses.replace(self, base=base, heads=heads, exit_layer=exit_layer)
 
-    def build(self, name: str, nodes: int, tree: Tree | None, noise: Warper, drawn: bool) -> Drafter:
-        """The drafter of a name.
 
-        Args:
-            name: One that ``sources`` knows, and whose parts are there.
-            nodes: N, the root included.
-            tree: A static tree instead, for heads.
-            noise: Draws that drafts should follow, or are drawn as.
-            drawn: Drafts are drawn.
+class Context(NamedTuple):
+    """What the drafters of a tree share.
 
-        Raises:
-            ValueError: The tree, or so few nodes, cannot be drafted.
-        """
-        base, heads = self.base, self.heads
-        if base.decoding == "chain" and tree is not None and tree.depth + 1 < tree.nodes:
-            raise ValueError(
-                f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({base.name}) verifies"
-                f" chains only; give Tree.chain({tree.depth})"
-            )
-        if base.decoding == "plain":
-            plain = "drafter (%s, %d nodes) is left out: base (%s) decodes plainly"
-            logger.warning(plain, name, nodes, base.name)
-            return PlainDrafter()
-        host_decides, chain, names = self.host_decides, base.decoding == "chain", sources(name)
-        if chain and heads is not None:
-            tree = tree or Tree.chain(min(nodes - 1, heads.config.num_heads))
-        if name == "heads-sampled":
-            assert heads is not None, "checked by the caller"
-            return SampledHeadsDrafter(heads, base, nodes, noise.temperature, tree)
-        if not host_decides:  # each needs a node of its own
-            names = tuple(sorted(names, key=lambda source: source not in COSTLY)[: nodes - 1])
-        # On a CPU the best nodes of all stay; where shapes are fixed, each has its part of them.
-        alone, width = len(names) == 1, 1 if chain else WIDTH
-        costly = [source for source in names if source in COSTLY]
-        share = (
-            nodes if alone or host_decides else 1 + max(1, min(nodes // 2, LOOKUP_GUESSES) // max(1, len(names) - 1))
+    Attributes:
+        parts: What there is to draft with; all that the sources need is there.
+        noise: Draws that drafts should follow, or are drawn as.
+        drawn: Drafts are drawn.
+        tree: A static tree of heads; None = the likeliest nodes.
+    """
+
+    parts: Parts
+    noise: Warper
+    drawn: bool
+    tree: Tree | None = None
+
+    @property
+    def chain(self) -> bool:
+        """Whether the base verifies chains only."""
+        return self.parts.base.decoding == "chain"
+
+
+class Need(NamedTuple):
+    """What a source cannot do without.
+
+    Attributes:
+        there: Whether it is.
+        what: In words, with what there is instead.
+        remedy: What helps.
+    """
+
+    there: Callable[[Parts], bool]
+    what: str
+    remedy: str
+
+
+class Source(NamedTuple):
+    """Something that drafts.
+
+    Attributes:
+        make: Its drafter, from its own number of nodes, the root included.
+        needs: None = nothing.
+        costly: Drafts cost time, and heed the noise of draws.
+        drawn_under: Acceptance rules under which its drafts are drawn, so that the text depends on them.
+    """
+
+    make: Callable[[Context, int], Drafter]
+    needs: Need | None = None
+    costly: bool = True
+    drawn_under: Container[str] = ()
+
+
+def _prompt_lookup(context: Context, nodes: int) -> Drafter:
+    parts, places = context.parts, 1 if context.chain else PLACES
+    return PromptLookupDrafter(nodes, 2, parts.host_decides, parts.confidence, places)
+
+
+def _ngram(context: Context, nodes: int) -> Drafter:
+    return NgramDrafter(context.parts.ngrams, nodes, 1 if context.chain else KEPT)
+
+
+def _heads(context: Context, nodes: int) -> Drafter:
+    heads, base, tree = _heads_of(context, nodes)
+    warmth = 0.0 if context.drawn else context.noise.temperature  # beside draws, what is chosen may not know the noise
+    return HeadsDrafter(heads, base, nodes, tree, context.parts.host_decides, temperature=warmth)
+
+
+def _heads_sampled(context: Context, nodes: int) -> Drafter:
+    heads, base, tree = _heads_of(context, nodes)
+    return SampledHeadsDrafter(heads, base, nodes, context.noise.temperature, tree)
+
+
+def _heads_of(context: Context, nodes: int) -> tuple[DraftHeads, BaseModel, Tree | None]:
+    """The heads, both ends of their vocabulary, and the tree that they have to fill."""
+    heads, tree = context.parts.heads, context.tree
+    assert heads is not None, "checked by the caller"
+    if context.chain:
+        tree = tree or Tree.chain(min(nodes - 1, heads.config.num_heads))
+    return heads, context.parts.base, tree
+
+
+def _draft_model(context: Context, nodes: int) -> Drafter:
+    small, base = context.parts.draft_model, context.parts.base
+    assert small is not None, "checked by the caller"
+    return _written(SmallModel(small), small.weight_bytes / base.weight_bytes, context, nodes)
+
+
+def _mtp(context: Context, nodes: int) -> Drafter:
+    base = context.parts.base
+    return _written(MtpWriter(base), 1 / base.num_layers, context, nodes, OTHER_DRAFTS[0])
+
+
+def _written(writer: Writer, cost: float, context: Context, nodes: int, stream: int = DRAFT) -> Drafter:
+    vocab_size, width = context.parts.base.vocab_size, 1 if context.chain else WIDTH
+    host_decides, noise, drawn = context.parts.host_decides, context.noise, context.drawn
+    return ModelDrafter(writer, vocab_size, nodes, cost, host_decides, noise, drawn, width, stream)
+
+
+def _early_exit(context: Context, nodes: int) -> Drafter:
+    parts, noise, drawn = context.parts, context.noise, context.drawn
+    parts.base.shallow(1)  # its layers can be found
+    return EarlyExitDrafter(parts.base, parts.exit_layer, nodes, parts.host_decides, noise, drawn, OTHER_DRAFTS[1])
+
+
+HEADS = Need(lambda parts: parts.heads is not None, "heads and there are none", "load heads")
+SMALL = Need(
+    lambda parts: parts.draft_model is not None, "a draft model and there is none", "load one (draft_model=, --draft-model)"
+)
+LAYER = Need(
+    lambda parts: parts.base.mtp is not None,
+    "the base's multi-token-prediction layer and it was not loaded",
+    "load it (mtp=True, --mtp)",
+)
+LAYERS = Need(
+    lambda parts: parts.base.num_layers > 1,
+    "a part of the base's layers and that has one layer and no early exit",
+    "take another base",
+)
+SOURCES = {
+    "prompt-lookup": Source(_prompt_lookup, costly=False),
+    "ngram": Source(_ngram, costly=False),
+    "heads": Source(_heads, HEADS),
+    "draft-model": Source(_draft_model, SMALL, drawn_under=("speculative",)),
+    "mtp": Source(_mtp, LAYER, drawn_under=("speculative",)),
+    "early-exit": Source(_early_exit, LAYERS, drawn_under=("speculative",)),
+    "heads-sampled": Source(_heads_sampled, HEADS, drawn_under=RULES),
+}
+"""By the names that ``medusa.sampling`` lists."""
+
+
+def missing(name: str, parts: Parts) -> Need | None:
+    """What the sources of a name need and is not there."""
+    needs = [SOURCES[source].needs for source in sources(name)]
+    return next((need for need in needs if need is not None and not need.there(parts)), None)
+
+
+def is_costly(name: str) -> bool:
+    """Whether drafts of this name cost time."""
+    return any(SOURCES[source].costly for source in sources(name))
+
+
+def is_drawn(name: str, rule: str) -> bool:
+    """Whether drafts of this name are drawn under a rule, and the text depends on them."""
+    return any(rule in SOURCES[source].drawn_under for source in sources(name))
+
+
+def build(name: str, nodes: int, context: Context) -> Drafter:
+    """The drafter of a name.
+
+    Args:
+        name: One that ``sources`` knows.
+        nodes: N, the root included.
+        context: What its sources share.
+
+    Raises:
+        ValueError: The tree, or so few nodes, cannot be drafted.
+    """
+    base, tree = context.parts.base, context.tree
+    if base.decoding == "plain":
+        logger.warning("drafter (%s, %d nodes) is left out: base (%s) decodes plainly", name, nodes, base.name)
+        return PlainDrafter()
+    if context.chain and tree is not None and tree.depth + 1 < tree.nodes:
+        raise ValueError(
+            f"tree ({tree.nodes} nodes, depth {tree.depth}) branches and the base ({base.name}) verifies"
+            f" chains only; give Tree.chain({tree.depth})"
         )
-        cheap: list[Drafter] = []
-        if "prompt-lookup" in names:
-            most = share if alone else min(share, LOOKUP_GUESSES + 1)
-            cheap.append(PromptLookupDrafter(most, 2, host_decides, self._looked_up, 1 if chain else PLACES))
-        if "ngram" in names:
-            cheap.append(NgramDrafter(self.ngrams, share, 1 if chain else KEPT))
-        kept = nodes if alone or host_decides else max(2, (nodes - (share - 1) * len(cheap)) // max(1, len(costly)))
-        dear: list[Drafter] = []
-        warmth = 0.0 if drawn else noise.temperature  # beside draws, what is chosen may not know the base's noise
-        if "heads" in names:
-            assert heads is not None, "checked by the caller"
-            dear.append(HeadsDrafter(heads, base, kept, tree, host_decides, temperature=warmth))
-        if "draft-model" in names:
-            small = self.draft_model
-            assert small is not None, "checked by the caller"
-            cost, writer = small.weight_bytes / base.weight_bytes, SmallModel(small)
-            dear.append(ModelDrafter(writer, base.vocab_size, kept, cost, host_decides, noise, drawn, width))
-        if "mtp" in names:
-            cost = 1 / base.num_layers
-            dear.append(
-                ModelDrafter(
-                    MtpWriter(base), base.vocab_size, kept, cost, host_decides, noise, drawn, width, OTHER_DRAFTS[0]
-                )
-            )
-        if "early-exit" in names:
-            dear.append(EarlyExitDrafter(base, self._exit, kept, host_decides, noise, drawn, OTHER_DRAFTS[1]))
-        return [*cheap, *dear][0] if alone else HybridDrafter(cheap, dear, nodes, chain)
+    names = sorted(sources(name), key=list(SOURCES).index)
+    shares = split(names, nodes, side_by_side=not context.parts.host_decides and not context.chain)
+    made = {source: SOURCES[source].make(context, share) for source, share in shares.items()}
+    if len(made) == 1:
+        return next(iter(made.values()))
+    cheap, dear = ([made[source] for source in made if SOURCES[source].costly is costly] for costly in (False, True))
+    return HybridDrafter(cheap, dear, nodes, context.chain)
+
+
+def split(names: Sequence[str], nodes: int, side_by_side: bool) -> dict[str, int]:
+    """How many nodes each source drafts, the root included.
+
+    Args:
+        names: The sources.
+        nodes: N of the whole tree.
+        side_by_side: All that is drafted is verified, so each source has its part, and costly ones come first where
+            there are not enough. Otherwise the best nodes of all are, or one chain, and each drafts a whole tree.
+    """
+    if side_by_side:
+        first = set(sorted(names, key=lambda name: not SOURCES[name].costly)[: nodes - 1])
+        names = [name for name in names if name in first]
+    if len(names) == 1:
+        return {names[0]: nodes}
+    free = [name for name in names if not SOURCES[name].costly]
+    guesses, most = min(nodes - 1, LOOKUP_GUESSES), nodes
+    if side_by_side:
+        guesses = max(1, min(nodes // 2, LOOKUP_GUESSES) // (len(names) - 1))
+        most = max(2, (nodes - guesses * len(free)) // max(1, len(names) - len(free)))
+    return {name: guesses + 1 if name in free else most for name in names}

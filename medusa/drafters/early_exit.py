@@ -5,13 +5,14 @@ of them, or not at all, which ``nodes=None`` finds out. Bases that were trained 
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.base.model import BaseModel
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
 from medusa.drafters.model import ROW_COST, ModelDrafter
 from medusa.drafters.writers import FirstLayers
@@ -91,7 +92,6 @@ class EarlyExitDrafter(Drafter):
     """
 
     recordable = False
-    follows = True
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class EarlyExitDrafter(Drafter):
 
         self._build = build
 
-    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots``; the roots alone until there is text enough to choose where to leave."""
         if self._drafter is None:
             model = self._exit.find(state)
             if model is None:
                 return Draft.chain(state.roots[:, None])
             self._drafter = self._build(model)
-        return self._drafter.propose(state, cache)
+        return self._drafter.propose(state, sequences)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.cpu.recurrent import Growth, RecurrentDrafts
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
@@ -89,7 +90,7 @@ class HeadsDrafter(Drafter):
         # A step that is recorded sees torch's operators alone.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
 
-    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
         if self.nodes == 1:
             return Draft.chain(state.roots[:, None])

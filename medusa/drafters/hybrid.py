@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import merge
 from medusa.state import DecodeState
@@ -33,14 +33,13 @@ class HybridDrafter(Drafter):
         everyone = [*self.cheap, *self.dear]
         self.nodes = max(nodes, 1 + sum(drafter.nodes - 1 for drafter in everyone))
         self.recordable = all(drafter.recordable for drafter in everyone)
-        self.follows = any(drafter.follows for drafter in everyone)
 
-    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots``."""
-        drafts = [drafter.propose(state, cache) for drafter in self.cheap]
+        drafts = [drafter.propose(state, sequences) for drafter in self.cheap]
         on_host = state.roots.device.type == "cpu" and not self.recordable
         if not (on_host and len(state.roots) == 1 and _expected(drafts) >= ENOUGH):
-            drafts = [*(drafter.propose(state, cache) for drafter in self.dear), *drafts]
+            drafts = [*(drafter.propose(state, sequences) for drafter in self.dear), *drafts]
         drafts = [draft for draft in drafts if draft.tokens.shape[1] > 1] or drafts[:1]
         if self._chain:
             return max(drafts, key=lambda draft: _expected([draft]))

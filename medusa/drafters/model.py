@@ -10,13 +10,14 @@ Legend: B batch, N tree nodes, D hidden size, V vocabulary, W tokens that are lo
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.acceptance.logits import NO_NOISE, Warper, widened
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence, provisional
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, best, build
@@ -51,7 +52,6 @@ class ModelDrafter(Drafter):
     """
 
     recordable = False
-    follows = True
 
     def __init__(
         self,
@@ -73,15 +73,14 @@ class ModelDrafter(Drafter):
         self._stream = stream
         self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
-    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A tree or chain below ``state.roots``; the root alone where a text fills the model's context."""
-        assert cache is not None, "the step gives it"
         last = self._writer.context_length - self.nodes
-        drafting = [on and rows < last for on, rows in zip(state.active.tolist(), cache.host_lengths, strict=True)]
+        drafting = [on and one.length < last for on, one in zip(state.active.tolist(), sequences, strict=True)]
         if not any(drafting):
             return Draft.chain(state.roots[:, None])
         write = self._tree if self._host_decides else self._chain
-        with self._writer.reading(state, cache, drafting) as (own, hidden_BD), own.provisional():
+        with self._writer.reading(state, sequences, drafting) as (own, hidden_BD), provisional(own):
             return write(state, own, hidden_BD, drafting)
 
     def _logprobs(self, state: DecodeState, hidden_BD: Tensor, ahead: int) -> Tensor:
@@ -98,7 +97,9 @@ class ModelDrafter(Drafter):
                 logits_BV = heat * (logits_BV + gumbel(places_B, self._tokens_V))
         return logits_BV.log_softmax(-1)
 
-    def _tree(self, state: DecodeState, own: SlotCache, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
+    def _tree(
+        self, state: DecodeState, own: Sequence[CachedSequence], hidden_BD: Tensor, drafting: list[bool]
+    ) -> Draft:
         """Trees around the best chain, each as long as it pays."""
         trees = [[Node(root, 0, 0.0, 0)] for root in state.roots.tolist()]
         spines, expected = [0] * len(trees), [0.0] * len(trees)  # where the chains end; guesses of them that are right
@@ -128,7 +129,9 @@ class ModelDrafter(Drafter):
         cost = self._cost + ROW_COST
         return math.exp(score) / (1 + expected) > cost / (1 + depth * cost)
 
-    def _chain(self, state: DecodeState, own: SlotCache, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
+    def _chain(
+        self, state: DecodeState, own: Sequence[CachedSequence], hidden_BD: Tensor, drafting: list[bool]
+    ) -> Draft:
         """A chain of fixed length, whose rows of the model nothing waits for."""
         tokens, probs, missing = [state.roots[:, None]], [], [int(on) for on in drafting]
         for ahead in range(self.nodes - 1):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, add, best, build
 from medusa.state import DecodeState
@@ -94,7 +94,7 @@ class PromptLookupDrafter(Drafter):
         self._confidence = confidence or Confidence(BELIEFS)
         self._last: tuple[Tensor, list[int], list[tuple[int, list[int]]]] | None = None
 
-    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
         """A tree below ``state.roots``, found in ``state.history``."""
         if not (self.host_decides and state.roots.device.type == "cpu"):
             return self._chains(state)

@@ -4,12 +4,13 @@ Legend: B batch, N tree nodes, m nodes that get children, C children of a level,
 draft logits.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
 from medusa.drafters.heads import LOWEST, WIDTH, check_tree
 from medusa.heads import DraftHeads, Vocabulary
@@ -80,7 +81,7 @@ class SampledHeadsDrafter(Drafter):
         self._levels = _levels(tree, device)
         self._parents_N = tree.parents.to(device)
 
-    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots`` with the distribution that every token was drawn from."""
         batch, output_size = len(state.roots), self.heads.config.output_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.base.mtp import MtpRows
-from medusa.base.verify import verify
-from medusa.cache import SlotCache
-from medusa.state import DecodeState, latest
+from medusa.cache import CachedSequence, provisional
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
 CHUNK = 512
@@ -29,18 +27,20 @@ class Writer(Protocol):
 
     @contextmanager
     def reading(
-        self, state: DecodeState, cache: SlotCache, drafting: Sequence[bool]
-    ) -> Iterator[tuple[SlotCache, Tensor]]:
-        """Know the texts up to their roots; gives where rows go, and hidden states [B, D] at the roots.
+        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
+    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
+        """Know the texts up to their roots; gives the model's own sequences, and hidden states [B, D] at the roots.
 
         Args:
             state: Of the step.
-            cache: The base's.
-            drafting: Rows that are drafted for; nothing is computed for the others.
+            sequences: What the base has cached.
+            drafting: Which are drafted for; nothing is computed for the others.
         """
 
-    def write(self, own: SlotCache, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """Compute a token more of the rows whose count is 1; their hidden states, and the old ones of the others."""
+    def write(
+        self, own: Sequence[CachedSequence], tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor
+    ) -> Tensor:
+        """Compute a token more of those whose count is 1; their hidden states, and the old ones of the others."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """[B, V'] of the next tokens; V' may differ from the base's by padding."""
@@ -58,36 +58,58 @@ class SmallModel:
 
     @contextmanager
     def reading(
-        self, state: DecodeState, cache: SlotCache, drafting: Sequence[bool]
-    ) -> Iterator[tuple[SlotCache, Tensor]]:
+        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
+    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
         """See ``Writer``."""
-        own = cache.follower(self._model, self._model.new_cache)
-        if any(have > rows for have, rows in zip(own.host_lengths, cache.host_lengths, strict=True)):
-            # A step was given up.
-            own.cut([min(pair) for pair in zip(own.host_lengths, cache.host_lengths, strict=True)])
-        missing = zip(drafting, cache.host_lengths, own.host_lengths, strict=True)
-        yield own, self._read(state, own, [on * (rows + 1 - have) for on, rows, have in missing])
+        own = [one.follower(self._model, self._model.new_pool) for one in sequences]
+        for ours, theirs in zip(own, sequences, strict=True):
+            ours.length = min(ours.length, theirs.length)  # a step was given up
+        self._recall(state, own)
+        missing = [
+            on * (theirs.length + 1 - ours.length) for on, theirs, ours in zip(drafting, sequences, own, strict=True)
+        ]
+        hidden_BD = self._read(state, own, missing)
+        self._remember(state, own)
+        yield own, hidden_BD
 
-    def _read(self, state: DecodeState, own: SlotCache, missing: list[int]) -> Tensor:
+    def _recall(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
+        """Begin new sequences with what is known of their texts from others."""
+        for row, one in enumerate(own):
+            if one.empty:
+                one.recall(state.history[row, : int(state.positions[row])].tolist())
+
+    def _remember(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
+        """Let others find full blocks."""
+        for row, one in enumerate(own):
+            if one.unknown:
+                one.remember(state.history[row, : one.length].tolist())
+
+    def _read(self, state: DecodeState, own: Sequence[CachedSequence], missing: list[int]) -> Tensor:
         """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""
         model = self._model
         hidden_BD = torch.zeros(len(missing), model.hidden_size, device=model.device, dtype=model.dtype)
         while any(missing):
-            counts = [min(rows, CHUNK) for rows in missing]
+            counts = [min(tokens, CHUNK) for tokens in missing]
             index_C = torch.arange(max(counts), device=state.history.device)
-            places_BC = (own.lengths[:, None] + index_C).clamp(max=state.history.shape[1] - 1)
+            lengths_B1 = torch.tensor([[one.length] for one in own], device=state.history.device)
+            places_BC = (lengths_B1 + index_C).clamp(max=state.history.shape[1] - 1)
             hidden_BD = self.write(own, state.history.gather(1, places_BC), counts, hidden_BD)
-            missing = [rows - count for rows, count in zip(missing, counts, strict=True)]
+            missing = [tokens - count for tokens, count in zip(missing, counts, strict=True)]
         return hidden_BD
 
-    def write(self, own: SlotCache, tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """See ``Writer``; several tokens of a row at a time too."""
-        known_BC = tokens_BC.clamp(max=self._model.vocab_size - 1)
-        hidden_BCD = verify(self._model, own, Draft.chain(known_BC, counts))
-        counts_B = torch.tensor(counts, device=tokens_BC.device)
-        own.extend(counts_B)
-        own.grow(counts)
-        return latest(hidden_BCD, counts_B, hidden_BD)
+    def write(
+        self, own: Sequence[CachedSequence], tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor
+    ) -> Tensor:
+        """Several tokens of a text at a time too."""
+        going = [index for index, count in enumerate(counts) if count]
+        chosen, index = [own[place] for place in going], torch.tensor(going, device=tokens_BC.device)
+        known_BC = tokens_BC[index].clamp(max=self._model.vocab_size - 1)
+        plan = self._model.plan([(Draft.chain(known_BC, [counts[place] for place in going]), chosen)])
+        hidden_RD = self._model.run(chosen[0].pool, plan)
+        for one, count in zip(chosen, plan.sizes, strict=True):
+            one.length += count
+        ends = torch.tensor(plan.firsts[1:], device=index.device) - 1
+        return hidden_BD.index_copy(0, index, hidden_RD[ends])
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """See ``Writer``."""
@@ -95,15 +117,18 @@ class SmallModel:
 
 
 class FirstLayers(SmallModel):
-    """The base's own first layers (``BaseModel.shallow``): their rows of the base's cache are its own."""
+    """The base's own first layers (``BaseModel.shallow``), which write behind what the base has cached.
+
+    The verify pass writes over it.
+    """
 
     @contextmanager
     def reading(
-        self, state: DecodeState, cache: SlotCache, drafting: Sequence[bool]
-    ) -> Iterator[tuple[SlotCache, Tensor]]:
-        """See ``Writer``."""
-        with cache.provisional():
-            yield cache, self._read(state, cache, [int(on) for on in drafting])
+        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
+    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
+        """The base's sequences, with their roots for the time of the draft."""
+        with provisional(sequences):
+            yield sequences, self._read(state, sequences, [int(on) for on in drafting])
 
 
 class MtpWriter:
@@ -120,22 +145,22 @@ class MtpWriter:
 
     @contextmanager
     def reading(
-        self, state: DecodeState, cache: SlotCache, drafting: Sequence[bool]
-    ) -> Iterator[tuple[SlotCache, Tensor]]:
+        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
+    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
         """See ``Writer``; all was computed when it was committed."""
-        own = cache.follower(self._layer, lambda slots: self._layer.new_rows(slots, cache.capacity))
-        assert isinstance(own, MtpRows), "of the layer"
-        hidden_BD = own.hidden
+        own = self._layer.follow(sequences)
+        hidden_BD = self._layer.latest(own)
         try:
             yield own, hidden_BD
         finally:
-            own.hidden = hidden_BD
+            self._layer.keep(own, hidden_BD)
 
-    def write(self, own: SlotCache, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """See ``Writer``."""
-        assert isinstance(own, MtpRows), "as read"
+    def write(
+        self, own: Sequence[CachedSequence], tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor
+    ) -> Tensor:
+        """A token more of each that goes on."""
         self._layer.extend(own, hidden_BD[:, None], tokens_B1, counts)
-        return own.hidden
+        return self._layer.latest(own)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """See ``Writer``."""

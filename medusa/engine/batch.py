@@ -1,35 +1,32 @@
-"""Sequences that decode together: they join and leave between steps, each with parameters of its own.
+"""Requests that are computed together: they join and leave between steps, each with parameters of its own.
 
-batch.add(prompt, ...)       a request waits; its prompt is computed in chunks, one in each step
-batch.step()                 one decode step of all sequences that are ready, and a chunk of prompts beside it
-                                                                                      (medusa/engine/step.py)
-batch.remove(completion)     a request leaves, and frees its rows of the KV cache
+batch.add(prompt, ...)    a request waits for room
+batch.step()              schedule: chunks of the texts that wait                 (medusa/engine/scheduler.py)
+                          run:      one pass, a decode step of all that are ready (medusa/engine/step.py)
+                          finish:   hand out what has grown; who has ended leaves
+batch.remove(request)     a request leaves, and frees its blocks of the KV cache
 """
 
 from collections.abc import Sequence
 
 from medusa.acceptance import BuiltRule, build_rule
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, SlotCache
+from medusa.cache import BlockPool
 from medusa.drafters import Drafter, PlainDrafter
 from medusa.drafters.choose import Drafters
+from medusa.engine.config import EngineConfig
 from medusa.engine.constraint import Constraint
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import LogprobReader
+from medusa.engine.mixed import compose
 from medusa.engine.output import Completion, Piece
-from medusa.engine.prefill import Prefill, advance
-from medusa.engine.prompts import Prompts
-from medusa.engine.row import Row, compose
+from medusa.engine.prefill import Chunk, advance
+from medusa.engine.request import Request
+from medusa.engine.scheduler import Scheduler
 from medusa.engine.step import first_step
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.sampling import SamplingParams, Speculation
 from medusa.state import DecodeState
-
-PREFILL_ROWS = 16_384
-"""Prompt tokens of a pass, at most: as many as keep any device busy."""
-LEAVE_AT = 1 / 4
-"""Where steps run as graphs, sequences that have ended leave when at most this share of the batch still grows: a graph
-belongs to a number of sequences."""
 
 PLAIN = PlainDrafter()
 
@@ -41,12 +38,14 @@ class Batch:
 
     Args:
         base: Prepared for decoding.
-        drafters: Chooses what drafts for a row.
-        graphs: Runs the steps as CUDA graphs; None = eagerly.
-        cache: An empty cache that was lent for the batch (``StepGraphs.lend``); None = its own.
-        prefill_rows: Prompt tokens that one step computes, at most.
-        pool: Where rows of the KV cache stand and are found again, by this batch and others (``BaseModel.new_pool``);
-            None = a pool of its own. Requests wait until it has room for all that they may come to.
+        drafters: Chooses what drafts for a request.
+        graphs: Runs decode steps as CUDA graphs; None = eagerly.
+        pool: The KV cache, which batches of one base and one thread may share (``BaseModel.new_pool``); None = its own.
+        config: How much it does at a time; None = the defaults.
+
+    Attributes:
+        pool: The KV cache.
+        preemptions: How often a request has lost its room and waited again.
     """
 
     def __init__(
@@ -54,25 +53,36 @@ class Batch:
         base: BaseModel,
         drafters: Drafters,
         graphs: StepGraphs | None = None,
-        cache: SlotCache | None = None,
-        prefill_rows: int = PREFILL_ROWS,
         pool: BlockPool | None = None,
+        config: EngineConfig | None = None,
     ) -> None:
-        self._base, self._drafters, self._graphs, self._lent = base, drafters, graphs, cache
-        self._pool = pool or (base.new_pool() if cache is None else cache.pool)
-        self._prompts = Prompts(base, self._pool, prefill_rows)
-        self._rows: list[Row] = []  # those that decode, in the order of the cache's slots
-        self._cache: SlotCache | None = None
+        self._base, self._drafters, self._graphs = base, drafters, graphs
+        self._config = config or EngineConfig()
+        self.pool = pool or base.new_pool()
+        self._scheduler = Scheduler(self.pool, self._config, base)
+        self._decoding: list[Request] = []  # in the order of the state
         self._state: DecodeState | None = None
         self._steps: Steps | None = None
-        self._chosen: dict[Row, Drafter] = {}
+        self._nodes = 1
+        self._chosen: dict[Request, Drafter] = {}
         self._reader: LogprobReader | None = None
-        self._grown: dict[Completion, list[Piece]] = {}
+        self._grown: dict[Request, list[Piece]] = {}
+        self._added = self.preemptions = 0
 
     def __len__(self) -> int:
         """Requests that have not ended, or whose last tokens the next ``step`` hands over."""
-        active = sum(row.completion.active for rows in (self._prompts, self._rows) for row in rows)
-        return active + sum(not completion.active for completion in self._grown)
+        active = [request for request in (*self._scheduler, *self._decoding) if request.active]
+        return len(active) + sum(not request.active for request in self._grown)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return self._scheduler.waiting
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all that are left wait, for room that others in the same pool have."""
+        return self.waiting > 0 and len(self) == self.waiting
 
     def add(
         self,
@@ -80,18 +90,20 @@ class Batch:
         params: SamplingParams | None = None,
         speculation: Speculation | None = None,
         incremental: bool = False,
-        cache: SlotCache | None = None,
         constraint: Constraint | None = None,
-    ) -> Completion:
-        """Let a request join; its completion grows with every ``step``.
+        client: str = "",
+        priority: int = 0,
+    ) -> Request:
+        """Let a request join; it grows with every ``step``.
 
         Args:
             prompt: Token ids, at least one.
             params: How its tokens are chosen; None = the defaults.
             speculation: How they are drafted; None = the defaults.
             incremental: Make text token by token, for streaming.
-            cache: One slot with the rows of the prompt's first tokens (``Prefix``), for a request that stays alone.
             constraint: What the completion may say; None = anything.
+            client: Who asks: of those that wait, who has fewest requests under way comes first.
+            priority: Lower numbers come first, whoever asks.
 
         Raises:
             ValueError: An empty prompt, one that fills the context or holds what is no token id, parameters that this
@@ -102,9 +114,12 @@ class Batch:
         rule = self.check(prompt, params, speculation)
         room = base.context_length - len(prompt)
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
-        row = Row(prompt, params, speculation, rule, completion, constraint)
-        self._prompts.add(row, cache)
-        return completion
+        self._added += 1
+        request = Request(
+            prompt, params, speculation, rule, completion, constraint, client, priority, number=self._added
+        )
+        self._scheduler.add(request)
+        return request
 
     def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> BuiltRule:
         """The rule of a request that can join; see ``add``.
@@ -119,135 +134,142 @@ class Batch:
         self._drafters.check(speculation, rule)
         if not prompt:
             raise ValueError("prompt (0 tokens) is empty; give at least one token")
-        if len(prompt) >= base.context_length:
+        room = base.context_length - len(prompt)
+        if room <= 0:
             raise ValueError(
                 f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens);"
                 " shorten the prompt"
             )
+        trees = max(self._config.tree_reserve, 2 * (speculation.nodes or 0))
+        self.pool.check(len(prompt) + min(params.max_new_tokens, room) + trees)
         return rule
 
-    def remove(self, completion: Completion) -> None:
-        """End a request that waits or grows and free its rows; one that has ended is left alone."""
-        if not completion.active:
+    def remove(self, request: Request) -> None:
+        """End a request that waits or grows and free its blocks; one that has ended is left alone."""
+        if not request.active:
             return
-        completion.abort()
-        self._prompts.drop()
+        request.completion.abort()
+        self._scheduler.drop()
         self._leave()
+        self._grown.pop(request, None)
 
-    def step(self) -> dict[Completion, list[Piece]]:
-        """One decode step of the sequences that are ready, and a chunk of the prompts that wait.
+    def close(self) -> None:
+        """Give everything back, after a step that has failed; the batch may not be used any more."""
+        for request in (*self._scheduler, *self._decoding):
+            request.close()
 
-        Prompts whose last chunk it was have their first token then, and decode from the next step on.
+    def step(self) -> dict[Request, list[Piece]]:
+        """One decode step of the requests that are ready, and chunks of the texts that wait.
+
+        Requests whose last chunk it was have their first token then, and decode from the next step on.
 
         Returns:
-            The completions that grew, with the text that became final.
+            The requests that grew, with the text that became final.
         """
-        due = self._prompts.take()
-        prompts = [prefill for _, prefill in due]
-        if self._rows:
+        chunks = self._schedule()
+        if self._decoding:
             steps = self._steps or self._begin()
-            self._extend(self._rows, steps.next(prompts), steps.sizes, self._reader)
-        elif prompts:
-            advance(self._base, prompts)
-        for rows, prefill in due:
-            self._arrive(rows, prefill)
+            self._extend(self._decoding, steps.next(chunks), steps.sizes, self._reader)
+        elif chunks:
+            advance(self._base, chunks)
+        self._arrive(chunks)
         self._leave()
         grown, self._grown = self._grown, {}
         return grown
 
-    def _arrive(self, rows: list[Row], prefill: Prefill) -> None:
-        """See what a chunk has brought: rows that others may find, or the first tokens."""
-        for slot, row in enumerate(rows):
-            prefill.cache.remember(slot, row.prompt)
-        if not prefill.done:
-            self._prompts.put_back(rows, prefill)
-            return
-        drafter, rule, reader, _ = compose(rows, lambda _: PLAIN, self._base.device)
-        first = first_step(prefill, drafter, rule, reader)
-        for row in rows:
-            row.completion.start_clock()
-        self._extend(rows, first.tokens, first.sizes, reader)
-        self._stop()
-        self._join(rows, prefill.cache, first.state)
-
-    def _join(self, rows: list[Row], cache: SlotCache, state: DecodeState) -> None:
-        """Let rows whose prompts are computed decode with the others."""
-        if self._cache is None and self._lent is None:
-            self._cache = cache
-        else:
-            self._cache = self._lent if self._cache is None else self._cache
-            assert self._cache is not None, "its own or lent"
-            self._cache.join(cache)
-        self._state = state if self._state is None else self._state.join(state)
-        self._rows = self._rows + rows
+    def _schedule(self) -> list[Chunk]:
+        """The chunks of the next pass; whoever there is no room for any more waits again."""
+        chunks = self._scheduler.schedule(self._decoding)
+        if self.pool.limit is None:
+            return chunks
+        if self._decoding and self._steps is None:
+            self._begin()
+        while True:
+            ahead = self._nodes * (self._steps.ahead if self._steps is not None else 1)
+            needed = sum(request.cached.missing(request.cached.length + ahead) for request in self._decoding)
+            needed += sum(chunk.request.cached.missing(chunk.request.cached.length + chunk.size) for chunk in chunks)
+            last = self._scheduler.preempt(needed, self._decoding, chunks)
+            if last is None:
+                return chunks
+            chunks = [chunk for chunk in chunks if chunk.request is not last]
+            if last in self._decoding:
+                self._stop()
+                self._keep([index for index, request in enumerate(self._decoding) if request is not last])
+            last.close()
+            self._scheduler.add(last)
+            self.preemptions += 1
 
     def _begin(self) -> Steps:
-        """Start steps for the rows as they are now: choose drafters, and group rows that share a drafter and a rule."""
-        assert self._cache is not None and self._state is not None, "rows have both"
-        count = len(self._rows)
-        drafter, rule, self._reader, self._chosen = compose(
-            self._rows, lambda row: self._drafters.choose(row.speculation, count, row.rule), self._base.device
+        """Start steps for the requests as they are now: choose drafters, and group those that share one and a rule."""
+        assert self._state is not None, "whoever decodes has a state"
+        count = len(self._decoding)
+        drafter, rule, self._reader, self._chosen, watched = compose(
+            self._decoding, lambda one: self._drafters.choose(one.speculation, count, one.rule), self._base.device
         )
-        longest = max(len(row.prompt) + row.completion.max_new_tokens for row in self._rows)
-        # The last tree stands behind the longest text; beside others, a text that has ended may be longer by a step,
-        # and by one more where steps run ahead.
-        needed = longest + 4 * drafter.nodes
-        self._cache.limit = needed if self._lent is None else max(needed, self._lent.limit)
-        if self._reader is not None or any(row.constraint for row in self._rows):  # the host has a say in each step
-            self._steps = EagerSteps(self._base, self._cache, drafter, rule, self._state, self._reader)
+        self._nodes, sequences = drafter.nodes, [request.cached for request in self._decoding]
+        if self._graphs is None or watched:
+            self._steps = EagerSteps(self._base, sequences, drafter, rule, self._state, self._reader)
         else:
-            self._steps = self._drafters.start(self._base, self._cache, drafter, rule, self._state)
+            self._steps = self._graphs.steps(self._base, sequences, drafter, rule, self._state)
         return self._steps
 
+    def _arrive(self, chunks: Sequence[Chunk]) -> None:
+        """See what chunks have brought: blocks that others may find, or the first tokens."""
+        for chunk in chunks:
+            chunk.request.cached.remember(chunk.request.text)
+            if not chunk.ends:
+                self._scheduler.put_back(chunk.request)
+        ending = [chunk for chunk in chunks if chunk.ends]
+        if not ending:
+            return
+        requests = [chunk.request for chunk in ending]
+        drafter, rule, reader, *_ = compose(requests, lambda _: PLAIN, self._base.device)
+        first = first_step(self._base, ending, drafter, rule, reader)
+        for request in requests:
+            if not request.output.tokens:
+                request.completion.start_clock()
+        self._extend(requests, first.tokens, first.sizes, reader)
+        self._stop()
+        self._state = first.state if self._state is None else self._state.join(first.state)
+        self._decoding = self._decoding + requests
+
     def _extend(
-        self, rows: Sequence[Row], tokens: list[list[int]], sizes: Sequence[int], reader: LogprobReader | None
+        self, requests: Sequence[Request], tokens: list[list[int]], sizes: Sequence[int], reader: LogprobReader | None
     ) -> None:
-        """Hand every row its new tokens."""
+        """Hand every request its new tokens."""
         logprobs = reader.take() if reader is not None else {}
-        for index, (row, new, size) in enumerate(zip(rows, tokens, sizes, strict=True)):
-            if new and row.completion.active:
-                pieces = row.completion.extend(new, logprobs.get(index, []), size - 1)
-                self._grown.setdefault(row.completion, []).extend(pieces)
-                if row.constraint is not None and row.completion.active:
-                    row.constraint.advance(new)
+        for index, (request, new, size) in enumerate(zip(requests, tokens, sizes, strict=True)):
+            if new and request.active:
+                pieces = request.completion.extend(new, logprobs.get(index, []), size - 1)
+                self._grown.setdefault(request, []).extend(pieces)
+                if request.constraint is not None and request.active:
+                    request.constraint.advance(new)
 
     def _stop(self) -> None:
-        """No more steps of the rows as they are; a step that is still under way counts."""
+        """No more steps of the requests as they are; a step that is still under way counts."""
         if self._steps is not None:
             late, self._state = self._steps.stop()
             if late is not None:
-                self._extend(self._rows, late, self._steps.sizes, self._reader)
+                self._extend(self._decoding, late, self._steps.sizes, self._reader)
             self._steps = None
 
     def _leave(self) -> None:
-        """Let rows that have ended go; the last ones take their places in the cache."""
-        growing = [row.completion.active for row in self._rows]
-        if all(growing):
+        """Let requests that have ended go."""
+        if all(request.active for request in self._decoding):
             return
-        if self._graphs is not None and self._steps is not None:
-            self._steps.keep(growing)
-            if sum(growing) > LEAVE_AT * len(growing):
-                return
         self._stop()
-        for slot, row in enumerate(self._rows):
-            if row.completion.active:
-                continue
-            if self._cache is not None:
-                self._cache.remember(slot, [*row.prompt, *row.completion.output.tokens])
-            if self._pool is not None:
-                self._pool.drop(row)
-            if row in self._chosen:
-                wanted, output = row.speculation, row.completion.output
-                self._drafters.observe(self._chosen[row], wanted, row.rule, len(self._rows), row.prompt, output)
-        kept = [index for index, row in enumerate(self._rows) if row.completion.active]
-        if not kept:
-            self._rows, self._cache, self._state = [], None, None
-            if self._lent is not None:
-                self._lent.cut([])
-            return
-        tail = [index for index in kept if index >= len(kept)]
-        order = [index if self._rows[index].completion.active else tail.pop() for index in range(len(kept))]
-        assert self._cache is not None and self._state is not None, "rows have both"
-        self._cache.select(order)
-        self._state = self._state.select(order)
-        self._rows = [self._rows[index] for index in order]
+        count = len(self._decoding)
+        for request in self._decoding:
+            if not request.active:
+                request.close()
+                if request in self._chosen:
+                    wanted, rule = request.speculation, request.rule
+                    chosen = self._chosen[request]
+                    self._drafters.observe(chosen, wanted, rule, count, request.prompt, request.output)
+        self._keep([index for index, request in enumerate(self._decoding) if request.active])
+
+    def _keep(self, places: Sequence[int]) -> None:
+        """Only these go on decoding."""
+        assert self._state is not None, "whoever decodes has a state"
+        self._decoding = [self._decoding[place] for place in places]
+        self._state = self._state.select(places) if places else None

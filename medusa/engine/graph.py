@@ -1,38 +1,45 @@
 """One decode step as one CUDA graph: launched as a whole, without Python or a wait between its kernels.
 
-A graph repeats the kernels that it has seen, on the same memory. So the state stands in fixed buffers, which the step
-itself brings forward; attention reads every row of the cache up to its capacity; and what was recorded belongs to these
-buffers, to a drafter and to a rule. What is recorded is ``step_on_device``, the same function that ``decode_step`` runs
-eagerly, so that is the measure of everything here.
+A graph repeats the kernels that it has seen, on the same memory. So shapes come in buckets: a power of two of requests,
+the last of which may be inert (they belong to nobody, never grow, and write into a block that is nobody's), and a power
+of two of places that attention reads at most. The state stands in fixed buffers of such a bucket, which the step itself
+brings forward. What is recorded is ``verify`` of ``medusa.engine.step``, the function that eager steps run too, so that
+is the measure of everything here.
 
-The host is one step behind: it reads the tokens of a step while the next one runs.
+The host is one step behind: it reads the tokens of a step while the next one runs. Chunks of prompts have passes of
+their own beside the recorded steps.
 """
 
 import dataclasses
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from medusa.acceptance import Rule
+from medusa.attention import TreePlan
+from medusa.attention.contract import BlockTable
 from medusa.base.model import BaseModel
-from medusa.cache import SlotCache
+from medusa.cache import BlockPool, CachedSequence
 from medusa.drafters import Drafter
-from medusa.engine.prefill import Prefill, advance
-from medusa.engine.step import read_tokens, step_on_device
+from medusa.engine.prefill import Chunk, advance
+from medusa.engine.step import read_tokens, verify
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.state import DecodeState
 
 logger = logging.getLogger(__name__)
 
 KEPT_GRAPHS = 8
-"""Recorded steps per cache (pairs of a drafter and a rule); the one that was not used for longest goes."""
-KEPT_CACHES = 4
-"""Idle caches, one per batch size; likewise."""
+"""Recorded steps of a bucket (pairs of a drafter and a rule); the one that was not used for longest goes."""
+KEPT_BUCKETS = 8
+"""Buckets that are kept while nobody uses them; likewise."""
+SHORTEST = 512
+"""Places of the smallest bucket."""
+LARGER = 4
+"""A bucket is used for so many times fewer requests, or shorter texts, than it has room for."""
 
 Replay = Callable[[], object]
 Record = Callable[[Replay], Replay]
@@ -55,8 +62,73 @@ def cuda_recorder() -> Record:
     return record
 
 
+class _Recorded(NamedTuple):
+    """A recorded step.
+
+    Attributes:
+        replay: Does it again.
+        emitted: Where it leaves ``Accepted.emitted``.
+    """
+
+    replay: Replay
+    emitted: Tensor
+
+
+class _Bucket:
+    """Fixed buffers for so many requests, and what is recorded over them.
+
+    Attributes:
+        pool: Whose blocks the steps read.
+        epoch: Of the pool when the buffers were made.
+        kv_length: Places that attention reads at most.
+        state: Of all requests, inert ones behind those that decode.
+        lines: [requests] int64, the line of each in the pool's table.
+        recorded: By drafter and rule.
+    """
+
+    def __init__(self, pool: BlockPool, like: DecodeState, requests: int, kv_length: int) -> None:
+        def buffer(tensor: Tensor) -> Tensor:
+            return tensor.new_zeros(requests, *tensor.shape[1:])
+
+        self.pool, self.epoch, self.kv_length = pool, pool.epoch, kv_length
+        tensors = {field.name: buffer(getattr(like, field.name)) for field in dataclasses.fields(like)}
+        tensors["history"] = like.history.new_zeros(requests, kv_length + 1)
+        self.state = DecodeState(**tensors)
+        self.lines = torch.zeros_like(tensors["roots"])
+        self.recorded: OrderedDict[tuple[BaseModel, Drafter, Rule], _Recorded] = OrderedDict()
+
+    @property
+    def requests(self) -> int:
+        """How many, inert ones too."""
+        return len(self.lines)
+
+    def fits(self, state: DecodeState, requests: int, kv_length: int) -> bool:
+        """Whether so many requests with so long texts have room here, and fill enough of it."""
+        enough = requests <= self.requests <= LARGER * requests and kv_length <= self.kv_length <= LARGER * kv_length
+        return enough and self.state.hidden.shape[1] == state.hidden.shape[1]
+
+    def load(self, state: DecodeState, lines: Sequence[int]) -> None:
+        """Take over a state; whatever lies behind it becomes inert."""
+        count = len(lines)
+        for field in dataclasses.fields(state):
+            ours, theirs = getattr(self.state, field.name), getattr(state, field.name)
+            if field.name == "history":
+                theirs = theirs[:, : ours.shape[1]]
+                ours[:count, : theirs.shape[1]].copy_(theirs)
+            else:
+                ours[count:] = 0
+                ours[:count].copy_(theirs)
+        self.lines[count:] = 0
+        self.lines[:count].copy_(torch.tensor(lines))
+
+    def read(self, count: int) -> DecodeState:
+        """The state of the first requests, which leaves the fixed buffers."""
+        fields = dataclasses.fields(self.state)
+        return DecodeState(**{field.name: getattr(self.state, field.name)[:count].clone() for field in fields})
+
+
 class StepGraphs:
-    """Runs the steps of a base as graphs, and keeps the caches that these are recorded over from call to call.
+    """Runs the steps of a base as graphs, and keeps the buckets that these are recorded over from call to call.
 
     Args:
         base: Prepared for decoding.
@@ -65,72 +137,60 @@ class StepGraphs:
 
     def __init__(self, base: BaseModel, record: Record | None = None) -> None:
         self._base, self._record = base, record or cuda_recorder()
-        self._idle: OrderedDict[int, SlotCache] = OrderedDict()
+        self._idle: list[_Bucket] = []
+        self._pool: BlockPool | None = None
         self._failed = False
         self._told: set[str] = set()
 
-    def steps(self, base: BaseModel, cache: SlotCache, drafter: Drafter, rule: Rule, state: DecodeState) -> Steps:
+    @property
+    def pool(self) -> BlockPool:
+        """A KV cache that outlives a call, as what is recorded over it must; for one thread."""
+        if self._pool is None:
+            self._pool = self._base.new_pool()
+        return self._pool
+
+    def steps(
+        self,
+        base: BaseModel,
+        sequences: Sequence[CachedSequence],
+        drafter: Drafter,
+        rule: Rule,
+        state: DecodeState,
+    ) -> Steps:
         """Steps as graphs, or eager ones where they cannot be recorded; why is logged once."""
         reason = self._objection(base, drafter)
-        if cache.observers:
-            reason = "multi-token prediction reads each step's hidden states on the host's account"
         if reason is None:
-            return GraphSteps(base, cache, drafter, rule, state, self._try_to_record)
+            return GraphSteps(self, base, sequences, drafter, rule, state)
         if reason not in self._told:
             logger.info("steps run eagerly: %s", reason)
             self._told.add(reason)
-        return EagerSteps(base, cache, drafter, rule, state)
-
-    @contextmanager
-    def lend(self, slots: int, rows: int, limit: int) -> Generator[SlotCache]:
-        """An empty cache, the one of the last call of this batch size where it is idle: two calls never share one.
-
-        It comes back when the completions have ended or are given up between two steps, but not after an error.
-
-        Args:
-            slots: Sequences that will join.
-            rows: Rows per slot at the start.
-            limit: Rows per slot at most. Both are rounded up to powers of two, so that calls of similar lengths find
-                buffers that need not move.
-        """
-        rows, limit = (1 << (count - 1).bit_length() for count in (rows, limit))
-        cache = self._idle.pop(slots, None)
-        if cache is None:
-            cache = self._base.new_cache(slots, rows, limit)
-        cache.clear()
-        cache.limit = max(limit, cache.capacity)
-        cache.reserve(rows)
-        try:
-            yield cache
-        except GeneratorExit:
-            self._keep(slots, cache)
-            raise
-        self._keep(slots, cache)
+        return EagerSteps(base, sequences, drafter, rule, state)
 
     def clear(self) -> None:
-        """Free idle caches and what was recorded over them."""
-        self._idle.clear()
+        """Free what is kept between calls."""
+        self._idle, self._pool = [], None
 
-    def _keep(self, slots: int, cache: SlotCache) -> None:
-        self._idle[slots] = cache
-        self._idle.move_to_end(slots)
-        while len(self._idle) > KEPT_CACHES:
-            self._idle.popitem(last=False)
+    def lend(self, pool: BlockPool, state: DecodeState, reach: int) -> _Bucket:
+        """Buffers for a state whose texts may reach so far in the next steps; two users never share them.
 
-    def _objection(self, base: BaseModel, drafter: Drafter) -> str | None:
-        if self._failed:
-            return "recording failed before"
-        if base.decoding != "tree" or base.explicit_mask:
-            how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
-            return f"base ({base.name}) {how}"
-        if not base.attention.recordable:
-            return f"attention ({base.attention.name}) reads lengths on the host here"
-        if not drafter.recordable:
-            return f"drafter ({type(drafter).__name__}) is not recordable: the host decides shapes, or it does not say"
-        devices = {parameter.device for parameter in base.model.parameters()}
-        return None if len(devices) == 1 else f"base ({base.name}) is spread over {len(devices)} devices"
+        Some that are there already, and not much too large, come before new ones, for which steps must be recorded.
+        """
+        requests, kv_length = 1 << (len(state.roots) - 1).bit_length(), max(SHORTEST, 1 << (reach - 1).bit_length())
+        pool.tables.reach(-(-kv_length // pool.size))
+        self._idle = [one for one in self._idle if one.epoch == one.pool.epoch]
+        fitting = [one for one in self._idle if one.pool is pool and one.fits(state, requests, kv_length)]
+        if not fitting:
+            return _Bucket(pool, state, requests, kv_length)
+        bucket = min(fitting, key=lambda one: (one.requests, one.kv_length))
+        self._idle.remove(bucket)
+        return bucket
 
-    def _try_to_record(self, function: Replay) -> Replay | None:
+    def give_back(self, bucket: _Bucket) -> None:
+        """Nobody uses it any more."""
+        self._idle = [*self._idle, bucket][-KEPT_BUCKETS:]
+
+    def record(self, function: Replay) -> Replay | None:
+        """What does the same again; None where recording does not work here, which is logged."""
         if self._failed:
             return None
         try:
@@ -142,146 +202,127 @@ class StepGraphs:
             logger.warning("steps run eagerly from now on, recording one as a graph has failed: %s", error)
             return None
 
-
-class _Recorded(NamedTuple):
-    """A recorded step.
-
-    Attributes:
-        replay: Does it again.
-        emitted: Where it leaves what ``step_on_device`` returns.
-    """
-
-    replay: Replay
-    emitted: Tensor
-
-
-_RecordedSteps = OrderedDict[tuple[Drafter, Rule], _Recorded]
-
-
-class _Buffers:
-    """What has a fixed place beside the rows of a cache: the state, and what is recorded over both."""
-
-    def __init__(self, state: DecodeState, capacity: int) -> None:
-        tensors = {field.name: torch.empty_like(getattr(state, field.name)) for field in dataclasses.fields(state)}
-        tensors["history"] = state.history.new_zeros(len(state.history), capacity + 1)
-        self.state = DecodeState(**tensors)
-        self.recorded: _RecordedSteps = OrderedDict()
-
-    def load(self, state: DecodeState) -> None:
-        """Take over a state whose history is not wider than the capacity."""
-        for field in dataclasses.fields(state):
-            ours, theirs = getattr(self.state, field.name), getattr(state, field.name)
-            ours[..., : theirs.shape[-1]].copy_(theirs)
+    def _objection(self, base: BaseModel, drafter: Drafter) -> str | None:
+        if self._failed:
+            return "recording failed before"
+        if base.decoding != "tree" or base.explicit_mask:
+            how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
+            return f"base ({base.name}) {how}"
+        if base.mtp is not None:
+            return "multi-token prediction reads each step's hidden states on the host's account"
+        if not base.attention.recordable:
+            return f"attention ({base.attention.name}) reads lengths on the host here"
+        if not drafter.recordable:
+            return f"drafter ({type(drafter).__name__}) is not recordable: the host decides shapes, or it does not say"
+        devices = {parameter.device for parameter in base.model.parameters()}
+        return None if len(devices) == 1 else f"base ({base.name}) is spread over {len(devices)} devices"
 
 
 class GraphSteps:
-    """``Steps`` as graphs over the buffers of one cache, which may have been recorded in an earlier call.
+    """``Steps`` as graphs over the buffers of a bucket, which may have been recorded in an earlier call.
 
     The first step of a drafter and a rule runs eagerly: kernels are compiled and memory is allocated. Then it is
     recorded, which computes nothing, and every further one is a launch. Where there is nothing to launch because
     recording has failed, every step is like the first.
 
-    Steps run ahead of the host by one: when a sequence ends, the next step is already on its way. Its tokens are
-    dropped here, and room is made for two steps at a time.
+    Steps run ahead of the host by one: when a request ends, the next step is already on its way. Its tokens are
+    dropped by the batch, and blocks are taken for two steps at a time.
     """
+
+    ahead = 2
 
     def __init__(
         self,
+        graphs: StepGraphs,
         base: BaseModel,
-        cache: SlotCache,
+        sequences: Sequence[CachedSequence],
         drafter: Drafter,
         rule: Rule,
         state: DecodeState,
-        record: Callable[[Replay], Replay | None],
     ) -> None:
-        self._base, self._cache, self._drafter, self._rule = base, cache, drafter, rule
-        self._state, self._record = state, record
-        self._active = [True] * cache.slots
+        self._graphs, self._base, self._sequences, self._drafter, self._rule = graphs, base, sequences, drafter, rule
+        self._pool, self._lines = sequences[0].pool, [one.line for one in sequences]
+        self._state = state
+        self._bucket: _Bucket | None = None
         self._under_way: deque[_Arrival] = deque()
 
     @property
     def sizes(self) -> Sequence[int]:
-        """See ``Steps``: shapes are fixed."""
-        return [self._drafter.nodes] * len(self._active)
+        """Shapes are fixed."""
+        return [self._drafter.nodes] * len(self._sequences)
 
     @torch.inference_mode()
-    def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
-        """See ``Steps``; prompts have passes of their own."""
-        if prompts:
-            advance(self._base, prompts)
-        rows_of_two = 2 * self._drafter.nodes
-        if not self._under_way:
-            self._cache.reserve(self._cache.longest + rows_of_two)
-            self._launch()
-        if self._cache.longest + rows_of_two <= self._cache.capacity:
+    def next(self, chunks: Sequence[Chunk] = ()) -> list[list[int]]:
+        """The tokens of the oldest step under way; another one is sent on its way before they are waited for."""
+        if chunks:
+            advance(self._base, chunks)
+        while len(self._under_way) < self.ahead:
             self._launch()
         return self._arrive()
 
-    def _arrive(self) -> list[list[int]]:
-        """The tokens of the oldest step under way."""
-        tokens, counts = read_tokens(self._under_way.popleft().wait())
-        self._cache.grow(counts)
-        return [new if active else [] for new, active in zip(tokens, self._active, strict=True)]
-
     @torch.inference_mode()
     def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
-        """See ``Steps``: the step under way is waited for, and the state leaves the fixed buffers."""
+        """The step under way is waited for, and the state leaves the fixed buffers."""
         late = self._arrive() if self._under_way else None
-        state = DecodeState(
-            **{field.name: getattr(self._state, field.name).clone() for field in dataclasses.fields(self._state)}
-        )
-        self._cache.lengths = state.positions
-        return late, state
+        if self._bucket is not None:
+            self._state = self._bucket.read(len(self._lines))
+            self._graphs.give_back(self._bucket)
+            self._bucket = None
+        return late, self._state
 
-    @torch.inference_mode()
-    def keep(self, active: Sequence[bool]) -> None:
-        """See ``Steps``; the step that is under way goes on with the others too."""
-        self._active = list(active)
-        self._state.active.copy_(torch.tensor(self._active), non_blocking=True)
+    def _arrive(self) -> list[list[int]]:
+        tokens, counts = read_tokens(self._under_way.popleft().wait())
+        for one, count in zip(self._sequences, counts, strict=False):  # inert ones stand behind
+            one.length += count
+        return tokens[: len(self._sequences)]
 
     def _launch(self) -> None:
         """Send the next step on its way."""
-        recorded, key = self._place().recorded, (self._drafter, self._rule)
-        if key in recorded:
-            recorded.move_to_end(key)
-            recorded[key].replay()
-            emitted = recorded[key].emitted
+        bucket, key = self._place(), (self._base, self._drafter, self._rule)
+        if key in bucket.recorded:
+            bucket.recorded.move_to_end(key)
+            bucket.recorded[key].replay()
+            emitted = bucket.recorded[key].emitted
         else:
-            emitted = self._step()
-            self._record_step(recorded, key, emitted)
+            emitted = self._step(bucket)
+            self._record_step(bucket, key, emitted)
         self._under_way.append(_Arrival(emitted))
 
-    def _record_step(self, recorded: _RecordedSteps, key: tuple[Drafter, Rule], like: Tensor) -> None:
+    def _record_step(self, bucket: _Bucket, key: tuple[BaseModel, Drafter, Rule], like: Tensor) -> None:
         # Graphs share their memory: what outlives a replay is copied out of it, by the graph itself.
         emitted = torch.empty_like(like)
-        replay = self._record(lambda: emitted.copy_(self._step()))
+        replay = self._graphs.record(lambda: emitted.copy_(self._step(bucket)))
         if replay is not None:
-            recorded[key] = _Recorded(replay, emitted)
-        while len(recorded) > KEPT_GRAPHS:
-            recorded.popitem(last=False)
+            bucket.recorded[key] = _Recorded(replay, emitted)
+        while len(bucket.recorded) > KEPT_GRAPHS:
+            bucket.recorded.popitem(last=False)
 
-    def _place(self) -> _Buffers:
-        """The cache's fixed buffers; the state is moved there where it is not yet."""
-        recorded = self._cache.recorded
-        if self._cache.slots not in recorded:
-            recorded[self._cache.slots] = _Buffers(self._state, self._cache.capacity)
-        buffers: _Buffers = recorded[self._cache.slots]
-        if self._state is not buffers.state:
-            buffers.load(self._state)
-            self._state, self._cache.lengths = buffers.state, buffers.state.positions
-        return buffers
+    def _place(self) -> _Bucket:
+        """Buffers with blocks for the next step, with the state in them; others where these are too small or stale."""
+        behind = self.ahead * self._drafter.nodes
+        for one in self._sequences:
+            one.reserve(one.length + behind)
+        reach, bucket = max(one.length for one in self._sequences) + behind, self._bucket
+        if bucket is not None and (reach > bucket.kv_length or bucket.epoch != self._pool.epoch):
+            self._state = bucket.read(len(self._lines))  # where kept, others may write there from now on
+            self._graphs.give_back(bucket)
+            bucket = None
+        if bucket is None:
+            bucket = self._bucket = self._graphs.lend(self._pool, self._state, reach)
+            bucket.load(self._state, self._lines)
+        self._pool.tables.tensor()  # what the host has changed goes to where it is read
+        return bucket
 
-    def _step(self) -> Tensor:
+    def _step(self, bucket: _Bucket) -> Tensor:
         """One step from the fixed state to the fixed state."""
-        cache, state = self._cache, self._state
-        try:
-            with cache.fixed_shapes():
-                emitted, after, _ = step_on_device(self._base, cache, self._drafter, self._rule, state)
-            for field in dataclasses.fields(state):
-                getattr(state, field.name).copy_(getattr(after, field.name))
-        finally:
-            cache.lengths = state.positions
-        return emitted
+        base, state = self._base, bucket.state
+        table = BlockTable(self._pool.tables.tensor()[bucket.lines], self._pool.size)
+        draft = self._drafter.propose(state)
+        plan = TreePlan([draft], state.positions, bucket.kv_length, table, base.attention, base.spans)
+        accepted, _, after = verify(base, self._pool, plan, self._rule, state)
+        for field in dataclasses.fields(state):
+            getattr(state, field.name).copy_(getattr(after, field.name))
+        return accepted.emitted
 
 
 class _Arrival:

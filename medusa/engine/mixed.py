@@ -1,40 +1,81 @@
-"""Rows of one batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
+"""Requests of a batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from medusa.acceptance import Rule, Verdict
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters import Drafter
+from medusa.engine.constraint import ConstrainedRule
+from medusa.engine.logprobs import LogprobReader
+from medusa.engine.request import Request
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
 
+class Composed(NamedTuple):
+    """What steps of some requests are made of, see ``decode_step``.
+
+    Attributes:
+        drafter: Of all.
+        rule: Of all.
+        reader: Where one of them asks for log-probabilities.
+        chosen: The drafter of each.
+        watched: The host has a say in each step.
+    """
+
+    drafter: Drafter
+    rule: Rule
+    reader: LogprobReader | None
+    chosen: dict[Request, Drafter]
+    watched: bool
+
+
 class Group(NamedTuple):
-    """Rows that share a drafter and a rule."""
+    """Requests that share a drafter and a rule, by their places."""
 
     rows: list[int]
     drafter: Drafter
     rule: Rule
 
 
+def compose(requests: Sequence[Request], choose: Callable[[Request], Drafter], device: torch.device) -> Composed:
+    """One drafter and one rule for all of these requests, which share theirs where they are alike."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        alike.setdefault((request.rule, *request.drafting), []).append(index)
+    groups = [Group(same, choose(requests[same[0]]), requests[same[0]].rule) for same in alike.values()]
+    drafter = groups[0].drafter if len(groups) == 1 else MixedDrafter(groups, device)
+    rule: Rule = groups[0].rule if len(groups) == 1 else MixedRule(groups)
+    constraints = {index: one.constraint for index, one in enumerate(requests) if one.constraint is not None}
+    if constraints:
+        rule = ConstrainedRule(rule, constraints)
+    wanted = [request.params.logprobs for request in requests]
+    reader = LogprobReader(wanted) if any(most is not None for most in wanted) else None
+    chosen = {requests[index]: group.drafter for group in groups for index in group.rows}
+    return Composed(drafter, rule, reader, chosen, watched=reader is not None or bool(constraints))
+
+
 class MixedDrafter(Drafter):
-    """Each group's drafter for its rows; smaller trees are filled up. A graph would be of this mix of rows alone."""
+    """Each group's drafter for its requests; smaller trees are filled up. A graph would be of this mix alone."""
 
     recordable = False
 
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
         self._groups, self._device = groups, device
-        self._parts = [(torch.tensor(group.rows, device=device), group.drafter) for group in groups]
+        self._parts = [(torch.tensor(group.rows, device=device), group) for group in groups]
         self.nodes = max(group.drafter.nodes for group in groups)
 
-    def propose(self, state: DecodeState, cache: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """One draft below ``state.roots``, with the groups' own as its parts."""
-        return Draft.stack([(rows, _propose(drafter, rows, state, cache)) for rows, drafter in self._parts])
+        drafts = []
+        for rows, group in self._parts:
+            own = [sequences[row] for row in group.rows] if sequences else ()
+            drafts.append((rows, group.drafter.propose(state.select(rows), own)))
+        return Draft.stack(drafts)
 
     def beside_prompts(self) -> Drafter:
         """Each group's own choice."""
@@ -43,7 +84,7 @@ class MixedDrafter(Drafter):
         )
 
     def observe(self, counts: Sequence[int], seconds: float) -> None:
-        """Each drafter sees its own rows, and the time of all."""
+        """Each drafter sees its own requests, and the time of all."""
         for group in self._groups:
             group.drafter.observe([counts[row] for row in group.rows], seconds)
 
@@ -65,11 +106,3 @@ class MixedRule:
             if verdict.likelihood is not None:
                 likelihood_BN[rows, :size] = verdict.likelihood.float()
         return Verdict(edges_BN, bonus_BN, likelihood_BN)
-
-
-def _propose(drafter: Drafter, rows: Tensor, state: DecodeState, cache: SlotCache | None) -> Draft:
-    """A drafter's draft for its rows [b]."""
-    if not drafter.follows:
-        return drafter.propose(state.select(rows))
-    own_B = torch.zeros_like(state.active).index_fill_(0, rows, True)
-    return drafter.propose(dataclasses.replace(state, active=state.active & own_B), cache).select(rows)

@@ -1,157 +1,105 @@
-"""Prompts are computed before they are continued: in chunks, beside the steps of others or between two of them."""
+"""Texts are computed before they are continued: in chunks, beside the steps of others or in passes of their own."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.base.verify import verify_together
-from medusa.cache import SlotCache
-from medusa.state import DecodeState, latest
+from medusa.cache import CachedSequence
+from medusa.engine.request import Request
+from medusa.state import DecodeState
 from medusa.tree import Draft
 
-CHUNK = 512
-"""Tokens of a prompt that one pass of a prefill computes, at most."""
-ROUND_TO = 16
-"""Prompts that end within so many tokens of each other end in one pass."""
+Part = tuple[Draft, Sequence[CachedSequence]]
+"""Trees of a pass, and the sequences that they go on from."""
 
 
-class Prefill:
-    """Computes the rows of prompts, chunk by chunk.
-
-    Each pass is one ``chunk``, whose hidden states ``take`` is given. Once all are ``done``, ``state`` is what the
-    first step starts from: the last token of each prompt is the first root. Its row was computed with the others, so
-    the first step needs no pass of its own (``first_step``).
+class Chunk:
+    """The next tokens of a request's text, as one part of a pass.
 
     Args:
-        base: The frozen base.
-        cache: A cache of B slots: empty, or with the rows of the first tokens of each prompt; at least its last two
-            tokens must be missing, since the pass over the last but one gives the state's hidden state.
-        prompts: Token ids of B prompts, at least one each; the longest first, where there is a choice: then no pass
-            computes more than ``ROUND_TO`` rows of padding per prompt.
-        seeds: One per prompt, None = 0.
-        chunk: Tokens of a prompt per forward pass, at most; bounds the memory of long prompts. A base that decodes
-            plainly gets one at a time.
-        roots: Compute the last token of each prompt too; otherwise the first step does.
+        request: Whose.
+        size: How many tokens.
 
     Attributes:
-        cache: The given one; it holds all of each prompt but its last token, whose row stands behind them.
-        ends: [B, F] hidden states at the last tokens, once they are computed.
-        logits: [B, V] the base's at the last tokens, from ``logits_beside``; None until all are done.
+        ends: They are the last ones: the pass brings the first new token.
+        hidden: [F] the base's hidden state at the last of them, once they are computed.
+        logits: [V] likewise, where they end the text.
     """
 
-    def __init__(
-        self,
-        base: BaseModel,
-        cache: SlotCache,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int] | None = None,
-        chunk: int = CHUNK,
-        roots: bool = True,
-    ) -> None:
-        self.cache, self._chunk, self._roots = cache, 1 if base.decoding == "plain" else chunk, int(roots)
-        batch, width = len(prompts), max(map(len, prompts))
-        padded = [[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts]
-        self._history_BT = torch.tensor(padded, device=base.device)
-        self._hidden_BF = torch.zeros(batch, base.feature_size, dtype=base.dtype, device=base.device)
-        self._seeds_B = torch.tensor(seeds or [0] * batch, device=base.device)
-        pairs = zip(prompts, cache.host_lengths, strict=True)
-        self._missing = [len(prompt) - 1 + self._roots - length for prompt, length in pairs]
-        self._counts: list[int] = []  # tokens of the chunk under way
-        self.ends = torch.zeros_like(self._hidden_BF)
+    def __init__(self, request: Request, size: int) -> None:
+        self.request, self.size, self.ends = request, size, size == request.missing
+        self.hidden: Tensor | None = None
         self.logits: Tensor | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is missing."""
-        return not any(self._missing)
+    @cached_property
+    def part(self) -> Part:
+        """A chain behind what is cached of the text."""
+        sequence = self.request.cached
+        tokens = self.request.text[sequence.length : sequence.length + self.size]
+        return Draft.chain(torch.tensor([tokens], device=sequence.pool.device)), [sequence]
 
-    @property
-    def state(self) -> DecodeState:
-        """What the first step starts from; the hidden state of a prompt of one token is zero."""
-        lengths_B = self.cache.lengths
-        roots_B = self._history_BT.gather(1, lengths_B[:, None])[:, 0]
-        active_B = torch.ones_like(roots_B, dtype=torch.bool)
-        return DecodeState(
-            roots_B, self._hidden_BF, active_B, self._history_BT, lengths_B, self._seeds_B, starts=lengths_B + 1
-        )
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the next chunk."""
-        return sum(self._next())
-
-    def chunk(self) -> Draft:
-        """The next tokens of the first prompts, as far as the shortest reaches that is not complete."""
-        self._counts = self._next()
-        slots, index_C = len(self._counts), torch.arange(max(self._counts), device=self._history_BT.device)
-        places_bC = (self.cache.lengths[:slots, None] + index_C).clamp(max=self._history_BT.shape[1] - 1)
-        return Draft.chain(self._history_BT[:slots].gather(1, places_bC))
-
-    @torch.inference_mode()
-    def take(self, hidden_bCF: Tensor) -> None:
-        """Keep the rows of the chunk, whose hidden states these are."""
-        cache, device = self.cache, hidden_bCF.device
-        counts, slots = self._counts, len(self._counts)
-        pairs = zip(counts, self._missing[:slots], strict=True)
-        last = [self._roots if 0 < count == missing else 0 for count, missing in pairs]
-        kept = [count - root for count, root in zip(counts, last, strict=True)]
-        kept_b = torch.tensor(kept, device=device)
-        ends_b = torch.tensor([count * root for count, root in zip(counts, last, strict=True)], device=device)
-        next_C = torch.arange(1, hidden_bCF.shape[1] + 1, device=device)
-        next_bC = (cache.lengths[:slots, None] + next_C).clamp(max=self._history_BT.shape[1] - 1)
-        with cache.leading(slots):
-            cache.extend(kept_b)
-            cache.grow(kept)
-        for follower in cache.observers:
-            follower.observe(hidden_bCF, self._history_BT[:slots].gather(1, next_bC), kept)
-        self._hidden_BF[:slots] = latest(hidden_bCF, kept_b, self._hidden_BF[:slots])
-        self.ends[:slots] = latest(hidden_bCF, ends_b, self.ends[:slots])
-        for slot, count in enumerate(counts):
-            self._missing[slot] -= count
-
-    def _next(self) -> list[int]:
-        """Tokens of the next chunk by prompt, without those that are complete behind the last that is not."""
-        shortest = min(rows for rows in self._missing if rows)
-        length = min(self._chunk, -(-shortest // ROUND_TO) * ROUND_TO)
-        counts = [min(rows, length) for rows in self._missing]
-        return counts[: max(slot for slot, count in enumerate(counts) if count) + 1]
-
-
-def logits_beside(base: BaseModel, rows_RF: Tensor, prompts: Sequence[Prefill]) -> Tensor:
-    """Logits [R, V] of these rows; prompts that are done get theirs from the same product."""
-    done = [prompt for prompt in prompts if prompt.done]
-    if not done:
-        return base.logits(rows_RF)
-    rows = [rows_RF, *(prompt.ends for prompt in done)]
-    parts = torch.split(base.logits(torch.cat(rows)), [len(part) for part in rows])
-    for prompt, logits_BV in zip(done, parts[1:], strict=True):
-        prompt.logits = logits_BV
-    return parts[0]
+    def take(self, base: BaseModel, hidden_CF: Tensor) -> None:
+        """The tokens are computed: these are their hidden states."""
+        sequence = self.request.cached
+        first = sequence.length
+        sequence.length += self.size
+        self.hidden = hidden_CF[-1]
+        known = self.size - self.ends  # the token after the last is not known yet
+        if base.mtp is not None and known:
+            after = self.request.text[first + 1 : first + 1 + known]
+            base.mtp.observe([sequence], hidden_CF[None, :known], torch.tensor([after], device=base.device), [known])
 
 
 @torch.inference_mode()
-def advance(base: BaseModel, prompts: Sequence[Prefill]) -> None:
-    """One chunk of each, in one pass where the base can."""
-    chunks = verify_together(base, [(prompt.cache, prompt.chunk()) for prompt in prompts])
-    for prompt, hidden_bCF in zip(prompts, chunks, strict=True):
-        prompt.take(hidden_bCF)
-    if any(prompt.done for prompt in prompts):
-        logits_beside(base, chunks[0].new_empty(0, base.feature_size), prompts)
+def advance(base: BaseModel, chunks: Sequence[Chunk]) -> None:
+    """Compute chunks in a pass of their own."""
+    parts = [chunk.part for chunk in chunks]
+    hidden_RF = base.run(parts[0][1][0].pool, base.plan(parts))
+    take_chunks(base, hidden_RF, hidden_RF[:0], chunks)
 
 
-@torch.inference_mode()
-def prefill(
-    base: BaseModel,
-    cache: SlotCache,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int] | None = None,
-    chunk: int = CHUNK,
-) -> DecodeState:
-    """The state of the first step after all of ``Prefill``, without the rows of the roots."""
-    job = Prefill(base, cache, prompts, seeds, chunk, roots=False)
-    while not job.done:
-        (hidden_bCF,) = verify_together(base, [(cache, job.chunk())])
-        job.take(hidden_bCF)
-    return job.state
+def take_chunks(base: BaseModel, hidden_RF: Tensor, drafted_RF: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """Hand chunks their hidden states; the output layer is read once, for their last tokens and for drafted ones.
+
+    Args:
+        base: The base.
+        hidden_RF: Hidden states of the chunks' tokens, one chunk behind the other.
+        drafted_RF: Hidden states of nodes of trees in the same pass.
+        chunks: What was computed.
+
+    Returns:
+        [R, V] logits at the drafted nodes.
+    """
+    for chunk, hidden_CF in zip(chunks, hidden_RF.split([chunk.size for chunk in chunks]), strict=True):
+        chunk.take(base, hidden_CF)
+    ending = [chunk for chunk in chunks if chunk.ends]
+    rows = torch.cat([drafted_RF, *(chunk.hidden[None] for chunk in ending if chunk.hidden is not None)])
+    logits = base.logits(rows) if len(rows) else drafted_RF.new_empty(0, base.vocab_size)
+    for chunk, logits_V in zip(ending, logits[len(drafted_RF) :], strict=True):
+        chunk.logits = logits_V
+    return logits[: len(drafted_RF)]
+
+
+def first_state(base: BaseModel, requests: Sequence[Request], hidden_BF: Tensor) -> DecodeState:
+    """The state of requests whose texts are computed to their last token, which is the root.
+
+    Args:
+        base: The base.
+        requests: Whose.
+        hidden_BF: At the last tokens.
+    """
+    texts, device = [request.text for request in requests], base.device
+    width = max(map(len, texts)) + 1  # room for the next token
+    history = [[*text, *([0] * (width - len(text)))] for text in texts]
+    return DecodeState(
+        roots=torch.tensor([text[-1] for text in texts], device=device),
+        hidden=hidden_BF,
+        active=torch.ones(len(texts), dtype=torch.bool, device=device),
+        history=torch.tensor(history, device=device),
+        positions=torch.tensor([len(text) - 1 for text in texts], device=device),
+        seeds=torch.tensor([request.params.seed for request in requests], device=device),
+        starts=torch.tensor([len(request.prompt) for request in requests], device=device),
+    )

@@ -1,16 +1,18 @@
-"""Prompts that begin like the text before them: a conversation is not computed again turn by turn."""
-
-from collections.abc import Sequence
-from itertools import takewhile
+"""Prompts that begin like texts before them: a conversation is not computed again turn by turn."""
 
 from medusa.base.model import BaseModel
-from medusa.cache import SlotCache
+from medusa.cache import BlockPool
 
 
 class Prefix:
-    """The cached rows of one text, kept for the next prompt; the caller owns it.
+    """The KV cache of earlier texts, kept for the next prompts; the caller owns it.
 
-    What both texts begin with stays, the rest is cut: the completion is the one that an empty cache would give.
+    Whole blocks that a prompt and an earlier text begin with are not computed again: the completion is the one that an
+    empty cache would give.
+
+    Args:
+        tokens: Positions that it may hold; what was not used for longest goes first. None = what one text needs at a
+            time, and what was remembered beside it as long as its memory is not needed.
 
     Example:
         >>> prefix = Prefix()
@@ -18,34 +20,16 @@ class Prefix:
         >>> second = model.generate(prompt + first.tokens + question, prefix=prefix)
     """
 
-    def __init__(self) -> None:
-        self._base: BaseModel | None = None
-        self._cache: SlotCache | None = None
-        self._tokens: list[int] = []
+    def __init__(self, tokens: int | None = None) -> None:
+        self._tokens = tokens
+        self._pool: BlockPool | None = None
 
     def clear(self) -> None:
-        """Forget the text and free its memory."""
-        self._base, self._cache, self._tokens = None, None, []
+        """Forget all texts and free their memory."""
+        self._pool = None
 
-    def take(self, base: BaseModel, prompt: Sequence[int]) -> SlotCache:
-        """A cache of one slot that holds the rows of the beginning of ``prompt``; give it back with ``keep``.
-
-        Until then others get an empty one: two completions at the same time never share rows.
-
-        Args:
-            base: A base other than the last call's starts from nothing.
-            prompt: Token ids; the rows of the last two are never reused (see ``Prefill``).
-        """
-        cache, self._cache = self._cache, None
-        if cache is None or base is not self._base:
-            cache, self._tokens = base.new_cache(1), []
-        pairs = zip(self._tokens, prompt[:-2], strict=False)
-        cache.cut([sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))])
-        return cache
-
-    def keep(self, base: BaseModel, cache: SlotCache, tokens: Sequence[int]) -> None:
-        """Take back what ``take`` gave, with the text that it holds now, or the beginning of it.
-
-        After an interruption too, since a step counts its rows only when they are complete.
-        """
-        self._base, self._cache, self._tokens = base, cache, list(tokens[: cache.host_lengths[0]])
+    def pool(self, base: BaseModel) -> BlockPool:
+        """Where the texts of this base are kept; those of another one are forgotten."""
+        if self._pool is None or self._pool.owner is not base.model:
+            self._pool = base.new_pool(self._tokens)
+        return self._pool

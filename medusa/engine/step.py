@@ -10,13 +10,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.acceptance import Accepted, Rule, accept
+from medusa.attention import TreePlan
 from medusa.base.model import BaseModel
-from medusa.base.verify import verify, verify_together
-from medusa.cache import SlotCache
+from medusa.cache import BlockPool, CachedSequence, commit
 from medusa.drafters import Drafter
-from medusa.engine.prefill import Prefill, logits_beside
+from medusa.engine.prefill import Chunk, first_state, take_chunks
 from medusa.state import DecodeState
 from medusa.tree import Draft
+
+HISTORY = 256
+"""Tokens that a history grows by, at least."""
 
 
 @dataclass(frozen=True)
@@ -45,127 +48,134 @@ class Reader(Protocol):
 @torch.inference_mode()
 def decode_step(
     base: BaseModel,
-    cache: SlotCache,
+    sequences: Sequence[CachedSequence],
     drafter: Drafter,
     rule: Rule,
     state: DecodeState,
     reader: Reader | None = None,
-    prompts: Sequence[Prefill] = (),
+    chunks: Sequence[Chunk] = (),
 ) -> StepResult:
-    """Draft a tree, verify it in one pass of the base, accept a path, and keep that path's rows of the cache.
+    """Draft a tree, verify it in one pass of the base, accept a path, and keep what the pass has cached of it.
 
-    Prompts advance by a chunk meanwhile.
+    Chunks of prompts are computed in the same pass.
     """
-    state = _make_room(cache, state, drafter.nodes)
-    return _read(cache, *step_on_device(base, cache, drafter, rule, state, reader, prompts))
+    state = with_room(state, max(one.length for one in sequences) + drafter.nodes + 1)
+    draft = _fit(base, sequences, drafter.propose(state, sequences))
+    plan = base.plan([(draft, sequences), *(chunk.part for chunk in chunks)])
+    accepted, hidden_BNF, after = verify(base, sequences[0].pool, plan, rule, state, reader, chunks)
+    tokens, counts = read_tokens(accepted.emitted.tolist())  # the step's only copy to the host
+    for one, count in zip(sequences, counts, strict=True):
+        one.length += count
+    _observe(base, sequences, accepted, hidden_BNF, counts)
+    return StepResult(tokens, after, draft.row_sizes)
+
+
+def verify(
+    base: BaseModel,
+    pool: BlockPool,
+    plan: TreePlan,
+    rule: Rule,
+    state: DecodeState,
+    reader: Reader | None = None,
+    chunks: Sequence[Chunk] = (),
+) -> tuple[Accepted, Tensor, DecodeState]:
+    """Run the base over the plan's first trees and accept a path of each, without the host.
+
+    Returns:
+        What was accepted, the hidden states [B, N, F] at the nodes, and the next state.
+    """
+    draft, hidden_RF = plan.drafts[0], base.run(pool, plan)
+    drafted = sum(draft.row_sizes)
+    if chunks:
+        logits_RV = take_chunks(base, hidden_RF[drafted:], hidden_RF[:drafted], chunks)
+    else:
+        logits_RV = base.logits(hidden_RF)
+    hidden_BNF, logits_BNV = draft.spread(hidden_RF[:drafted]), draft.spread(logits_RV)
+    accepted = _judge(draft, hidden_BNF, logits_BNV, rule, state, reader)
+    if draft.depth > 0:  # otherwise the root alone, which stands where it belongs
+        count = len(draft.tokens)
+        commit(pool, plan.table.blocks[:count], plan.lengths[:count], accepted.path, accepted.counts)
+    return accepted, hidden_BNF, _next(state, accepted)
 
 
 @torch.inference_mode()
-def first_step(prompt: Prefill, drafter: Drafter, rule: Rule, reader: Reader | None = None) -> StepResult:
-    """The base's own token after each of some prompts, whose pass is over (``Prefill.done``).
+def first_step(
+    base: BaseModel, chunks: Sequence[Chunk], drafter: Drafter, rule: Rule, reader: Reader | None = None
+) -> StepResult:
+    """The base's own token after each of some texts, whose pass is over.
 
     Args:
-        prompt: With the base's logits at its last tokens.
+        base: The base.
+        chunks: The last ones of their texts.
         drafter: Drafts nothing: what can be verified was computed already.
         rule: Chooses the tokens.
         reader: See ``Reader``.
     """
-    assert prompt.logits is not None, "its pass is over"
-    state = prompt.state
-    state = dataclasses.replace(state, history=pad(state.history, (0, 1)))  # room for the new tokens
-    draft = drafter.propose(state, prompt.cache)
-    ends = prompt.ends[:, None], prompt.logits[:, None]
-    return _read(prompt.cache, *_conclude(prompt.cache, draft, *ends, rule, state, reader))
+    hidden, logits = [one.hidden for one in chunks], [one.logits for one in chunks]
+    hidden_BF = torch.stack([hidden_F for hidden_F in hidden if hidden_F is not None])
+    logits_BV = torch.stack([logits_V for logits_V in logits if logits_V is not None])
+    state = first_state(base, [chunk.request for chunk in chunks], hidden_BF)
+    draft = drafter.propose(state)
+    accepted = _judge(draft, hidden_BF[:, None], logits_BV[:, None], rule, state, reader)
+    tokens, counts = read_tokens(accepted.emitted.tolist())
+    _observe(base, [chunk.request.cached for chunk in chunks], accepted, hidden_BF[:, None], counts)
+    return StepResult(tokens, _next(state, accepted), draft.row_sizes)
 
 
-def step_on_device(
-    base: BaseModel,
-    cache: SlotCache,
-    drafter: Drafter,
-    rule: Rule,
-    state: DecodeState,
-    reader: Reader | None = None,
-    prompts: Sequence[Prefill] = (),
-) -> tuple[Tensor, DecodeState, Sequence[int]]:
-    """The step without the host, for a cache and a history that have room for it.
-
-    Returns:
-        [A + 1, B] int64: the emitted tokens of each sequence, undefined behind their number, which is the last row; the
-        next state; and the nodes of each tree.
-    """
-    draft = _fit(base, cache, drafter.propose(state, cache))
-
-    if prompts:
-        hidden_BNF, *chunks = verify_together(base, [(cache, draft), *((one.cache, one.chunk()) for one in prompts)])
-        for one, hidden_BCF in zip(prompts, chunks, strict=True):
-            one.take(hidden_BCF)
-        logits_BNV = draft.spread(logits_beside(base, draft.flat(hidden_BNF), prompts))
-    else:
-        hidden_BNF = verify(base, cache, draft)
-        logits_BNV = draft.on_nodes(base.logits, hidden_BNF)
-
-    return _conclude(cache, draft, hidden_BNF, logits_BNV, rule, state, reader)
-
-
-def _conclude(
-    cache: SlotCache,
-    draft: Draft,
-    hidden_BNF: Tensor,
-    logits_BNV: Tensor,
-    rule: Rule,
-    state: DecodeState,
-    reader: Reader | None,
-) -> tuple[Tensor, DecodeState, Sequence[int]]:
-    """Accept a path of each tree and keep its rows; logits are 0 behind the end of smaller trees."""
-    verdict = rule(draft, logits_BNV, state)
-    accepted = accept(draft, verdict, state, hidden_BNF)
+def _judge(
+    draft: Draft, hidden_BNF: Tensor, logits_BNV: Tensor, rule: Rule, state: DecodeState, reader: Reader | None
+) -> Accepted:
+    """Accept a path of each tree; hidden states and logits are 0 behind the end of smaller trees."""
+    accepted = accept(draft, rule(draft, logits_BNV, state), state, hidden_BNF)
     if reader is not None:
         reader.read(accepted, logits_BNV)
+    return accepted
 
-    counts_B = accepted.counts
-    if draft.depth == 0:
-        cache.extend(counts_B)  # the root alone: its row already stands where it belongs
-    else:
-        cache.commit(accepted.path, counts_B)
-    for follower in cache.observers:
+
+def _next(state: DecodeState, accepted: Accepted) -> DecodeState:
+    return dataclasses.replace(
+        state, roots=accepted.bonus, hidden=accepted.hidden, positions=state.positions + accepted.counts
+    )
+
+
+def _observe(
+    base: BaseModel,
+    sequences: Sequence[CachedSequence],
+    accepted: Accepted,
+    hidden_BNF: Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Tell a layer of the base that predicts several tokens what was committed."""
+    if base.mtp is not None:
         path_BAF = hidden_BNF.gather(1, accepted.path[..., None].expand(-1, -1, hidden_BNF.shape[2]))
-        follower.observe(path_BAF, accepted.tokens, counts_B.tolist())
-    state = dataclasses.replace(state, roots=accepted.bonus, hidden=accepted.hidden, positions=cache.lengths)
-    return accepted.emitted, state, draft.row_sizes
-
-
-def _read(cache: SlotCache, emitted: Tensor, state: DecodeState, sizes: Sequence[int]) -> StepResult:
-    tokens, counts = read_tokens(emitted.tolist())  # the step's only copy to the host
-    cache.grow(counts)
-    return StepResult(tokens, state, sizes)
+        base.mtp.observe(sequences, path_BAF, accepted.tokens, counts)
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each sequence and their numbers, from what ``step_on_device`` returns."""
+    """The tokens of each sequence and their numbers, from ``Accepted.emitted``."""
     *rows, counts = emitted
     tokens = [list(row[:count]) for row, count in zip(zip(*rows, strict=True), counts, strict=True)]
     return tokens, counts
 
 
-def _fit(base: BaseModel, cache: SlotCache, draft: Draft) -> Draft:
+def with_room(state: DecodeState, width: int) -> DecodeState:
+    """The state with a history that has room for so many tokens."""
+    missing = width - state.history.shape[1]
+    if missing <= 0:
+        return state
+    return dataclasses.replace(state, history=pad(state.history, (0, max(missing, HISTORY))))
+
+
+def _fit(base: BaseModel, sequences: Sequence[CachedSequence], draft: Draft) -> Draft:
     """What the base can verify of a draft: any tree, or its tokens as a chain, or the root alone."""
     if base.decoding == "tree":
         return draft
     if draft.parts:
-        return Draft.stack([(rows, _fit(base, cache, part)) for rows, part in draft.parts])
-    # Where rows stand for positions, they end with the context.
-    room = base.context_length - 1 - cache.longest if base.decoding == "chain" else 1
-    rows = max(1, room)
+        return Draft.stack([(rows, _fit(base, sequences, part)) for rows, part in draft.parts])
+    # Where places stand for positions, they end with the context.
+    longest = max(one.length for one in sequences)
+    rows = max(1, base.context_length - 1 - longest if base.decoding == "chain" else 1)
     chain = Draft.chain(draft.tokens[:, :rows])
     if draft.probs is not None and torch.equal(draft.parents[:, :rows], chain.parents):  # they still hold
         return dataclasses.replace(chain, probs=draft.probs[:, :rows])
     return chain
-
-
-def _make_room(cache: SlotCache, state: DecodeState, nodes: int) -> DecodeState:
-    """Room for a step's rows in the cache and for its tokens in the history; both grow together, between steps."""
-    cache.reserve(cache.longest + nodes)
-    missing = cache.capacity + 1 - state.history.shape[1]
-    if missing <= 0:
-        return state
-    return dataclasses.replace(state, history=pad(state.history, (0, missing)))

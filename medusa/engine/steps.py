@@ -1,17 +1,14 @@
-"""Steps of the same sequences in a row: eagerly here, as CUDA graphs in ``medusa.engine.graph``."""
+"""Steps of the same requests in a row: eagerly here, as CUDA graphs in ``medusa.engine.graph``."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
-
-import torch
 
 from medusa.acceptance import Rule
 from medusa.base.model import BaseModel
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.drafters import Drafter
-from medusa.engine.prefill import Prefill
+from medusa.engine.prefill import Chunk
 from medusa.engine.step import Reader, decode_step
 from medusa.state import DecodeState
 
@@ -19,59 +16,52 @@ from medusa.state import DecodeState
 class Steps(Protocol):
     """Decode steps of the same sequences in a row, each from the state that the one before left."""
 
+    ahead: int
+    """Steps that room must be there for when the next one begins."""
+
     @property
     def sizes(self) -> Sequence[int]:
         """Nodes of each sequence's tree in the last step, the root included."""
 
-    def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
-        """The new tokens of each sequence, the last of them the base's own; none where it is not active any more.
+    def next(self, chunks: Sequence[Chunk] = ()) -> list[list[int]]:
+        """The new tokens of each sequence, the last of them the base's own.
 
         Args:
-            prompts: Of others, which advance by a chunk meanwhile.
+            chunks: Of others' texts, which are computed meanwhile.
         """
-
-    def keep(self, active: Sequence[bool]) -> None:
-        """Let only these sequences go on growing."""
 
     def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
         """No more steps: the tokens of one that is still under way, if there is one, and the state after it."""
 
 
-StartSteps = Callable[[BaseModel, SlotCache, Drafter, Rule, DecodeState], Steps]
-"""Steps from a state on, in the cache that holds its rows: ``EagerSteps``, or ``StepGraphs.steps``."""
-
-
 class EagerSteps:
     """``decode_step`` again and again."""
+
+    ahead = 1
 
     def __init__(
         self,
         base: BaseModel,
-        cache: SlotCache,
+        sequences: Sequence[CachedSequence],
         drafter: Drafter,
         rule: Rule,
         state: DecodeState,
         reader: Reader | None = None,
     ) -> None:
-        self._parts, self._drafter = (base, cache, drafter, rule), drafter
+        self._base, self._sequences, self._drafter, self._rule = base, sequences, drafter, rule
         self._state, self._reader = state, reader
         self.sizes: Sequence[int] = ()
 
-    def next(self, prompts: Sequence[Prefill] = ()) -> list[list[int]]:
-        """See ``Steps``."""
+    def next(self, chunks: Sequence[Chunk] = ()) -> list[list[int]]:
+        """A step; chunks share its pass."""
         began = time.perf_counter()
-        base, cache, drafter, rule = self._parts
-        drafter = drafter.beside_prompts() if prompts else drafter
-        result = decode_step(base, cache, drafter, rule, self._state, self._reader, prompts)
+        drafter = self._drafter.beside_prompts() if chunks else self._drafter
+        result = decode_step(self._base, self._sequences, drafter, self._rule, self._state, self._reader, chunks)
         self._state, self.sizes = result.state, result.sizes
-        if not prompts:  # otherwise the time is not the step's own
+        if not chunks:  # otherwise the time is not the step's own
             self._drafter.observe([len(new) for new in result.tokens], time.perf_counter() - began)
         return result.tokens
 
-    def keep(self, active: Sequence[bool]) -> None:
-        """See ``Steps``."""
-        self._state = dataclasses.replace(self._state, active=torch.tensor(active, device=self._state.roots.device))
-
     def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
-        """See ``Steps``."""
+        """Nothing is under way between two steps."""
         return None, self._state

@@ -6,9 +6,8 @@ import torch
 
 from medusa.formats.base import Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
-from medusa.formats.native import Native, load_calibration, load_provenance, save_heads
-from medusa.formats.original import MedusaV1, MedusaV2
-from medusa.formats.tgi import Lorax, Tgi
+from medusa.formats.native import Native, load_provenance, save_heads
+from medusa.formats.original import Lorax, MedusaV1, MedusaV2, Tgi
 from medusa.formats.vllm import Universal, Vllm
 from medusa.heads import DraftHeads, HeadsConfig
 
@@ -25,7 +24,6 @@ __all__ = [
     "export_heads",
     "find_format",
     "holders",
-    "load_calibration",
     "load_heads",
     "load_provenance",
     "named_format",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import Calibration
 from medusa.files import peek_object, read_object
 from medusa.heads import DraftHeads, HeadsConfig
 
@@ -25,8 +24,6 @@ class Export:
     """Its output layer and tokenizer are shipped by formats whose readers do not take them from the base itself."""
     provenance: Mapping[str, Any] | None = None
     """Where the heads come from, for formats that hold it."""
-    calibration: Calibration | None = None
-    """How often the heads are right, for formats that hold it."""
 
 
 class Format(ABC):
@@ -71,16 +68,14 @@ class Format(ABC):
         return ""
 
     def save(self, export: Export, directory: Path) -> Path:
-        """Write heads into a directory, which is created if missing; every file appears whole or not at all.
+        """Write heads without an obstacle into a directory, created if missing; every file appears whole or not at all.
 
         Returns:
             The directory.
 
         Raises:
-            ValueError: The format cannot hold these heads or lacks their base, or the directory is of another format.
+            ValueError: The base that the format ships is not given, or the directory is of another format.
         """
-        if reason := self.obstacle(export.heads.config):
-            raise ValueError(f"format {self.name!r} {reason}; choose another format")
         if (directory / CONFIG).exists() and not self.matches(directory):
             raise ValueError(
                 f"directory ({directory}) holds a {CONFIG} that is not {self.name!r}; give a new directory"

@@ -1,4 +1,4 @@
-"""This project's own format: ``config.json``, ``heads.safetensors``; where known, provenance and calibration as JSON.
+"""This project's own format: ``config.json``, ``heads.safetensors``; where known, provenance as JSON.
 
 Heads that changed their base in training (Medusa-2) have its adapter beside them, in ``adapter/``.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from medusa.budget.calibration import Calibration
 from medusa.files import peek_object, write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.tensor_files import read_tensors, write_tensors
@@ -20,18 +19,12 @@ from medusa.heads import DraftHeads, HeadsConfig, build_heads
 
 WEIGHTS = "heads.safetensors"
 PROVENANCE = "provenance.json"
-CALIBRATION = "calibration.json"
 ADAPTER = "adapter"
 FORMAT = "medusa-heads"
 FORMAT_VERSION = 1
 
 
-def save_heads(
-    heads: DraftHeads,
-    directory: str | Path,
-    provenance: Mapping[str, Any] | None = None,
-    calibration: Calibration | None = None,
-) -> Path:
+def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
     """Write heads, file by file; every file appears whole under its name or not at all.
 
     A base that is a local directory is stored relative to ``directory``: the two can move together. An adapter of the
@@ -40,8 +33,8 @@ def save_heads(
     Args:
         heads: The heads; their tensors are stored in the dtype they have.
         directory: Created if missing.
-        provenance: Anything that tells where the heads come from (recipe, versions, figures).
-        calibration: Of these heads. Without it, as without provenance, what other heads have left there is removed.
+        provenance: Anything that tells where the heads come from (recipe, versions, figures); without it, what other
+            heads have left there is removed.
 
     Returns:
         The directory.
@@ -55,13 +48,10 @@ def save_heads(
         config["base_adapter"] = ADAPTER
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
             shutil.copytree(heads.config.base_adapter, directory / ADAPTER, dirs_exist_ok=True)
-    for name in (CALIBRATION, PROVENANCE):
-        (directory / name).unlink(missing_ok=True)
+    (directory / PROVENANCE).unlink(missing_ok=True)
     write_tensors(directory / WEIGHTS, heads.state_dict())
     if provenance is not None:
         write_json(directory / PROVENANCE, provenance)
-    if calibration is not None:
-        calibration.save(directory / CALIBRATION)
     header = {"format": FORMAT, "format_version": FORMAT_VERSION}
     write_json(directory / CONFIG, header | config)
     return directory
@@ -104,7 +94,7 @@ class Native(Format):
         """All there is of the heads; nothing of the base but an adapter."""
         if not export.heads.config.base_adapter:
             shutil.rmtree(directory / ADAPTER, ignore_errors=True)
-        save_heads(export.heads, directory, export.provenance, export.calibration)
+        save_heads(export.heads, directory, export.provenance)
 
 
 def _adapter_in(directory: Path, name: str) -> str:
@@ -152,21 +142,3 @@ def _are_tokens(ids: torch.Tensor, vocab_size: int) -> bool:
 def load_provenance(directory: str | Path) -> dict[str, Any] | None:
     """Where heads come from; None where that is not stored, or damaged: it is for people."""
     return peek_object(Path(directory) / PROVENANCE)
-
-
-def load_calibration(directory: str | Path, config: HeadsConfig) -> Calibration | None:
-    """The calibration of heads of this shape; None where there is none.
-
-    Raises:
-        ValueError: It is damaged or belongs to other heads.
-    """
-    path = Path(directory) / CALIBRATION
-    if not path.is_file():
-        return None
-    calibration = Calibration.load(path)
-    if len(calibration.samples) != config.num_heads:
-        raise ValueError(
-            f"calibration ({path}) is of {len(calibration.samples)} heads and there are {config.num_heads}; remove it,"
-            " or copy it again"
-        )
-    return calibration

@@ -1,6 +1,10 @@
-"""Heads as FasterDecoding/Medusa stores them: ``medusa_lm_head`` as .pt or .safetensors, names as in ``head_tensors``.
+"""Heads as FasterDecoding/Medusa stores them, and the engines that followed it; names as in ``head_tensors``.
 
-Version 1 has an output layer for every head, version 2 shares the base's.
+Version 1 has an output layer for every head, version 2 shares the base's. Text Generation Inference and LoRAX read
+either in safetensors; both compute heads that share the output layer by one matrix product for all, and so of one layer
+only. TGI takes a config with ``architectures`` for another kind of drafter.
+
+Source: text_generation_server/layers/medusa.py and speculative.py; lorax_server/adapters/medusa.py.
 """
 
 from pathlib import Path
@@ -18,13 +22,10 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 
 
 class Original(Foreign):
-    """Weights in one file of the original's name, and the original's config.
-
-    Attributes:
-        weights: The file that is written.
-    """
+    """Weights in one file of the original's name, and the original's config."""
 
     weights: str
+    """The file that is written."""
 
     def files(self, directory: Path) -> list[Path]:
         """The safe one of the two where both are there."""
@@ -44,40 +45,67 @@ class MedusaV1(Original):
     name = "medusa-v1"
     summary = "FasterDecoding/Medusa and TensorRT-LLM: an output layer per head"
     weights = PICKLE  # the original's code reads no other
+    own = True
+    elsewise = "holds an output layer per head and these heads share the base's"
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads with output layers of their own."""
-        shared = "" if config.own_lm_heads else "holds an output layer per head and these heads share the base's"
-        return super().obstacle(config) or shared
+        """Medusa heads with output layers as the version has them."""
+        return super().obstacle(config) or ("" if config.own_lm_heads == self.own else self.elsewise)
 
     def matches(self, directory: Path) -> bool:
         """By the config keys, the version, and the name of the weights."""
-        return _is_original(directory) and not _is_version_2(directory)
+        named = any((directory / name).is_file() for name in (PICKLE, SAFETENSORS))
+        return named and _has_original_config(directory) and _is_version_2(directory) != self.own
 
 
-class MedusaV2(Original):
+class MedusaV2(MedusaV1):
     """All heads share the base's output layer."""
 
     name = "medusa-v2"
     summary = "FasterDecoding/Medusa, version 2: heads share the base's output layer"
     weights = SAFETENSORS
+    own = False
+    elsewise = "shares the base's output layer and these heads have their own"
+
+
+class Tgi(Original):
+    """TGI takes the directory for the model's: it serves the base that the config names."""
+
+    name = "tgi"
+    summary = "Text Generation Inference: --model-id DIR"
+    weights = SAFETENSORS
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads that share the base's output layer."""
-        own = "shares the base's output layer and these heads have their own" if config.own_lm_heads else ""
-        return super().obstacle(config) or own
+        """Medusa heads; those that share the output layer, of one layer."""
+        deep = config.num_layers > 1 and not config.own_lm_heads
+        return super().obstacle(config) or ("holds shared heads of one layer only" if deep else "")
 
     def matches(self, directory: Path) -> bool:
-        """By the config keys, the version, and the name of the weights."""
-        return _is_original(directory) and _is_version_2(directory)
+        """By the config keys, and the name of the weights."""
+        no_architectures = "architectures" not in peek_config(directory)
+        return _has_original_config(directory) and no_architectures and (directory / SAFETENSORS).is_file()
+
+    def files(self, directory: Path) -> list[Path]:
+        """The one file that is read."""
+        return [directory / SAFETENSORS]
 
 
-def _is_original(directory: Path) -> bool:
-    named = any((directory / name).is_file() for name in (PICKLE, SAFETENSORS))
-    return named and has_original_config(directory)
+class Lorax(Tgi):
+    """LoRAX loads heads when it starts and, those that share the output layer, with a request."""
+
+    name = "lorax"
+    summary = "LoRAX: --adapter-id DIR at the start, or adapter_id in a request"
+
+    def matches(self, directory: Path) -> bool:
+        """By the config keys; weights may have any name."""
+        return _has_original_config(directory) and bool(self.files(directory))
+
+    def files(self, directory: Path) -> list[Path]:
+        """All safetensors there are."""
+        return sorted(directory.glob("*.safetensors"))
 
 
-def has_original_config(directory: Path) -> bool:
+def _has_original_config(directory: Path) -> bool:
     """Whether a config is one that the original's code and the engines that followed it read."""
     values = peek_config(directory)
     return "medusa_num_heads" in values and values.get("model_type") != "medusa"

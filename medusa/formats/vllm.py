@@ -19,8 +19,7 @@ from medusa.files import replace_file, write_json
 from medusa.formats.base import CONFIG, Export, peek_config
 from medusa.formats.foreign import PICKLE, Foreign, shape_values
 from medusa.formats.head_tensors import head_tensors
-from medusa.formats.original import SAFETENSORS, original_tensors, original_values
-from medusa.formats.tgi import Tgi
+from medusa.formats.original import SAFETENSORS, Tgi, original_tensors, original_values
 from medusa.heads import HeadsConfig
 
 WEIGHTS = "model.safetensors"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from huggingface_hub import ModelCardData, hf_hub_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -15,9 +15,18 @@ from medusa.io.hub import CARD, CARD_MARK, is_hub_id
 from medusa.io.published import published
 
 Row = tuple[object, ...]
+OPTIM = {"loss": "loss", "learning rate": "lr", "rows per step": "rows_per_step"}
 FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 LICENSE = re.compile(r"^(license(?:_name|_link)?): *[\"']?([\w./:-]+)[\"']? *$", re.MULTILINE)
 
+SUMMARY = (
+    "{heads} small heads that guess tokens ahead of a language model; the model checks all guesses in one pass and"
+    " keeps those that it would have written itself. Its text stays its own, in fewer passes."
+)
+ADAPTED = (
+    " These heads were trained together with an adapter of the base, which is in `adapter/`: the text is that of the"
+    " base with the adapter."
+)
 HERE = """```python
 from medusa import MedusaModel
 
@@ -71,7 +80,7 @@ def write_card(
     if path.is_file() and CARD_MARK not in path.read_text(encoding="utf-8"):
         return
     license_data = base_license(config.base) if repo or not is_hub_id(config.base) else {}
-    text = model_card(config, format_name, repo, provenance, report, license_data, holders(config))
+    text = model_card(config, format_name, repo, provenance, report, license_data)
     replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
@@ -81,8 +90,7 @@ def model_card(
     repo: str = "",
     provenance: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
-    license_data: Mapping[str, str] | None = None,
-    exports: Sequence[str] = (),
+    license_data: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a README.md: a metadata block, then what is known; what is not known is left out.
 
@@ -90,27 +98,32 @@ def model_card(
         config: The heads' shape and base.
         format_name: Key in ``FORMATS``.
         repo: Where the heads will be found; "" = unknown, the card then says DIR.
-        provenance: What training wrote beside the heads.
+        provenance: What training wrote beside the heads, or others did: whatever it holds is no error.
         report: A report of the demo about these heads.
         license_data: Of the base, see ``base_license``.
-        exports: Names of all formats that can hold the heads.
 
     Source:
         https://huggingface.co/docs/hub/model-cards
     """
-    provenance, report = provenance or {}, report or {}
-    parts = (
-        f"---\n{_metadata(config, format_name, license_data or {}).to_yaml()}\n---",
-        CARD_MARK,
-        f"# Draft heads for {base_title(config.base)}",
-        _summary(config),
-        _section("The heads", _table(("", ""), _shape(config, format_name, provenance))),
-        _section("How often they are right", _accuracy(_mapping(_at(provenance, "figures")), provenance)),
-        _section("Speed", _speed(report)),
-        _section("Training", _table(("", ""), _training(provenance))),
-        _section("Use", _use(config, format_name, repo or "DIR", exports)),
+    told, plain = provenance or {}, format_name == "custom-generate"
+    metadata = ModelCardData(
+        base_model=config.base if is_hub_id(config.base) else None,
+        library_name="transformers" if plain else "medusa-decoding",
+        pipeline_tag="text-generation",
+        tags=["medusa", "speculative-decoding", *(["custom_generate"] if plain else [])],
+        **(license_data or {}),
     )
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts = [f"---\n{metadata.to_yaml()}\n---", CARD_MARK, f"# Draft heads for {base_title(config.base)}"]
+    parts.append(SUMMARY.format(heads=config.num_heads) + (ADAPTED if config.base_adapter else ""))
+    for title, body in (
+        ("The heads", _table(("", ""), _shape(config, format_name, told))),
+        ("How often they are right", _accuracy(told)),
+        ("Speed", _speed(report or {})),
+        ("Training", _table(("", ""), _training(told))),
+        ("Use", _use(config, format_name, repo or "DIR")),
+    ):
+        parts += [f"## {title}", body] if body else []
+    return "\n\n".join(parts) + "\n"
 
 
 def base_title(base: str) -> str:
@@ -134,32 +147,6 @@ def base_license(base: str) -> dict[str, str]:
     return dict(LICENSE.findall(block[1])) if block else {}
 
 
-def _metadata(config: HeadsConfig, format_name: str, license_data: Mapping[str, str]) -> ModelCardData:
-    plain = format_name == "custom-generate"
-    return ModelCardData(
-        base_model=config.base if is_hub_id(config.base) else None,
-        library_name="transformers" if plain else "medusa-decoding",
-        pipeline_tag="text-generation",
-        tags=["medusa", "speculative-decoding", *(["custom_generate"] if plain else [])],
-        license=license_data.get("license"),
-        license_name=license_data.get("license_name"),
-        license_link=license_data.get("license_link"),
-    )
-
-
-def _summary(config: HeadsConfig) -> str:
-    text = (
-        f"{config.num_heads} small heads that guess tokens ahead of a language model; the model checks all guesses in"
-        " one pass and keeps those that it would have written itself. Its text stays its own, in fewer passes."
-    )
-    if config.base_adapter:
-        text += (
-            " These heads were trained together with an adapter of the base, which is in `adapter/`: the text is that"
-            " of the base with the adapter."
-        )
-    return text
-
-
 def _shape(config: HeadsConfig, format_name: str, provenance: Mapping[str, Any]) -> list[Row]:
     revision = _at(provenance, "base", "revision")
     return [
@@ -176,22 +163,22 @@ def _shape(config: HeadsConfig, format_name: str, provenance: Mapping[str, Any])
     ]
 
 
-def _accuracy(figures: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+def _accuracy(told: Mapping[str, Any]) -> str:
     """A table of held-out accuracies per head, and tokens per step."""
-    names = [name for name in ("top1", "top5", "top10") if _are_numbers(figures.get(f"heldout_{name}"))]
-    columns = [figures[f"heldout_{name}"] for name in names]
-    rows: list[Row] = [
-        (f"t + {head + 1}", *(f"{value:.1%}" for value in values))
-        for head, values in enumerate(zip(*columns, strict=False), start=1)
-    ]
+    columns = {rank: _at(told, "figures", f"heldout_top{rank}") for rank in (1, 5, 10)}
+    columns = {rank: values for rank, values in columns.items() if _are_numbers(values)}
     texts = []
-    if rows:
-        samples = figures.get("heldout_samples")
-        where = f" at {samples[0]} held-out positions" if samples and _are_numbers(samples) else ""
+    if columns:
+        samples = _at(told, "figures", "heldout_samples")
+        where = f" at {samples[0]} held-out positions" if _are_numbers(samples) else ""
+        rows = [
+            (f"t + {head}", *(f"{value:.1%}" for value in values))
+            for head, values in enumerate(zip(*columns.values(), strict=False), start=2)
+        ]
         texts.append(f"How often the right token is among a head's best 1, 5 and 10{where}:")
-        texts.append(_table(("guessed token", *(name.replace("top", "best ") for name in names)), rows))
-    if _are_numbers([tokens := figures.get("heldout_tokens_per_step")]):
-        nodes = _at(provenance, "recipe", "evaluate", "nodes")
+        texts.append(_table(("guessed token", *(f"best {rank}" for rank in columns)), rows))
+    if _are_numbers([tokens := _at(told, "figures", "heldout_tokens_per_step")]):
+        nodes = _at(told, "recipe", "evaluate", "nodes")
         trees = f", trees of {nodes} nodes" if nodes else ""
         texts.append(f"Tokens per step on held-out prompts (plain decoding: 1){trees}: **{tokens:.2f}**")
     return "\n\n".join(texts)
@@ -208,40 +195,36 @@ def _speed(report: Mapping[str, Any]) -> str:
     rows.insert(0, ("none (plain)", "1.00", f"{report['plain_tokens_per_s']:.0f}", "1.00x"))
     threads = f", {report['threads']} threads" if report.get("threads") else ""
     where = f"{report['device']}{threads}, {report['dtype']}{', fused pass' if report.get('fused') else ''}"
-    lead = f"{report['prompts']} held-out prompts, {report['max_new_tokens']} new tokens at most, greedy, on {where}:"
-    table = _table(("drafter", "tokens per step", "tokens/s", "speedup over plain"), rows)
-    notes = [lead, table]
+    texts = [
+        f"{report['prompts']} held-out prompts, {report['max_new_tokens']} new tokens at most, greedy, on {where}:",
+        _table(("drafter", "tokens per step", "tokens/s", "speedup over plain"), rows),
+    ]
     if same := report.get("identical_outputs"):
-        notes.append(f"Outputs identical to {same['against']} ({same['dtype']}): {same['count']} of {same['total']}.")
-    return "\n\n".join(notes)
+        texts.append(f"Outputs identical to {same['against']} ({same['dtype']}): {same['count']} of {same['total']}.")
+    return "\n\n".join(texts)
 
 
-def _training(provenance: Mapping[str, Any]) -> list[Row]:
+def _training(told: Mapping[str, Any]) -> list[Row]:
     """What the run says of itself; a path of the machine that it ran on is cut to its last part."""
-    source = str(_at(provenance, "data", "source") or "")
-    lora = _at(provenance, "recipe", "lora", "rank")
-    versions = _mapping(_at(provenance, "versions"))
+    lora, versions = _at(told, "recipe", "lora", "rank"), _at(told, "versions")
+    used = [f"{name} {version}" for name, version in versions.items() if version] if _is_object(versions) else []
     rows: list[Row] = [
-        ("base in training", f"changed by an adapter of rank {lora}" if lora else "frozen" if provenance else None),
-        ("data", published(source) or None),
-        ("rows", _times(_at(provenance, "data", "rows"), _at(provenance, "data", "row_tokens"), "tokens")),
-        ("steps", _at(provenance, "totals", "steps")),
-        ("epochs", _at(provenance, "totals", "epochs")),
-        ("useful tokens", _at(provenance, "totals", "useful_tokens")),
-        ("loss", _at(provenance, "recipe", "optim", "loss")),
-        ("learning rate", _at(provenance, "recipe", "optim", "lr")),
-        ("rows per step", _at(provenance, "recipe", "optim", "rows_per_step")),
-        ("precision", _at(provenance, "recipe", "engine", "precision")),
-        ("time", _seconds(_at(provenance, "totals", "train_seconds"))),
-        ("machine", _times(_at(provenance, "processes"), _at(provenance, "device"), "")),
-        ("finished", _at(provenance, "finished")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or None),
-        ("revision of the code", _at(provenance, "revision")),
+        ("base in training", f"changed by an adapter of rank {lora}" if lora else "frozen" if told else None),
+        ("data", published(str(_at(told, "data", "source") or "")) or None),
+        ("rows", _times(_at(told, "data", "rows"), _at(told, "data", "row_tokens"), " tokens")),
+        *((name.replace("_", " "), _at(told, "totals", name)) for name in ("steps", "epochs", "useful_tokens")),
+        *((name, _at(told, "recipe", "optim", key)) for name, key in OPTIM.items()),
+        ("precision", _at(told, "recipe", "engine", "precision")),
+        ("time", _seconds(_at(told, "totals", "train_seconds"))),
+        ("machine", _times(_at(told, "processes"), _at(told, "device"))),
+        ("finished", _at(told, "finished")),
+        ("versions", ", ".join(used) or None),
+        ("revision of the code", _at(told, "revision")),
     ]
     return [row for row in rows if row[1] is not None]
 
 
-def _use(config: HeadsConfig, format_name: str, name: str, exports: Sequence[str]) -> str:
+def _use(config: HeadsConfig, format_name: str, name: str) -> str:
     known = is_hub_id(config.base)
     words = {
         "name": name, "base": config.base if known else "BASE", "heads": config.num_heads,
@@ -250,7 +233,7 @@ def _use(config: HeadsConfig, format_name: str, name: str, exports: Sequence[str
     texts = [HERE.format(**words), *(text.format(**words) for text in READERS.get(format_name, ()))]
     if not known:
         texts.append("BASE is the base, which is not named by an address on the Hub.")
-    others = [f"`{other}`" for other in exports if other != format_name]
+    others = [f"`{other}`" for other in holders(config) if other != format_name]
     if others:
         command = f"medusa-export --heads {name} --format FORMAT --out DIR"
         texts.append(f"For other engines, `{command}` writes the heads in the formats {', '.join(others)}.")
@@ -260,31 +243,26 @@ def _use(config: HeadsConfig, format_name: str, name: str, exports: Sequence[str
 def _at(values: Any, *keys: str) -> Any:
     """What is behind a chain of keys; None where one is missing."""
     for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
+        values = values.get(key) if _is_object(values) else None
     return values
 
 
-def _mapping(values: object) -> Mapping[str, Any]:
-    """An object of JSON; an empty one in the place of anything else: provenance is also read from others' heads."""
-    return values if isinstance(values, Mapping) else {}
+def _is_object(values: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(values, Mapping)
 
 
 def _are_numbers(values: object) -> bool:
     return isinstance(values, list) and len(values) > 0 and all(isinstance(value, int | float) for value in values)
 
 
-def _times(count: object, what: object, unit: str) -> str | None:
-    return None if count is None or what is None else f"{count} x {what} {unit}".rstrip()
+def _times(count: object, what: object, unit: str = "") -> str | None:
+    return None if count is None or what is None else f"{count} x {what}{unit}"
 
 
 def _seconds(value: object) -> str | None:
     if not isinstance(value, int | float):
         return None
     return f"{value:.0f} s" if value < 3600 else f"{value / 3600:.1f} h"
-
-
-def _section(title: str, body: str) -> str:
-    return f"## {title}\n\n{body}" if body else ""
 
 
 def _table(headings: Sequence[str], rows: Sequence[Row]) -> str:

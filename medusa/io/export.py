@@ -16,13 +16,12 @@ from medusa.files import peek_object, replace_file
 from medusa.formats import (
     Export,
     export_heads,
-    load_calibration,
     load_heads,
     load_provenance,
     named_format,
     refusal,
 )
-from medusa.formats.native import ADAPTER, CALIBRATION
+from medusa.formats.native import ADAPTER
 from medusa.heads import HeadsConfig
 from medusa.io.card import write_card
 from medusa.io.hub import fetch_heads
@@ -74,7 +73,6 @@ def export(
         loaded,
         _load_base(loaded.config.base, dtype) if target.ships_base and loaded.config.base else None,
         published(load_provenance(source)),
-        load_calibration(source, loaded.config),
     )
     export_heads(made, format_name, out)
     _clean(out)
@@ -84,7 +82,7 @@ def export(
 
 def _clean(out: Path) -> None:
     """Take private words out of the files that no program needs them in."""
-    for path in (out / CALIBRATION, out / ADAPTER / "adapter_config.json", out / "tokenizer_config.json"):
+    for path in (out / ADAPTER / "adapter_config.json", out / "tokenizer_config.json"):
         if path.is_file() and isinstance(text := published_file(path), bytes):
             replace_file(path, partial(Path.write_bytes, data=text))
 

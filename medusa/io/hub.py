@@ -3,12 +3,12 @@
 Tokens are the business of huggingface_hub (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -22,6 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RevisionNotFoundError,
 )
 
+from medusa.files import peek_object
 from medusa.formats.base import CONFIG
 from medusa.formats.native import FORMAT
 from medusa.io.published import published_file
@@ -101,13 +102,14 @@ def push(
             api.create_branch(repo, branch=revision, exist_ok=True)
         files = _files(Path(directory))
         there = api.list_repo_files(repo, revision=revision)
-        if CONFIG in there and not _is_of_heads(_text(api, repo, CONFIG, revision)):
+        known = {CONFIG, CARD}.intersection(there)
+        theirs = {name: Path(api.hf_hub_download(repo, name, revision=revision)) for name in known}
+        if CONFIG in theirs and not _is_of_heads(peek_object(theirs[CONFIG]) or {}):
             raise ValueError(f"repository ({url}) holds another model, which heads would damage; push to another one")
-        if CARD in there and CARD_MARK not in _text(api, repo, CARD, revision):
+        if CARD in theirs and CARD_MARK not in theirs[CARD].read_text(encoding="utf-8"):
             files.pop(CARD, None)
-        stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
-        if CONFIG not in there:
-            stale = []  # no push was here: such files are somebody else's
+        pushed = there if CONFIG in there else ()  # else no push was here: such files are somebody else's
+        stale = [name for name in pushed if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
         api.create_commit(  # upload_folder may cut a push into several commits
             repo,
             [CommitOperationAdd(name, published_file(path)) for name, path in files.items()]
@@ -129,26 +131,14 @@ def is_hub_id(name: str) -> bool:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Files by their names in the repository."""
+    """Files by their names in the repository; hidden ones stay here."""
     names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    return {
-        name.as_posix(): path for name, path in names.items() if not any(part.startswith(".") for part in name.parts)
-    }
+    return {name.as_posix(): path for name, path in names.items() if not any(part[0] == "." for part in name.parts)}
 
 
-def _text(api: HfApi, repo: str, name: str, revision: str | None) -> str:
-    return Path(api.hf_hub_download(repo, name, revision=revision)).read_text(encoding="utf-8")
-
-
-def _is_of_heads(config: str) -> bool:
-    """Whether the text of a ``config.json`` is that of heads, in any format."""
-    try:
-        values = json.loads(config)
-    except ValueError:
-        return False
-    if not isinstance(values, dict):
-        return False
-    return "medusa_num_heads" in values or values.get("model_type") == "medusa" or values.get("format") == FORMAT
+def _is_of_heads(config: dict[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of heads, in any format."""
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa" or config.get("format") == FORMAT
 
 
 @contextmanager
@@ -166,22 +156,23 @@ def _one_sentence(what: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """What an error of huggingface_hub means, and what to do; "" for one that is no such error."""
-    if isinstance(error, GatedRepoError):
-        return f"access to the repository must be asked for on its page, with the account that you {LOG_IN}"
-    if isinstance(error, RevisionNotFoundError):
-        return "the repository has no such revision; name a branch, tag or commit that it has"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"no such repository, or a private one and no right to see it; correct the name, or {LOG_IN}"
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        said = f"status {status}" + (f", {' '.join(error.server_message.split())}" if error.server_message else "")
-        if status in (401, 403):
-            return f"this login is not allowed to ({said}); {LOG_IN}, with a token that may"
-        return f"it answers with an error ({said}); try again later"
-    if isinstance(error, FileMetadataError):
-        return "what answers in its place is no Hub; check HF_ENDPOINT and the proxy"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and they are not in the cache; unset it"
-    if isinstance(error, HTTPError | LocalEntryNotFoundError):
-        return f"it cannot be reached ({type(error).__name__}); check the network, or copy the heads here"
+    match error:
+        case GatedRepoError():
+            return f"access to the repository must be asked for on its page, with the account that you {LOG_IN}"
+        case RevisionNotFoundError():
+            return "the repository has no such revision; name a branch, tag or commit that it has"
+        case RepositoryNotFoundError():
+            return f"no such repository, or a private one and no right to see it; correct the name, or {LOG_IN}"
+        case HfHubHTTPError():
+            words = " ".join((error.server_message or "").split())
+            said = f"status {error.response.status_code}" + (f", {words}" if words else "")
+            if error.response.status_code in (401, 403):
+                return f"this login is not allowed to ({said}); {LOG_IN}, with a token that may"
+            return f"it answers with an error ({said}); try again later"
+        case FileMetadataError():
+            return "what answers in its place is no Hub; check HF_ENDPOINT and the proxy"
+        case OfflineModeIsEnabled():
+            return "HF_HUB_OFFLINE is set, and they are not in the cache; unset it"
+        case HTTPError() | LocalEntryNotFoundError():
+            return f"it cannot be reached ({type(error).__name__}); check the network, or copy the heads here"
     return ""

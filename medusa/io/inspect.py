@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from medusa.base.checkpoint import resolve_base
-from medusa.formats import FORMATS, find_format, load_calibration
+from medusa.formats import FORMATS, find_format
 from medusa.formats.tensor_files import read_tensors
 from medusa.heads import HeadsConfig
 
@@ -21,25 +22,29 @@ def inspect_heads(directory: Path) -> dict[str, Any]:
     """Everything that can be told of a directory, however damaged it is.
 
     Returns:
-        A report: ``files`` and ``tensors`` always; ``format``, ``heads`` and ``exports`` as far as they can be read;
-        ``problems``, sentences.
+        A report: ``files`` and ``tensors`` always; ``format``, ``heads`` and ``exports`` (for every format why it
+        cannot hold the heads; "" = it can) as far as they can be read; ``problems``, sentences.
     """
     problems: list[str] = []
     report: dict[str, Any] = {"kind": "inspect", "directory": str(directory), "format": None}
-    with _collected(problems):
+    with _warnings_in(problems):
         try:
             form = find_format(directory)
             report |= {"format": form.name, "read_by": form.summary}
-            heads = form.load(directory)
-            report |= {"heads": _describe(heads.config), "exports": _exports(heads.config)}
-            problems += _base_problems(heads.config, directory)
-            load_calibration(directory, heads.config)
+            config = form.load(directory).config
+            report |= {"heads": _describe(config)}
+            report |= {"exports": {name: each.obstacle(config) for name, each in FORMATS.items()}}
+            problems += _base_problems(config, directory)
         except (OSError, ValueError) as error:
             problems.append(str(error))
-    report["tensors"] = _tensors(directory, problems)
-    report["parameters"] = sum(tensor["parameters"] for tensor in report["tensors"])
-    report["files"] = _files(directory)
-    return report | {"problems": list(dict.fromkeys(problems))}
+    tensors = _tensors(directory, problems)
+    sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
+    return report | {
+        "tensors": tensors,
+        "parameters": sum(tensor["parameters"] for tensor in tensors),
+        "files": {path.relative_to(directory).as_posix(): size for path, size in sizes.items()},
+        "problems": list(dict.fromkeys(problems)),
+    }
 
 
 def _describe(config: HeadsConfig) -> dict[str, Any]:
@@ -57,11 +62,6 @@ def _describe(config: HeadsConfig) -> dict[str, Any]:
     }
 
 
-def _exports(config: HeadsConfig) -> dict[str, str]:
-    """For every format why it cannot hold the heads; "" = it can."""
-    return {name: form.obstacle(config) for name, form in FORMATS.items()}
-
-
 def _base_problems(config: HeadsConfig, directory: Path) -> list[str]:
     if config.base_adapter and not (Path(config.base_adapter) / ADAPTER_CONFIG).is_file():
         return [f"adapter ({config.base_adapter}) does not exist and the heads need it; copy the folder again"]
@@ -77,7 +77,7 @@ def _base_problems(config: HeadsConfig, directory: Path) -> list[str]:
 def _tensors(directory: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Tensors as they are stored, of every file that can be read."""
     found = []
-    for path in _weights(directory):
+    for path in sorted(path for pattern in WEIGHTS for path in directory.glob(pattern)):
         try:
             tensors = read_tensors([path])
         except (OSError, ValueError) as error:
@@ -101,34 +101,15 @@ def _tensors(directory: Path, problems: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _weights(directory: Path) -> list[Path]:
-    return sorted(path for pattern in WEIGHTS for path in directory.glob(pattern))
-
-
-def _files(directory: Path) -> dict[str, int]:
-    """Sizes in bytes, by name."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
-
-
-class _Collector(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
-
-
 @contextmanager
-def _collected(messages: list[str]) -> Iterator[None]:
+def _warnings_in(messages: list[str]) -> Iterator[None]:
     """What formats warn of goes to a list instead of the log."""
-    logger = logging.getLogger("medusa.formats")
-    handler = _Collector(messages)
+    logger, handler = logging.getLogger("medusa.formats"), BufferingHandler(capacity=1000)
     logger.addHandler(handler)
     logger.propagate = False
     try:
         yield
     finally:
+        messages += [record.getMessage() for record in handler.buffer]
         logger.removeHandler(handler)
         logger.propagate = True

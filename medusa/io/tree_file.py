@@ -1,4 +1,4 @@
-"""Static trees as JSON files, with what they were grown from."""
+"""Static trees as JSON files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from medusa.files import header, read_json, write_json
 from medusa.tree import Tree
 
-REMEDY = "make one with medusa-bench tree --out"
+REMEDY = "make one with medusa.save_tree"
 
 
 def save_tree(tree: Tree, path: str | Path, details: Mapping[str, Any] | None = None) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.base.verify import verify
-from medusa.cache import SlotCache
+from medusa.cache import CachedSequence
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)
@@ -78,38 +77,43 @@ def _equal(rows: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
 
 def _passes(base: BaseModel, texts: Sequence[list[int]], chunks: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Hidden states [T, F] and the last logits [READ, V] of the first text, in passes of these numbers of rows."""
-    tokens_BT, cache = torch.tensor(texts), base.new_cache(len(texts), len(texts[0]))
+    sequences = _sequences(base, len(texts))
     passes, end = [], 0
-    for tokens_BC in tokens_BT.split(list(chunks), dim=1):
-        end += tokens_BC.shape[1]
-        passes.append(_outcome(base, _chain(base, cache, tokens_BC), end - tokens_BT.shape[1] + READ))
+    for count in chunks:
+        part = torch.tensor([text[end : end + count] for text in texts])
+        end += count
+        passes.append(_outcome(base, _chain(base, sequences, part)[:count], end - len(texts[0]) + READ))
     hidden, logits = zip(*passes, strict=True)
     return torch.cat(hidden), torch.cat(logits)
 
 
-def _chain(base: BaseModel, cache: SlotCache, tokens_BC: Tensor) -> Tensor:
-    hidden_BCF = verify(base, cache, Draft.chain(tokens_BC))
-    count = tokens_BC.shape[1]
-    cache.extend(torch.full_like(cache.lengths, count))
-    cache.grow([count] * cache.slots)
-    return hidden_BCF
+def _sequences(base: BaseModel, count: int) -> list[CachedSequence]:
+    pool = base.new_pool(4 * LENGTH)
+    return [CachedSequence(pool) for _ in range(count)]
+
+
+def _chain(base: BaseModel, sequences: Sequence[CachedSequence], tokens_BC: Tensor) -> Tensor:
+    """Hidden states [B * C, F] of the next tokens of each text."""
+    hidden_RF = base.run(sequences[0].pool, base.plan([(Draft.chain(tokens_BC), sequences)]))
+    for one in sequences:
+        one.length += tokens_BC.shape[1]
+    return hidden_RF
 
 
 def _tree(base: BaseModel, text: list[int]) -> tuple[Tensor, Tensor]:
     """The same of the text's last tokens as a path of a tree that holds wrong guesses too."""
-    start = len(text) - len(TREE_PATH)
-    cache = base.new_cache(1, len(text) + len(TREE_PARENTS))
-    _chain(base, cache, torch.tensor([text[:start]]))
+    start, sequences = len(text) - len(TREE_PATH), _sequences(base, 1)
+    _chain(base, sequences, torch.tensor([text[:start]]))
     tokens = [(text[start] + 5 * node) % base.vocab_size for node in range(len(TREE_PARENTS))]
     for node, token in zip(TREE_PATH, text[start:], strict=True):
         tokens[node] = token
     draft = Draft.of(torch.tensor([tokens]), torch.tensor([TREE_PARENTS]), len(tokens))
-    hidden_NF, logits_NV = _outcome(base, verify(base, cache, draft), len(tokens))
+    hidden_NF = base.run(sequences[0].pool, base.plan([(draft, sequences)]))
+    hidden_NF, logits_NV = _outcome(base, hidden_NF, len(tokens))
     path = list(TREE_PATH)
     return hidden_NF[path], logits_NV[path]
 
 
-def _outcome(base: BaseModel, hidden_BNF: Tensor, read: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of the first sequence, and the logits of its last ``read`` rows, of which there may be fewer."""
-    last_BRF = hidden_BNF[:, max(0, hidden_BNF.shape[1] - max(0, read)) :]
-    return hidden_BNF[0], base.logits(last_BRF)[0]
+def _outcome(base: BaseModel, hidden_NF: Tensor, read: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of a sequence, and the logits of its last ``read`` rows, of which there may be fewer."""
+    return hidden_NF, base.logits(hidden_NF[max(0, len(hidden_NF) - max(0, read)) :])

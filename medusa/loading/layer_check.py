@@ -6,7 +6,7 @@ compared at once. Nothing grows, and a fault shows in the layer where it is.
 
 This file needs torch only: a copy of it travels with exported heads.
 
-Legend: P texts, T tokens, B sequences, N rows of a pass, D hidden size.
+Legend: P texts, T tokens, B sequences, N rows of a pass over cached rows, D hidden size.
 """
 
 import inspect
@@ -31,8 +31,6 @@ COARSE_LEAST = 0.015
 
 class LayerCheck:
     """Records the rows of every layer over plain texts, and holds the layers to them over cached rows.
-
-    Every sequence of a cached pass has P / B texts in a row: the paths that it may go.
 
     Args:
         decoder: What is between token ids and the output layer; it is called with ``position_ids`` over cached rows.
@@ -72,26 +70,27 @@ class LayerCheck:
         yield from self._noting(round_input, self._rounded)
 
     @contextmanager
-    def replaying(self, paths_N: Sequence[int] | None = None) -> Iterator[None]:
-        """Passes over cached rows whose layers get the recorded rows of their positions.
+    def replaying(self, texts: int | Sequence[int], compared: bool) -> Iterator[None]:
+        """A pass over cached rows whose layers get the recorded rows of their positions.
 
         Args:
-            paths_N: Which text of its sequence a row belongs to, for a pass that is compared; None = all to the first,
-                and nothing is compared.
+            texts: Which text all rows belong to, or each of them, of one decoder call after the other.
+            compared: Hold what attention gives against what it gave over plain text.
         """
+        left = None if isinstance(texts, int) else list(texts)
 
         def find(_: nn.Module, __: Any, options: dict[str, Any]) -> None:
-            positions_BN = options["position_ids"]
-            texts, length = next(iter(self._inputs.values())).shape[:2]
-            paths = torch.zeros_like(positions_BN) + torch.tensor(paths_N or 0, device=positions_BN.device)
-            first_B = torch.arange(len(positions_BN), device=positions_BN.device) * (texts // len(positions_BN))
-            self._index = first_B[:, None] + paths, positions_BN.clamp(max=length - 1)
+            positions_1N = options["position_ids"]
+            length, count = next(iter(self._inputs.values())).shape[1], positions_1N.shape[1]
+            now = texts if left is None else [left.pop(0) for _ in range(count)]
+            texts_1N = torch.zeros_like(positions_1N) + torch.tensor(now, device=positions_1N.device)
+            self._index = texts_1N, positions_1N.clamp(max=length - 1)
 
         def replace_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             rows, expected = _rows(args, options), self._expected(self._inputs[layer])
             if rows.shape != expected.shape:
                 raise ValueError("its layers do not take one hidden state per row")
-            if paths_N is not None:
+            if compared:
                 number = self._layers.index(layer)
                 name = f"what layer {number} gives differs" if number else "its embeddings differ"
                 errors_BN, limit = _difference(rows, expected), self._limit(LIMITS, COARSE)
@@ -109,7 +108,7 @@ class LayerCheck:
         hooks = [layer.register_forward_pre_hook(replace_input, with_kwargs=True) for layer in self._layers]
         if self._layers:
             hooks.append(self._decoder.register_forward_pre_hook(find, with_kwargs=True))
-        if paths_N is not None:
+        if compared:
             hooks += [part.register_forward_hook(compare) for _, part in self._mixers]
         yield from _until_end(hooks)
 
@@ -139,8 +138,8 @@ class LayerCheck:
 
     def _expected(self, recorded: Tensor) -> Tensor:
         assert self._index is not None, "the decoder is called before its layers"
-        texts_BN, positions_BN = (index.to(recorded.device) for index in self._index)
-        return recorded[texts_BN, positions_BN]
+        texts_1N, positions_1N = (index.to(recorded.device) for index in self._index)
+        return recorded[texts_1N, positions_1N]
 
 
 def _mixers(layer: nn.Module) -> list[nn.Module]:

@@ -9,8 +9,7 @@ import torch
 
 from medusa.base.checkpoint import resolve_base
 from medusa.base.model import BaseModel
-from medusa.budget.calibration import Calibration
-from medusa.formats import load_calibration, load_heads, load_provenance
+from medusa.formats import load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
 from medusa.io.hub import fetch_heads
 from medusa.loading import exactness
@@ -25,7 +24,6 @@ class Loaded(NamedTuple):
 
     base: BaseModel
     heads: DraftHeads | None = None
-    calibration: Calibration | None = None
     provenance: Mapping[str, Any] | None = None
 
 
@@ -64,7 +62,7 @@ def load_base_and_heads(
     if heads is None or loaded is None:
         return Loaded(base_model)
     loaded = loaded.with_config(base=base_model.name)
-    return Loaded(base_model, loaded, load_calibration(heads, loaded.config), load_provenance(heads))
+    return Loaded(base_model, loaded, load_provenance(heads))
 
 
 def _warn_of_other_weights(config: HeadsConfig, base: BaseModel) -> None:

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -11,9 +10,8 @@ from torch import Tensor
 from medusa.attention import Span, UnknownSpanError
 from medusa.base.model import BaseModel
 from medusa.base.traits import Decoding
-from medusa.base.verify import verify
+from medusa.cache import CachedSequence
 from medusa.cpu.fused import UnusualBlockError
-from medusa.engine.prefill import prefill
 from medusa.loading.layer_check import LayerCheck
 from medusa.tree import Draft, Tree
 
@@ -21,8 +19,12 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (40, 3)
 """Tokens of the prompts: one longer than small windows, one so short that every node weighs much in attention."""
-OWN_ROWS = 4096
-"""Rows of the cache, at most, where layers with attention code of their own are tried out."""
+OWN_PLACES = 4096
+"""Places that attention sees, at most, where layers with attention code of their own are tried out."""
+CHUNK = 16
+"""Tokens of a prompt that a pass computes."""
+LEAVES = (3, 4)
+"""Of ``TREE``: each sequence has a text for each of them."""
 TREE = Tree.full([2, 1])
 PATHS = [0, 0, 1, 0, 1]
 """The leaf, of two, below or above which a node of ``TREE`` stands."""
@@ -44,8 +46,8 @@ def choose_decoding(base: BaseModel) -> BaseModel:
     positions (ALiBi); all of it fails where a layer keeps a state of its own (recurrent layers).
 
     What layers may see of a text is asked of transformers (``BaseModel.spans``). Where layers have attention code of
-    their own, it is not known: their rows stand at the beginning of a cache that is as long as the context, so that a
-    window over its last rows shows none of them.
+    their own, it is not known: they get as many places as the context has, the last of which are empty, so that a
+    window over the last ones shows nothing.
 
     Raises:
         UnsupportedBaseError: Not even single rows are exact.
@@ -53,10 +55,10 @@ def choose_decoding(base: BaseModel) -> BaseModel:
     reasons: dict[Decoding, str] = {}
     windows = _has_windows(base)
     for decoding, nodes in DRAFTS.items():
-        for blocks, explicit_mask in ((True, False), (False, False), (False, True)):
-            tried = base.with_traits(decoding=decoding, blocks=blocks, explicit_mask=explicit_mask)
-            if blocks != tried.in_blocks or (explicit_mask and windows):
+        for gathered, explicit_mask in ((False, False), (True, False), (False, True)):
+            if explicit_mask and windows:
                 continue
+            tried = base.with_traits(decoding=decoding, gathered=gathered, explicit_mask=explicit_mask)
             reason = _objection(tried, nodes)
             if reason is None:
                 _report(tried, reasons)
@@ -112,24 +114,31 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
     drafted = [(11 * i + 5) % base.vocab_size for i in range(1, TREE.nodes)]
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
-    draft, paths_N = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth), [PATHS[node] for node in nodes]
+    draft = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth)
     num_layers = 0 if base.fused else base.num_layers  # a fused pass shows its logits only
     layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
     own_code = len(base.spans) < base.num_layers
-    rows = min(base.context_length, OWN_ROWS) if own_code else max(lengths) + TREE.nodes
+    places = min(base.context_length, OWN_PLACES) if own_code else None
     try:
         with layers.recording():
             theirs_BNV = _sequential(base, prompts, drafted)[:, nodes]
         if num_layers:
             with layers.rounding():
                 _sequential(base, prompts, drafted)
-        cache = base.new_cache(len(prompts), rows)
-        with cache.fixed_shapes() if own_code else nullcontext():
-            with layers.replaying():
-                prefill(base, cache, prompts, chunk=16)
-            with layers.replaying(paths_N):
-                hidden_BNF = verify(base, cache, draft)
-        ours_BNV = base.logits(hidden_BNF).float()
+        pool = base.new_pool(2 * (places or max(lengths) + CHUNK))
+        sequences = [CachedSequence(pool) for _ in prompts]
+        for index, (prompt, one) in enumerate(zip(prompts, sequences, strict=True)):
+            size = 1 if base.decoding == "plain" else CHUNK
+            for chunk in (prompt[first : first + size] for first in range(0, len(prompt) - 1, size)):
+                chunk = chunk[: len(prompt) - 1 - one.length]  # all but the last token, which is the root
+                plan = base.plan([(Draft.chain(torch.tensor([chunk], device=base.device)), [one])], places)
+                with layers.replaying(index * len(LEAVES), compared=False):
+                    base.run(pool, plan)
+                one.length += len(chunk)
+        texts = [index * len(LEAVES) + PATHS[node] for index in range(len(prompts)) for node in nodes]
+        with layers.replaying(texts, compared=True):
+            hidden_RF = base.run(pool, base.plan([(draft, sequences)], places))
+        ours_BNV = base.logits(draft.spread(hidden_RF)).float()
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, AssertionError, KeyError) as failure:
         return f"its forward pass fails over cached rows: {(str(failure).splitlines() or [type(failure).__name__])[0]}"
     return layers.objection(ours_BNV, theirs_BNV)

@@ -3,22 +3,17 @@
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
-from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.api.errors import ApiError
 from serve.settings import ApiSettings
 
 logger = logging.getLogger("serve.requests")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def bearer(request: Request) -> str:
@@ -47,7 +42,8 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
         ApiError: It is somebody else, or there is no admin.
     """
     if not settings.admin_key:
-        raise ApiError(HTTPStatus.FORBIDDEN, "heads cannot be changed at run time: the server has no admin key")
+        message = "heads cannot be changed at run time: there is no admin key, which replicas never have"
+        raise ApiError(HTTPStatus.FORBIDDEN, message)
     if not _same(bearer(request), settings.admin_key):
         raise ApiError(HTTPStatus.UNAUTHORIZED, "admin key is missing or wrong", code="invalid_api_key")
 
@@ -57,57 +53,42 @@ def _same(ours: str, theirs: str) -> bool:
 
 
 class Limits:
-    """ASGI middleware: bodies have a limit, and every request an id and a line in the log.
+    """ASGI middleware: bodies have a limit (status 413), and every request an id and a line in the log.
 
     Args:
         app: What it stands before.
         max_body: Bytes.
     """
 
-    def __init__(self, app: App, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, read, answered = time.monotonic(), 0, 0, False
-        headers = dict(scope["headers"])
-        name = headers.get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
-        declared = headers.get(b"content-length", b"0")
+        began, status, read = time.monotonic(), 0, 0
+        name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")[:128] or uuid4().hex
 
-        async def named(message: MutableMapping[str, Any]) -> None:
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_body:
+                detail = f"body exceeds the limit ({self._max_body} bytes); send less"
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
+            return message
+
+        async def named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode("latin-1"))]
             await send(message)
 
-        async def refuse() -> None:
-            nonlocal answered
-            answered = True
-            message = f"body exceeds the limit ({self._max_body} bytes); send less"
-            error = ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
-            await error.response()(scope, receive, named)
-
-        async def counted() -> MutableMapping[str, Any]:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_body and not answered:
-                await refuse()
-            return {"type": "http.disconnect"} if answered else message
-
-        async def unless_answered(message: MutableMapping[str, Any]) -> None:
-            if not answered:
-                await named(message)
-
         try:
-            if declared.isdigit() and int(declared) > self._max_body:
-                await refuse()
-            else:
-                await self._app(scope, counted, unless_answered)
+            await self._app(scope, counted, named)
         finally:
             if scope["path"] not in ("/health", "/metrics"):
                 seconds = time.monotonic() - began

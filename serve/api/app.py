@@ -1,8 +1,9 @@
 """The application: routes to what answers them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,6 @@ from serve.api.protocol import (
 )
 from serve.api.reply import Reply
 from serve.api.service import Service, while_connected
-from serve.api.stream import stream
 from serve.models import UnknownModelError
 
 PAGE = Path(__file__).parents[1] / "page"
@@ -75,7 +75,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     async def reply(request: Request, body: Sampling, starting: Awaitable[Reply]) -> Response:
         answer = await while_connected(request, starting)
         if body.stream:
-            return stream(answer.chunks())
+            return answer.stream()
         return JSONResponse(await while_connected(request, answer.answer()))
 
     @app.post("/v1/chat/completions", responses=ERRORS)
@@ -138,11 +138,16 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         await service.models.remove(name)
         return {"object": "list", "data": service.models.listing()}
 
+    def check_health() -> None:
+        if not engine.healthy(STUCK):
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
+
+    app.state.check_health = check_health  # for Ray too
+
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """200 while the engine works."""
-        if not engine.healthy(STUCK):
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
+        check_health()
         return Response()
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -163,14 +168,9 @@ def _who(key: str, body: Sampling) -> str:
 def _serve_page(app: FastAPI) -> None:
     """The web page: plain files."""
 
-    def file(name: str) -> Callable[[], Awaitable[FileResponse]]:
-        async def send() -> FileResponse:
-            return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
+    async def send(name: str) -> FileResponse:
+        return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
 
-        return send
-
-    for name in ("index.html", "page.css", "page.js", "figures.js", "common.js"):
-        path = "/" if name == "index.html" else f"/{name}"
-        app.add_api_route(
-            path, file(name), methods=["GET", "HEAD"], include_in_schema=False, response_class=FileResponse
-        )
+    for file in PAGE.iterdir():
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        app.add_api_route(path, partial(send, file.name), methods=["GET", "HEAD"], include_in_schema=False)

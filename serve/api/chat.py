@@ -2,15 +2,18 @@
 
 from typing import Any
 
+from medusa import Output
 from medusa.engine.output import FinishReason
 from serve.api.constraints import constraint_of
 from serve.api.errors import refused
 from serve.api.logprobs import Logprobs
 from serve.api.protocol import ChatRequest
-from serve.api.reply import REASONS, Reply
+from serve.api.reply import REASONS, Kind, Reply
 from serve.api.service import Service
 from serve.api.tools import BEGIN, Calls, calls_of, held, numbered
-from serve.request import Delta, Ticket
+from serve.request import Delta
+
+KIND = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
@@ -28,38 +31,18 @@ async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
     constraint = await constraint_of(service, body, calls.schema)
     prompt = await service.aside(service.render, body.messages, calls.tools)
     requests = service.requests(body, [prompt], longest, top, constraint, client)
-    voices = [_Voice(calls, Logprobs(service.tokenizer, top)) for _ in requests]
-    return Reply(service, body, _Chat(voices), await service.start(requests))
+    choices = [_Message(calls, Logprobs(service.tokenizer, top)) for _ in requests]
+    return Reply(service, body, KIND, choices, await service.start(requests))
 
 
-class _Chat:
-    """``Shape`` of the endpoint."""
-
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, voices: "list[_Voice]") -> None:
-        self._voices = voices
-
-    def whole(self, index: int, ticket: Ticket) -> dict[str, Any]:
-        return {"index": index, **self._voices[index].message(ticket)}
-
-    def opening(self, index: int) -> dict[str, Any]:
-        return _choice(index, {"role": "assistant", "content": ""})
-
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._voices[index].choice(index, delta)
-
-
-class _Voice:
-    """What one completion says; what may become a call is held back from a stream."""
+class _Message:
+    """``Choice`` of the endpoint; what may become a call is held back from a stream."""
 
     def __init__(self, calls: Calls, logprobs: Logprobs) -> None:
         self._calls, self._logprobs = calls, logprobs
         self._held, self._calling = "", calls.schema is not None
 
-    def message(self, ticket: Ticket) -> dict[str, Any]:
-        """All of it."""
-        output = ticket.output
+    def whole(self, output: Output) -> dict[str, Any]:
         content, calls = self._calls.read(output.text)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if calls:
@@ -70,15 +53,17 @@ class _Voice:
             "finish_reason": self._reason(output.finish_reason, bool(calls)),
         }
 
-    def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What a step adds."""
+    def opening(self) -> dict[str, Any]:
+        return _delta({"role": "assistant", "content": ""})
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
         text, calls = self._sorted("".join(delta.pieces), delta.finish_reason is not None)
         said: dict[str, Any] = {"content": text} if text or not calls else {}
         if calls:
             said["tool_calls"] = numbered(calls)
         logprobs = self._logprobs.chat(delta.tokens, delta.logprobs, delta.finish_reason)
         reason = self._reason(delta.finish_reason, bool(calls)) if delta.finish_reason else None
-        return _choice(index, said, reason, logprobs)
+        return _delta(said, reason, logprobs)
 
     def _sorted(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Text to tell now, and at the end what is called."""
@@ -98,7 +83,5 @@ class _Voice:
         return "tool_calls" if called and not self._calls.name else REASONS[reason or "abort"]
 
 
-def _choice(
-    index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+def _delta(said: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"delta": said, "logprobs": logprobs, "finish_reason": reason}

@@ -1,16 +1,17 @@
 """POST /v1/completions."""
 
-from collections.abc import Sequence
 from typing import Any
 
+from medusa import Output
 from serve.api.constraints import constraint_of
 from serve.api.errors import refused
 from serve.api.logprobs import Logprobs
 from serve.api.protocol import CompletionRequest
-from serve.api.reply import REASONS, Reply
+from serve.api.reply import REASONS, Kind, Reply
 from serve.api.service import Service
-from serve.request import Delta, Ticket
+from serve.request import Delta
 
+KIND = Kind("cmpl", "text_completion", "text_completion")
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
@@ -30,36 +31,30 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
     echoes = [""] * len(requests)
     if body.echo:
         echoes = await service.aside(lambda: [service.tokenizer.decode(request.prompt) for request in requests])
-    readers = [Logprobs(service.tokenizer, body.logprobs) for _ in requests]
-    return Reply(service, body, _Text(echoes, readers), await service.start(requests))
+    choices = [_Text(echo, Logprobs(service.tokenizer, body.logprobs)) for echo in echoes]
+    return Reply(service, body, KIND, choices, await service.start(requests))
 
 
 class _Text:
-    """``Shape`` of the endpoint."""
+    """``Choice`` of the endpoint."""
 
-    kind = chunk_kind = "text_completion"
-    id_prefix = "cmpl"
+    def __init__(self, echo: str, logprobs: Logprobs) -> None:
+        self._echo, self._logprobs = echo, logprobs
 
-    def __init__(self, echoes: Sequence[str], readers: Sequence[Logprobs]) -> None:
-        self._echoes, self._readers = echoes, readers
+    def whole(self, output: Output) -> dict[str, Any]:
+        logprobs = self._logprobs.plain(output.tokens, output.logprobs, output.finish_reason)
+        return _choice(self._echo + output.text, REASONS[output.finish_reason or "abort"], logprobs)
 
-    def whole(self, index: int, ticket: Ticket) -> dict[str, Any]:
-        output = ticket.output
-        logprobs = self._readers[index].plain(output.tokens, output.logprobs, output.finish_reason)
-        reason = REASONS[output.finish_reason or "abort"]
-        return _choice(index, self._echoes[index] + output.text, reason, logprobs)
+    def opening(self) -> dict[str, Any] | None:
+        return _choice(self._echo) if self._echo else None
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return _choice(index, self._echoes[index]) if self._echoes[index] else None
-
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = self._readers[index].plain(delta.tokens, delta.logprobs, delta.finish_reason)
-        reason = REASONS[delta.finish_reason] if delta.finish_reason else None
-        return _choice(index, "".join(delta.pieces), reason, logprobs)
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs.plain(delta.tokens, delta.logprobs, delta.finish_reason)
+        return _choice("".join(delta.pieces), REASONS[delta.finish_reason] if delta.finish_reason else None, logprobs)
 
 
-def _choice(index: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+def _choice(text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _encode(service: Service, prompt: Any) -> list[list[int]]:

@@ -68,46 +68,39 @@ def refused(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What errors of the engine and of its models mean to a client."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, BusyError):
-        return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", retry_after=error.retry_after)
-    if isinstance(error, LateError):
-        return ApiError(HTTPStatus.REQUEST_TIMEOUT, str(error), "timeout", "timeout")
-    if isinstance(error, StoppingError):
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="stopping", retry_after=1)
-    if isinstance(error, EngineError):
-        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="engine")
-    if isinstance(error, UnknownModelError):
-        return ApiError(HTTPStatus.NOT_FOUND, str(error.args[0]), "model", "model_not_found")
-    assert isinstance(error, ValueError), f"unexpected: {error!r}"
-    return refused(str(error))
+    """What errors of the engine, of its models and of FastAPI mean to a client."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
+        case BusyError():
+            return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", retry_after=error.retry_after)
+        case LateError():
+            return ApiError(HTTPStatus.REQUEST_TIMEOUT, str(error), "timeout", "timeout")
+        case StoppingError():
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="stopping", retry_after=1)
+        case EngineError():
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="engine")
+        case UnknownModelError():
+            return ApiError(HTTPStatus.NOT_FOUND, str(error.args[0]), "model", "model_not_found")
+        case RequestValidationError():
+            first = error.errors()[0]
+            json = first["type"] == "json_invalid"
+            place = "" if json else ".".join(str(part) for part in first["loc"] if part != "body")
+            message = REASONS.get(first["type"], first["msg"])
+            return refused(f"{place}: {message}" if place else message, place or None)
+        case ValueError():
+            return refused(str(error))
+    logger.error("internal error", exc_info=error)
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
 
 
 def handle_errors(app: FastAPI) -> None:
     """Let every error of this application leave in OpenAI's form."""
 
-    @app.exception_handler(ApiError)
-    async def ours(_: Request, error: ApiError) -> JSONResponse:
-        return error.response()
-
-    @app.exception_handler(UnknownModelError)
-    async def unknown(_: Request, error: UnknownModelError) -> JSONResponse:
+    async def answer(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        json = first["type"] == "json_invalid"
-        place = "" if json else ".".join(str(part) for part in first["loc"] if part != "body")
-        message = REASONS.get(first["type"], first["msg"])
-        return refused(f"{place}: {message}" if place else message, place or None).response()
-
-    @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> JSONResponse:
-        return ApiError(error.status_code, str(error.detail)).response()
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}").response()
+    for kind in (ApiError, UnknownModelError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

@@ -163,23 +163,10 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that the model may use."""
+    """A tool that the model may use, or as ``tool_choice`` the one that it must use."""
 
     type: Literal["function"]
     function: Function
-
-
-class NamedFunction(Body):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """The one tool that must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
 
 
 class ChatRequest(Sampling):
@@ -191,7 +178,7 @@ class ChatRequest(Sampling):
     top_logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: StrictBool | None = None
 
 

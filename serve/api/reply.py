@@ -1,36 +1,47 @@
 """An answer, whole or as a stream; what both endpoints have in common."""
 
+import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
+from fastapi.responses import StreamingResponse
+
+from medusa import Output
 from serve.api.errors import as_api_error
 from serve.api.protocol import Sampling, StreamOptions
 from serve.api.service import Service, merged
 from serve.request import Delta, Ticket
 
+logger = logging.getLogger(__name__)
+
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "stop"}
 """OpenAI's words for why a completion has ended."""
 
 
-class Shape(Protocol):
-    """How an endpoint tells completions."""
+class Kind(NamedTuple):
+    """What an endpoint calls its answers."""
 
-    kind: str
-    """What an answer is; as a stream with ``chunk_kind``."""
-    chunk_kind: str
-    id_prefix: str
+    prefix: str
+    """Of their ids."""
+    whole: str
+    chunk: str
 
-    def whole(self, index: int, ticket: Ticket) -> dict[str, Any]:
-        """The choice of a completion that has ended."""
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that begins a stream, if there is one."""
+class Choice(Protocol):
+    """How an endpoint tells one completion."""
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice that a completion has grown by."""
+    def whole(self, output: Output) -> dict[str, Any]:
+        """All of it."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """What begins a stream, if anything does."""
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        """What it has grown by."""
 
 
 class Reply:
@@ -39,14 +50,17 @@ class Reply:
     Args:
         service: What all requests share.
         body: What was asked for.
-        shape: Of the endpoint.
+        kind: Of the endpoint.
+        choices: Of the completions, in their order.
         tickets: The completions, those of a prompt beside each other.
     """
 
-    def __init__(self, service: Service, body: Sampling, shape: Shape, tickets: Sequence[Ticket]) -> None:
-        self._body, self._shape, self._tickets = body, shape, tickets
-        self._id, self._created = f"{shape.id_prefix}-{uuid4().hex}", int(time.time())
-        self._name = service.name_of(body)
+    def __init__(
+        self, service: Service, body: Sampling, kind: Kind, choices: Sequence[Choice], tickets: Sequence[Ticket]
+    ) -> None:
+        self._body, self._kind, self._choices, self._tickets = body, kind, choices, tickets
+        self._head = {"id": f"{kind.prefix}-{uuid4().hex}", "created": int(time.time())}
+        self._head["model"] = body.model or service.models.name
         asked = body.speculation.metrics if body.speculation is not None else None
         self._metrics = len(tickets) == 1 and (service.settings.spec_metrics if asked is None else asked)
 
@@ -61,39 +75,52 @@ class Reply:
                 pass
         except Exception as error:
             raise as_api_error(error) from error
-        choices = [self._shape.whole(index, ticket) for index, ticket in enumerate(self._tickets)]
+        pairs = enumerate(zip(self._choices, self._tickets, strict=True))
+        choices = [{"index": index, **choice.whole(ticket.output)} for index, (choice, ticket) in pairs]
         told = [len(ticket.output.tokens) for ticket in self._tickets]
-        body = {**self._head(self._shape.kind), "choices": choices, "usage": self._usage(told)}
+        body = {**self._head, "object": self._kind.whole, "choices": choices, "usage": self._usage(told)}
         if self._body.return_token_ids:
-            body["prompt_token_ids"] = self._tickets[0].request.prompt
+            body["prompt_token_ids"] = self._tickets[0].asked.prompt
             for choice, ticket in zip(choices, self._tickets, strict=True):
-                choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.request.prompt}
+                choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.asked.prompt}
         return body | self._spec_metrics()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """The answer piece by piece."""
+    def stream(self) -> StreamingResponse:
+        """The answer as server-sent events; an error is the last one. A client that goes away ends them."""
+
+        async def events() -> AsyncGenerator[str]:
+            try:
+                async with aclosing(self._chunks()) as chunks:
+                    async for chunk in chunks:
+                        yield _event(chunk)
+            except Exception as error:  # noqa: BLE001 - the status is sent already: the stream has to tell it
+                logger.info("a stream ends early: %s", error)
+                yield _event(as_api_error(error).body())
+            yield "data: [DONE]\n\n"
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any]]:
         options = self._body.stream_options or StreamOptions()
         told = [0] * len(self._tickets)
-        head = self._head(self._shape.chunk_kind) | ({"usage": None} if options.include_usage else {})
-        for index in range(len(self._tickets)):
-            if opening := self._shape.opening(index):
-                yield {**head, "choices": [opening]}
+        head = {**self._head, "object": self._kind.chunk} | ({"usage": None} if options.include_usage else {})
+        for index, choice in enumerate(self._choices):
+            if opening := choice.opening():
+                yield {**head, "choices": [{"index": index, **opening}]}
         async with aclosing(merged(self._tickets)) as deltas:
             async for index, delta in deltas:
                 told[index] += len(delta.tokens)
-                choice = self._shape.piece(index, delta)
+                piece = {"index": index, **self._choices[index].piece(delta)}
                 if self._body.return_token_ids:
-                    choice["token_ids"] = list(delta.tokens)
+                    piece["token_ids"] = list(delta.tokens)
                 if self._body.speculation is not None and self._body.speculation.trace:
-                    choice["pieces"] = [[piece, piece.drafted] for piece in delta.pieces]
-                chunk = {**head, "choices": [choice]}
+                    piece["pieces"] = [[text, text.drafted] for text in delta.pieces]
+                chunk = {**head, "choices": [piece]}
                 yield chunk | ({"usage": self._usage(told)} if options.continuous_usage_stats else {})
         last = self._spec_metrics() | ({"usage": self._usage(told)} if options.include_usage else {})
         if last:
             yield {**head, "choices": [], **last}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._name}
 
     def _usage(self, told: Sequence[int]) -> dict[str, Any]:
         """How many tokens were read and written; a prompt counts once, however often it is completed."""
@@ -121,3 +148,8 @@ class Reply:
             "num_draft_tokens": output.draft_tokens,
         }
         return {"metrics": {"speculative_decoding": figures}}
+
+
+def _event(body: dict[str, Any]) -> str:
+    """One event; in ASCII, since readers of lines end them at some other characters too."""
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"

@@ -7,33 +7,31 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from medusa import SamplingParams, Speculation, Tree
-from medusa.engine.row import TREES
+from medusa.engine.config import EngineConfig
+from medusa.sampling import SAMPLING, SPECULATION
 from serve.api.errors import ApiError, as_api_error, refused
-from serve.api.protocol import Message, Sampling
+from serve.api.protocol import Message, Sampling, SpeculationBody
 from serve.engine import Engine
 from serve.models import Models
-from serve.request import Delta, Request, Ticket
+from serve.request import Asked, Delta, Ticket
 from serve.settings import ApiSettings
 
 if TYPE_CHECKING:
     from serve.grammar import Grammars
 
 Result = TypeVar("Result")
-DRAFTING = ("drafter", "nodes", "acceptance", "epsilon", "delta")
+DRAFTING = SPECULATION & SpeculationBody.model_fields.keys() - {"tree"}
 """Fields of ``speculation`` that mean what they mean in ``Speculation``."""
-CHOOSING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
-    "ignore_eos",
-)  # fmt: skip
+CHOOSING = SAMPLING & Sampling.model_fields.keys() - {"seed", "logit_bias"}
 """Fields that mean what they mean in ``SamplingParams``."""
-MOST_NODES = TREES // 2
-"""Of a request's trees: each row of a batch writes as many as the largest, and keeps room for them."""
+MOST_NODES = EngineConfig().tree_reserve // 2
+"""Of a request's trees: two of them have room behind its text."""
 LONGEST_TOKEN = 64
 """Characters; a text with more than so many for each token of the context is not encoded."""
 DISCONNECTED = 0.2
@@ -95,10 +93,6 @@ class Service:
         if characters > LONGEST_TOKEN * self.context_length:
             raise refused(f"text ({characters} characters) exceeds the context ({self.context_length} tokens); cut it")
 
-    def name_of(self, body: Sampling) -> str:
-        """Under which name the answer comes."""
-        return body.model or self.models.name
-
     def requests(
         self,
         body: Sampling,
@@ -107,7 +101,7 @@ class Service:
         logprobs: int | None,
         constraint: Callable[[], Any] | None,
         client: str,
-    ) -> list[Request]:
+    ) -> list[Asked]:
         """What the engine is asked for: n completions of each prompt.
 
         Raises:
@@ -122,25 +116,16 @@ class Service:
             speculation = self._speculation(body)
         except ValueError as error:
             raise refused(str(error), "speculation") from error
-        timeouts = [limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
-        first = body.seed if body.seed is not None else random.getrandbits(31)
+        limits = [float(limit) for limit in (body.timeout, self.settings.timeout) if limit is not None]
+        timeout, priority = min(limits, default=None), body.priority or 0
+        seed = body.seed if body.seed is not None else random.getrandbits(31)
         found = []
         for prompt in prompts:
             room = max(1, self.context_length - len(prompt))
-            longest = room if max_tokens is None else max_tokens
+            params = _params(body, room if max_tokens is None else max_tokens, logprobs)
             for number in range(body.n or 1):
-                try:
-                    params = _params(body, longest, logprobs, (first + number) % 2**63)
-                except ValueError as error:
-                    message = str(error).replace("max_new_tokens", "max_tokens")
-                    field = message.split(maxsplit=1)[0].rstrip(":")
-                    raise refused(message, field if field in type(body).model_fields else None) from error
-                found.append(
-                    Request(
-                        prompt, params, speculation, constraint, client, body.priority or 0,
-                        float(min(timeouts)) if timeouts else None,
-                    )
-                )  # fmt: skip
+                seeded = replace(params, seed=(seed + number) % 2**63)
+                found.append(Asked(prompt, seeded, speculation, constraint, client, priority, timeout))
         return found
 
     def _speculation(self, body: Sampling) -> Speculation:
@@ -158,7 +143,7 @@ class Service:
         tree = None if asked.tree is None else Tree(tuple(tuple(path) for path in asked.tree))
         return Speculation(**given, heads=heads, tree=tree)
 
-    async def start(self, requests: Sequence[Request]) -> list[Ticket]:
+    async def start(self, requests: Sequence[Asked]) -> list[Ticket]:
         """Send requests on their way; all of them are taken, or none.
 
         Raises:
@@ -229,15 +214,21 @@ async def while_connected(request: HttpRequest, work: Awaitable[Result]) -> Resu
         task.cancel()
 
 
-def _params(body: Sampling, longest: int, logprobs: int | None, seed: int) -> SamplingParams:
-    given = {name: value for name in CHOOSING if (value := getattr(body, name)) is not None}
-    given["temperature"] = given.get("temperature", 1.0)
-    given["top_k"] = max(0, given.get("top_k", 0)) if given.get("top_k", 0) >= -1 else given["top_k"]
+def _params(body: Sampling, longest: int, logprobs: int | None) -> SamplingParams:
+    """How tokens are chosen; an ApiError names the field that is wrong."""
+    given = {"temperature": 1.0} | {name: value for name in CHOOSING if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
     try:
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()} or None
     except ValueError as error:
-        raise ValueError(f"logit_bias: {error}; its keys are token ids") from error
-    return SamplingParams(**given, max_new_tokens=longest, logprobs=logprobs, seed=seed, logit_bias=bias or None)
+        raise refused(f"logit_bias: {error}; its keys are token ids", "logit_bias") from error
+    try:
+        return SamplingParams(**given, max_new_tokens=longest, logprobs=logprobs, logit_bias=bias)
+    except ValueError as error:
+        message = str(error).replace("max_new_tokens", "max_tokens")
+        field = message.split(maxsplit=1)[0]
+        raise refused(message, field if field in type(body).model_fields else None) from error
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from serve.api.errors import refused
-from serve.api.protocol import ChatRequest, NamedTool, Tool
+from serve.api.protocol import ChatRequest, Tool
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -74,7 +74,7 @@ def calls_of(body: ChatRequest) -> Calls:
     described = [tool.model_dump(exclude_none=True) for tool in tools]
     if choice not in (None, "auto") and body.response_format is not None:
         raise refused("response_format does not go with a tool that must be called; leave one out", "response_format")
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, Tool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
             raise refused(f"tool_choice ({choice.function.name}) is none of the tools; name one of them", "tool_choice")

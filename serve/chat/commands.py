@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.sampling import DRAFTERS, RULES
-from serve.chat.conversation import Conversation, Settings, load, save, tree_budget
+from serve.chat.conversation import Conversation, GenerationOptions, load, save, tree_budget
 from serve.chat.repl import Command, Repl
 from serve.chat.terminal import count
 
@@ -23,10 +23,6 @@ def _reset(repl: Repl, _: str) -> None:
     repl.terminal.note("The conversation starts anew.")
 
 
-def _regenerate(repl: Repl, _: str) -> None:
-    repl.regenerate()
-
-
 def _setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], None]:
     """A command that shows one setting, or changes it when it is given a value."""
 
@@ -35,14 +31,14 @@ def _setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], No
             try:
                 value = parse(argument)
             except ValueError:
-                value = argument  # Settings names the rule that it breaks
+                value = argument  # the options name the rule that it breaks
             repl.settings = replace(repl.settings, **{name: value})
         repl.terminal.note(f"{name} = {_shown(repl.settings, name)}")
 
     return run
 
 
-def _shown(settings: Settings, name: str) -> object:
+def _shown(settings: GenerationOptions, name: str) -> object:
     value = getattr(settings, name)
     return "auto" if value is None else value
 
@@ -67,21 +63,20 @@ def _colour(repl: Repl, argument: str) -> None:
 
 
 def _stats(repl: Repl, _: str) -> None:
-    totals, settings = repl.totals, repl.settings
-    speed, per_step = totals.tokens / max(totals.seconds, 1e-9), totals.tokens / max(totals.steps, 1)
+    outputs, turns = repl.outputs, len(repl.conversation.turns)
+    tokens, steps = sum(len(output.tokens) for output in outputs), sum(output.steps for output in outputs)
+    seconds = sum(output.seconds for output in outputs)
+    known, read = (sum(getattr(output, name) for output in outputs) for name in ("cached_tokens", "prompt_tokens"))
+    settings = ", ".join(f"{field.name} {_shown(repl.settings, field.name)}" for field in fields(repl.settings))
+    speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s, {tokens / max(steps, 1):.2f} tokens/step"
     repl.terminal.note(
-        f"  {count(totals.answers, 'answer')}, {count(totals.tokens, 'token')} in {count(totals.steps, 'step')} and"
-        f" {totals.seconds:.1f} s:"
-        f" {speed:.1f} tokens/s, {per_step:.2f} tokens/step"
+        f"  {count(len(outputs), 'answer')}, {count(tokens, 'token')} in {count(steps, 'step')} and {seconds:.1f} s:"
+        f" {speed}\n"
+        f"  {known:,} of {count(read, 'prompt token')} were known from the answer before\n"
+        f"  conversation: {count(turns, 'turn')}, {count(repl.conversation_tokens(), 'token')};"
+        f" the context holds {repl.model.base.context_length:,}\n"
+        f"  {settings}"
     )
-    repl.terminal.note(
-        f"  {totals.cached_tokens:,} of {count(totals.prompt_tokens, 'prompt token')} were known from the answer before"
-    )
-    repl.terminal.note(
-        f"  conversation: {count(len(repl.conversation.turns), 'turn')}, {count(repl.conversation_tokens(), 'token')};"
-        f" the context holds {repl.model.base.context_length:,}"
-    )
-    repl.terminal.note("  " + ", ".join(f"{field.name} {_shown(settings, field.name)}" for field in fields(settings)))
 
 
 def _save(repl: Repl, argument: str) -> None:
@@ -110,7 +105,7 @@ def _exit(_repl: Repl, _: str) -> None:
 COMMANDS = {
     "help": Command("", "Show this list.", _help),
     "reset": Command("", "Forget the conversation; the system prompt stays.", _reset),
-    "regen": Command("", "Answer the last message once more.", _regenerate),
+    "regen": Command("", "Answer the last message once more.", lambda repl, _: repl.regenerate()),
     "temp": Command("X", "Set the temperature; 0 is greedy.", _setting("temperature", float)),
     "penalty": Command("X", "Set the repetition penalty; 1 is off.", _setting("repetition_penalty", float)),
     "max": Command("N", "Set the longest answer, in tokens.", _setting("max_new_tokens", int)),

@@ -1,45 +1,68 @@
 """State of a chat: what was said, and how answers are generated. Nothing here knows a model or a terminal."""
 
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from medusa.sampling import SAMPLING, SamplingParams, Speculation
+from medusa.files import read_object, replace_file
+from medusa.sampling import RULES, SAMPLING, SamplingParams, Speculation
+from serve.flags import flag
 
 Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How answers are generated; the fields are options of ``MedusaModel.stream``.
+def tree_budget(text: str) -> int | None:
+    """A value of ``nodes`` as the user writes it; a ValueError unless it is a whole number or ``auto``."""
+    return None if text == "auto" else int(text)
 
-    Attributes:
-        max_new_tokens: Longest answer, in tokens.
-        temperature: 0 is greedy; above it, tokens are sampled.
-        top_p: Sample from the smallest set of tokens with this much probability; 1 is off.
-        top_k: Sample from this many most likely tokens; 0 is off.
-        repetition_penalty: Above 1, tokens that occurred before become less likely; 1 is off.
-        seed: Of the sampling noise.
-        acceptance: Rule that accepts draft tokens; None is greedy at temperature 0, else sampling.
-        nodes: Tree budget with the root, in tokens per verify pass; 1 is plain decoding, None is the model's choice.
-        drafter: What guesses, a name of ``Speculation.drafter``; None is whoever is fastest. The text does not depend
-            on it, except under speculative and typical acceptance.
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How answers are generated: fields are options of ``MedusaModel.stream``, and flags of the command line.
+
+    Raises:
+        ValueError: A value out of its range, or values that do not go together.
     """
 
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    acceptance: str | None = None
-    nodes: int | None = None
-    drafter: str | None = None
+    max_new_tokens: int = flag(512, "longest answer, in tokens", int, "N")
+    temperature: float = flag(0.0, "0 is greedy, above it tokens are sampled (default: %(default)s)", float, "X")
+    top_p: float = flag(
+        1.0,
+        "sample from the likeliest tokens with this much probability (default: %(default)s, off)",
+        float,
+        "P",
+    )
+    top_k: int = flag(0, "sample from this many likeliest tokens (default: %(default)s, off)", int, "N")
+    repetition_penalty: float = flag(
+        1.0, "above 1, what occurred before becomes less likely (default: %(default)s, off)", float, "X"
+    )
+    seed: int = flag(0, "of the sampling noise (default: %(default)s)", int, "N")
+    acceptance: str | None = flag(
+        None,
+        "how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."
+        " speculative is lossless in distribution: answers are as likely as those of the base alone, but for a seed not"
+        " the same. typical is LOSSY: faster, but answers can differ (default: greedy at temperature 0, else sampling)",
+        choices=RULES,
+    )
+    nodes: int | None = flag(
+        None,
+        "tree budget, in tokens per verify pass; 1 is plain decoding (default: auto, what brings the most tokens per"
+        " second, found out as it runs)",
+        tree_budget,
+        "N",
+    )
+    drafter: str | None = flag(
+        None,
+        "what guesses: heads, prompt-lookup (what followed the last words earlier in the text), ngram (and in earlier"
+        " answers), draft-model, early-exit (the base's first layers), mtp, several of them joined by +; hybrid is"
+        " heads+prompt-lookup; heads-sampled draws from the heads, for speculative acceptance. Under greedy and"
+        " sampling the answer does not depend on it (default: auto, the fastest of what there is)",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         chosen = {name: value for name, value in asdict(self).items() if name in SAMPLING}
@@ -60,15 +83,6 @@ class Settings:
     def lossy(self) -> bool:
         """Whether answers may differ from what the base alone would write."""
         return self.acceptance == "typical"
-
-
-def tree_budget(text: str) -> int | None:
-    """Parse a value of ``nodes`` as the user writes it.
-
-    Raises:
-        ValueError: If it is neither a whole number nor ``auto``.
-    """
-    return None if text == "auto" else int(text)
 
 
 class Turn(NamedTuple):
@@ -110,40 +124,30 @@ class Conversation:
         return bisect_left(range(len(self.turns) + 1), True, key=lambda n: fits(self.prompt(message, forget=n)))
 
 
-def save(path: Path, conversation: Conversation, settings: Settings) -> None:
+def save(path: Path, conversation: Conversation, settings: GenerationOptions) -> None:
     """Write messages and settings as JSON, whole or not at all.
 
     Raises:
         OSError: If the file cannot be written; a file that was there before is unharmed.
     """
     text = json.dumps({"messages": conversation.messages(), "settings": asdict(settings)}, indent=2, ensure_ascii=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
 
 
-def load(path: Path) -> tuple[Conversation, Settings]:
+def load(path: Path) -> tuple[Conversation, GenerationOptions]:
     """Read what :func:`save` wrote.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is not UTF-8, not JSON, or not a conversation; the message says what is wrong.
+        ValueError: If it is not JSON, or not a conversation; the message says what is wrong.
     """
+    content = read_object(path, "conversation", "name a file that /save wrote")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.start}); name a file that /save wrote") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); name a file that /save wrote") from None
-    try:
-        if not isinstance(content, dict) or not isinstance(content.get("settings", {}), dict):
-            raise ValueError('expected an object {"messages": [...], "settings": {...}}')
-        return _conversation(content.get("messages")), Settings(**content.get("settings", {}))
+        if not isinstance(settings := content.get("settings", {}), dict):
+            raise ValueError("settings must be an object")
+        return _conversation(content.get("messages")), GenerationOptions(**settings)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a saved conversation: {error}") from None
+        raise ValueError(f"conversation ({path}) is damaged: {error}; name a file that /save wrote") from None
 
 
 def _conversation(messages: object) -> Conversation:

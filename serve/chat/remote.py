@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import httpx
 
 from medusa.engine.output import Output, Piece
+from medusa.sampling import SPECULATION
 from serve.chat.conversation import Message
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-DRAFTING = ("acceptance", "nodes", "drafter")
-"""Settings that only our own server knows."""
 ENDS = {"stop": "eos", "length": "length"}
 
 
@@ -58,12 +57,14 @@ class RemoteModel:
         tokens: list[int] = self._json("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)["tokens"]
         return tokens
 
-    def stream(self, prompt: list[int], **settings: Any) -> "RemoteStream":
-        """A completion as it grows; see ``MedusaModel.stream``. What keeps prefixes is the server's affair."""
-        if settings.pop("tree", None) is not None:
-            raise ValueError("a static tree is not sent to a server; leave --tree out")
-        settings.pop("prefix", None)
-        drafting = {name: settings.pop(name, None) for name in DRAFTING}
+    def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **settings: Any) -> "RemoteStream":
+        """A completion as it grows, as ``MedusaModel.stream``; what keeps prefixes is the server's affair."""
+        drafting = {name: settings.pop(name) for name in SPECULATION & settings.keys()}
+        asked = {name: value for name, value in drafting.items() if value is not None}
+        if asked and not self.ours:
+            raise ValueError(
+                "this server does not choose how a request is drafted; set acceptance, nodes, drafter to auto"
+            )
         body = {
             "model": self.base.name,
             "prompt": prompt,
@@ -71,14 +72,8 @@ class RemoteModel:
             "stream_options": {"include_usage": True},
             "max_tokens": min(settings.pop("max_new_tokens"), self.base.context_length - len(prompt)),
             **settings,
+            **({"speculation": {"trace": True, "metrics": True, **asked}} if self.ours else {}),
         }
-        if self.ours:
-            asked = {name: value for name, value in drafting.items() if value is not None}
-            body["speculation"] = {"trace": True, "metrics": True, **asked}
-        elif any(value is not None for value in drafting.values()):
-            raise ValueError(
-                "this server does not choose how a request is drafted; set acceptance, nodes, drafter to auto"
-            )
         return RemoteStream(self._http, f"{self._url}/completions", body)
 
     def _json(self, method: str, url: str, body: Any = None) -> Any:
@@ -113,31 +108,26 @@ class RemoteStream:
                     if "error" in chunk:
                         raise OSError(chunk["error"]["message"])
                     began = began or time.perf_counter()
-                    self._read(chunk)
-                    for choice in chunk["choices"]:
-                        yield from self._pieces(choice)
+                    for text, drafted in self._read(chunk):
+                        output.text += text
+                        yield Piece(text, drafted)
                     output.seconds = time.perf_counter() - began
         except httpx.HTTPError as error:
             raise OSError(f"endpoint ({self._url}) broke off: {error}; ask again") from error
 
-    def _pieces(self, choice: dict[str, Any]) -> Iterator[Piece]:
+    def _read(self, chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+        """Texts of a chunk, and whether they were drafted; the last one brings numbers."""
         output = self.output
-        reason = choice.get("finish_reason")
-        if reason is not None:
-            output.finish_reason = ENDS.get(reason, "stop")  # type: ignore[assignment]
-        for text, drafted in choice.get("pieces") or ([[choice["text"], False]] if choice["text"] else []):
-            output.text += text
-            yield Piece(text, drafted)
-
-    def _read(self, chunk: dict[str, Any]) -> None:
-        """Numbers that come with the last chunk."""
-        output, usage = self.output, chunk.get("usage")
-        if usage:
+        for choice in chunk["choices"]:
+            if reason := choice.get("finish_reason"):
+                output.finish_reason = ENDS.get(reason, "stop")  # type: ignore[assignment]
+            yield from choice.get("pieces") or ([(choice["text"], False)] if choice["text"] else [])
+        if usage := chunk.get("usage"):
             output.tokens = [0] * usage["completion_tokens"]
             output.steps = usage["completion_tokens"]
             output.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        if chunk.get("metrics"):
-            output.steps = chunk["metrics"]["speculative_decoding"]["num_spec_steps"]
+        if metrics := chunk.get("metrics"):
+            output.steps = metrics["speculative_decoding"]["num_spec_steps"]
 
 
 def _check(status: int, text: str) -> None:

@@ -1,10 +1,10 @@
 """The chat loop: reads a message, streams the answer, keeps the conversation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from serve.chat.conversation import Conversation, Message, Settings, Turn
+from serve.chat.conversation import Conversation, GenerationOptions, Message, Turn
 from serve.chat.terminal import Terminal, count
 
 if TYPE_CHECKING:
@@ -15,78 +15,37 @@ BLOCK = '"""'
 """Opens and closes a message of several lines."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """One line of ``/help``.
-
-    Attributes:
-        argument: What follows the name; empty for commands that take nothing.
-        help: One sentence.
-        run: Does it; raises ValueError or OSError with a message for the user, EOFError to leave.
-    """
+class Command(NamedTuple):
+    """One line of ``/help``."""
 
     argument: str
+    """What follows the name; empty for commands that take nothing."""
     help: str
-    run: Callable[["Repl", str], None]
+    """One sentence."""
+    run: "Callable[[Repl, str], None]"
+    """Does it; raises ValueError or OSError with a message for the user, EOFError to leave."""
 
 
 @dataclass
-class Totals:
-    """Sums over the answers of a session; seconds are those of decoding."""
-
-    answers: int = 0
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, output: "Output") -> None:
-        """Count one more answer."""
-        self.answers += 1
-        self.tokens += len(output.tokens)
-        self.steps += output.steps
-        self.seconds += output.seconds
-        self.prompt_tokens += output.prompt_tokens
-        self.cached_tokens += output.cached_tokens
-
-
 class Repl:
-    """A chat between one user and one model.
+    """A chat between one user and one model."""
 
-    Args:
-        model: Anything with ``chat_prompt``, ``stream`` and ``base.context_length`` as :class:`MedusaModel` has them.
-        terminal: Where lines come from and answers go.
-        commands: What a line that begins with a slash may be, by name.
-        conversation: Where to start; usually a system prompt at most.
-        settings: How answers are generated.
-        title: Lines of the banner about the model.
-        prefix: Keeps what is computed of the conversation from one answer to the next; None computes it each time.
-        tree: A static tree that every step drafts; None is one per step.
-    """
-
-    def __init__(
-        self,
-        model: "MedusaModel | RemoteModel",
-        terminal: Terminal,
-        commands: Mapping[str, Command],
-        conversation: Conversation,
-        settings: Settings,
-        title: str = "",
-        prefix: "Prefix | None" = None,
-        tree: "Tree | None" = None,
-    ) -> None:
-        self.model = model
-        self.terminal = terminal
-        self.commands = commands
-        self.conversation = conversation
-        self.settings = settings
-        self.title = title
-        self.prefix = prefix
-        self.tree = tree
-        self.totals = Totals()
-        self._attempt = 0
-        self._forgotten = 0
+    model: "MedusaModel | RemoteModel"
+    terminal: Terminal
+    commands: Mapping[str, Command]
+    """What a line that begins with a slash may be, by name."""
+    conversation: Conversation
+    settings: GenerationOptions
+    title: str = ""
+    """Lines of the banner about the model."""
+    prefix: "Prefix | None" = None
+    """Keeps what is computed of the conversation from one answer to the next; None computes it each time."""
+    tree: "Tree | None" = None
+    """A static tree that every step drafts; None is one per step."""
+    outputs: "list[Output]" = field(default_factory=list)
+    """The answers of this session."""
+    _attempt: int = 0
+    _forgotten: int = 0
 
     def run(self) -> None:
         """Chat until the end of the input.
@@ -198,7 +157,7 @@ class Repl:
         finally:
             if not text.endswith("\n"):
                 self.terminal.answer("\n")
-        self.totals.add(stream.output)
+        self.outputs.append(stream.output)
         self._status(stream.output, interrupted)
         return None if interrupted and not text else Turn(message, text)
 

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.arguments import at_least, show_messages
+from data.arguments import at_least, exit_status, show_messages
 from serve.demo.report import publish
 
+CTRL_C = 130
+"""Exit status."""
 ROOT = Path(__file__).parents[2]
 HELDOUT_PROMPTS = 96
 """Answers that the heads' accuracy is measured on."""
@@ -38,27 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     show_messages()
-    run = Path(options.run).resolve()
-    began = time.monotonic()
-    try:
-        if options.fresh:
-            _remove(run)
-        _make_heads(run, options.train_prompts)
-        _quiet_transformers()
-        report = _compare(run, options.prompts, options.rounds)
-        report["smollm2"] = _compare_real(options.real_prompts, options.real_rounds)
-        report["demo_seconds"] = round(time.monotonic() - began, 1)
-        publish(run, report)
-    except subprocess.CalledProcessError as error:
-        print(f"a stage of the demo failed (exit status {error.returncode}); its message is above", file=sys.stderr)
-        return 1
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
+    status = exit_status(lambda: _demo(options))
+    if status == CTRL_C:
         print("stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+    return status
+
+
+def _demo(options: argparse.Namespace) -> None:
+    """All stages."""
+    run, began = Path(options.run).resolve(), time.monotonic()
+    if options.fresh:
+        _remove(run)
+    _make_heads(run, options.train_prompts)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    report = _compare(run, options.prompts, options.rounds)
+    report["smollm2"] = _compare_real(options.real_prompts, options.real_rounds)
+    report["demo_seconds"] = round(time.monotonic() - began, 1)
+    publish(run, report)
 
 
 def _remove(run: Path) -> None:
@@ -94,9 +95,7 @@ def _make_heads(run: Path, train_prompts: int) -> None:
 
 def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     """The third stage: the embedded base with the heads that the first two made."""
-    _say(
-        "3/4  held-out prompts, decoded by transformers, plainly, and with each drafter; compiling takes half a minute"
-    )
+    _say("3/4  held-out prompts, decoded by transformers, plainly, and with each drafter; compiling takes a while")
     from data.prompts import embedded_prompts
     from medusa import MedusaModel
     from serve.demo.figures import measure
@@ -105,14 +104,12 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     prompts = embedded_prompts(model, "heldout", count)
     kinds = {"code": range(0, len(prompts), 2), "chat": range(1, len(prompts), 2)}
     training = json.loads((run / "heads" / "provenance.json").read_text(encoding="utf-8"))["figures"]
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
     return measure(model, prompts, kinds, rounds, MAX_NEW_TOKENS) | {
-        "head_top1": training["heldout_top1"],
-        "head_top5": training["heldout_top5"],
-        "head_top10": training["heldout_top10"],
+        **{f"head_top{rank}": training[f"heldout_top{rank}"] for rank in (1, 5, 10)},
         "steps": training["steps"],
         "train_seconds": round(training["train_seconds"], 1),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
-        | {"python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version()},
     }
 
 
@@ -133,16 +130,12 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
     return measure(model, prompts, kinds, rounds, REAL_NEW_TOKENS)
 
 
-def _quiet_transformers() -> None:
-    """No bars and warnings of transformers between ours."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
 def _run(*words: str, **environment: str) -> None:
-    subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
+    try:
+        subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
+    except subprocess.CalledProcessError as error:
+        status = f"exit status {error.returncode}"
+        raise RuntimeError(f"a stage of the demo failed ({status}); its message is above") from error
 
 
 def _say(text: str) -> None:
@@ -153,18 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="./launch.sh demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--run", default="runs/demo", metavar="DIR", help="where everything is written")
-    parser.add_argument("--fresh", action="store_true", help="remove what the demo wrote there first")
-    parser.add_argument(
-        "--train-prompts",
-        type=at_least(16),
-        default=2400,
-        help="prompts answered for training",
-    )
-    parser.add_argument("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")
-    parser.add_argument("--real-prompts", type=at_least(1), default=12, help="the same for the real model")
-    parser.add_argument("--real-rounds", type=at_least(1), default=1, help="of the real model")
-    parser.add_argument("--rounds", type=at_least(1), default=2, help="measured repetitions; the median counts")
+    add = parser.add_argument
+    add("--run", default="runs/demo", metavar="DIR", help="where everything is written")
+    add("--fresh", action="store_true", help="remove what the demo wrote there first")
+    add("--train-prompts", type=at_least(16), default=2400, help="prompts answered for training")
+    add("--prompts", type=at_least(2), default=24, help="held-out prompts that are compared")
+    add("--rounds", type=at_least(1), default=2, help="measured repetitions; the median counts")
+    add("--real-prompts", type=at_least(1), default=12, help="the same for the real model")
+    add("--real-rounds", type=at_least(1), default=1, help="of the real model")
     return parser
 
 

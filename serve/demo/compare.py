@@ -23,28 +23,22 @@ Engine = Callable[[list[int]], tuple[list[int], int]]
 
 
 class Call(NamedTuple):
-    """One answer of one engine.
-
-    Attributes:
-        tokens: New token ids.
-        steps: Passes of the base.
-        seconds: Wall-clock time.
-    """
+    """One answer of one engine."""
 
     tokens: list[int]
+    """New token ids."""
     steps: int
+    """Passes of the base."""
     seconds: float
+    """Wall-clock time."""
 
 
 @dataclass
 class Timing:
-    """What one engine did.
-
-    Attributes:
-        rounds: A call per prompt, in the order of the prompts, for each round.
-    """
+    """What one engine did."""
 
     rounds: list[list[Call]] = field(default_factory=list)
+    """A call per prompt, in the order of the prompts, for each round."""
 
     def of(self, prompts: Collection[int]) -> "Timing":
         """The same for some of the prompts, by index: all figures of a group."""
@@ -90,9 +84,9 @@ def transformers_engine(
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
         ids = torch.tensor([prompt], device=model.device)
-        new: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **how)[
-            0, len(prompt) :
-        ].tolist()
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, **how)
+        new: list[int] = out[0, len(prompt) :].tolist()
         return new, len(new)
 
     return run

@@ -6,16 +6,9 @@ from typing import Any
 import torch
 
 from medusa import MedusaModel
-from serve.demo.compare import (
-    Timing,
-    compare,
-    identical,
-    medusa_engine,
-    repeated_share,
-    transformers_engine,
-    unpacked_copy,
-)
-from serve.demo.labels import AUTO, LABELS
+from serve.demo import AUTO, LABELS
+from serve.demo import compare as run
+from serve.demo.compare import Timing
 
 SAMPLE_CHARACTERS = 60
 """Fewest characters of the answer that is shown."""
@@ -43,36 +36,33 @@ def measure(
     """
     base = model.base
     engines = {
-        "transformers": transformers_engine(unpacked_copy(base), new_tokens),
-        "plain": medusa_engine(model, new_tokens, nodes=1),
-        **{name: medusa_engine(model, new_tokens, drafter=None if name == AUTO else name) for name in LABELS},
+        "transformers": run.transformers_engine(run.unpacked_copy(base), new_tokens),
+        "plain": run.medusa_engine(model, new_tokens, nodes=1),
+        **{name: run.medusa_engine(model, new_tokens, drafter=None if name == AUTO else name) for name in LABELS},
     }
-    timings = compare(engines, prompts, rounds, shown=True)
+    timings = run.compare(engines, prompts, rounds, shown=True)
     plain, transformers = timings["plain"], timings["transformers"]
     drafters = {name: _row(timings[name], plain, transformers, kinds) for name in LABELS}
+    auto, dtype = drafters[AUTO], str(base.dtype).removeprefix("torch.")
+    same = {"count": auto["identical_outputs"], "total": len(prompts), "dtype": dtype, "against": "plain greedy"}
     return {
         "base": base.name,
         "source": base.source,
         "drafter": AUTO,
-        **{key: drafters[AUTO][key] for key in ("tokens_per_step", "speedup", "speedup_over_transformers")},
+        **{key: auto[key] for key in ("tokens_per_step", "speedup", "speedup_over_transformers")},
         "plain_tokens_per_s": round(plain.tokens_per_second, 1),
         "plain_speedup_over_transformers": round(plain.speedup_over(transformers), 3),
-        "medusa_tokens_per_s": drafters[AUTO]["tokens_per_s"],
+        "medusa_tokens_per_s": auto["tokens_per_s"],
         "hf_tokens_per_s": round(transformers.tokens_per_second, 1),
-        "identical_outputs": {
-            "count": drafters[AUTO]["identical_outputs"],
-            "total": len(prompts),
-            "dtype": str(base.dtype).removeprefix("torch."),
-            "against": "plain greedy",
-        },
+        "identical_outputs": same,
         "drafters": drafters,
         "rates": {name: [round(rate, 1) for rate in timing.rates] for name, timing in timings.items()},
-        "repeated_4grams": round(repeated_share(plain.outputs), 3),
+        "repeated_4grams": round(run.repeated_share(plain.outputs), 3),
         "prompts": len(prompts),
         "max_new_tokens": new_tokens,
         "rounds": rounds,
         "nodes": "auto",
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "fused": base.fused,
         "device": str(base.device),
         "threads": torch.get_num_threads(),
@@ -89,7 +79,7 @@ def _row(
         "tokens_per_s": round(timing.tokens_per_second, 1),
         "speedup": round(timing.speedup_over(plain), 3),
         "speedup_over_transformers": round(timing.speedup_over(transformers), 3),
-        "identical_outputs": identical(timing.outputs, plain.outputs),
+        "identical_outputs": run.identical(timing.outputs, plain.outputs),
     }
     for kind, prompts in kinds.items():
         row[f"tokens_per_step_{kind}"] = round(timing.of(prompts).tokens_per_step, 3)

@@ -9,10 +9,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from serve.demo.labels import AUTO, KIND
+from serve.demo import AUTO
 
 BLUE, GREY, ORANGE, MARK = "#2864a8", "#b8bec6", "#e08a1e", "#cfe3f8"
 COLUMNS, LINES = 118, 16
+KIND = "tokens_per_step_"
+"""Keys of a drafter's figures by kind of prompt."""
 TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", AUTO: "auto\n(default)"}
 
 
@@ -21,31 +23,33 @@ def draw(report: dict[str, Any], path: Path) -> None:
     real = report.get("smollm2")
     sample = (real or report)["sample"]
     lines = _lines(sample["pieces"])
-    figure = pyplot.figure(figsize=(12, 8 + 0.2 * lines), layout="constrained")
-    grid = figure.add_gridspec(3, 2, height_ratios=[1.0, 1.0, 0.2 + 0.055 * lines])
-    wide = slice(None) if real is None else 0
-    _speeds(figure.add_subplot(grid[0, wide]), "embedded base, 9M", report)
-    _accuracies(figure.add_subplot(grid[1, wide]), report)
-    if real is not None:
-        _speeds(figure.add_subplot(grid[0, 1]), "SmolLM2-135M-Instruct", real)
-        _kinds(figure.add_subplot(grid[1, 1]), real)
-    _answer(figure.add_subplot(grid[2, :]), sample, lines)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with pyplot.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure = pyplot.figure(figsize=(12, 8 + 0.2 * lines), layout="constrained")
+        grid = figure.add_gridspec(3, 2, height_ratios=[1.0, 1.0, 0.2 + 0.055 * lines])
+        wide = slice(None) if real is None else 0
+        _speeds(figure.add_subplot(grid[0, wide]), "embedded base, 9M", report)
+        _accuracies(figure.add_subplot(grid[1, wide]), report)
+        if real is not None:
+            _speeds(figure.add_subplot(grid[0, 1]), "SmolLM2-135M-Instruct", real)
+            _kinds(figure.add_subplot(grid[1, 1]), real)
+        _answer(figure.add_subplot(grid[2, :]), sample, lines)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
 
 
 def _speeds(axes: Axes, base: str, report: dict[str, Any]) -> None:
-    names = {"transformers\ngenerate": "hf_tokens_per_s", "plain\n(this engine)": "plain_tokens_per_s"}
-    speeds = [report[key] for key in names.values()]
-    drafters = dict(reversed(report["drafters"].items()))
-    speeds += [drafter["tokens_per_s"] for drafter in drafters.values()]
-    ratios = [1 / report["plain_speedup_over_transformers"], 1.0, *(d["speedup"] for d in drafters.values())]
-    steps = [1.0, 1.0, *(d["tokens_per_step"] for d in drafters.values())]
-    bars = axes.bar(
-        [*names, *(TICKS[name] for name in drafters)], speeds, color=[GREY, GREY, *[BLUE] * len(drafters)], width=0.6
+    over, drafters = report["plain_speedup_over_transformers"], list(reversed(report["drafters"].items()))
+    bars = [
+        ("transformers\ngenerate", report["hf_tokens_per_s"], 1 / over, 1.0),
+        ("plain\n(this engine)", report["plain_tokens_per_s"], 1.0, 1.0),
+        *((TICKS[name], d["tokens_per_s"], d["speedup"], d["tokens_per_step"]) for name, d in drafters),
+    ]
+    names, speeds, ratios, steps = zip(*bars, strict=True)
+    drawn = axes.bar(names, speeds, color=[GREY, GREY, *[BLUE] * len(drafters)], width=0.6)
+    axes.bar_label(
+        drawn, [f"{speed:.0f}\n{ratio:.2f}x" for speed, ratio in zip(speeds, ratios, strict=True)], padding=3
     )
-    axes.bar_label(bars, [f"{speed:.0f}\n{ratio:.2f}x" for speed, ratio in zip(speeds, ratios, strict=True)], padding=3)
-    axes.bar_label(bars, [f"{count:.2f}" for count in steps], label_type="center", color="white", fontsize=9)
+    axes.bar_label(drawn, [f"{count:.2f}" for count in steps], label_type="center", color="white", fontsize=9)
     axes.set_ylim(0, max(speeds) * 1.25)
     axes.set_ylabel("tokens per second")
     same = report["identical_outputs"]
@@ -54,7 +58,6 @@ def _speeds(axes: Axes, base: str, report: dict[str, Any]) -> None:
         f"{same['count']} of {same['total']} outputs identical to plain decoding ({same['dtype']})",
         fontsize=10,
     )
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _kinds(axes: Axes, report: dict[str, Any]) -> None:
@@ -70,7 +73,6 @@ def _kinds(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_xlabel("tokens per step")
     axes.set_title("what was asked: some kinds are easier to guess", fontsize=10)
     axes.legend(loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
@@ -85,7 +87,6 @@ def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_ylabel("held-out accuracy")
     axes.set_title("embedded base: how often a head's best guesses hold the base's token", fontsize=10)
     axes.legend(loc="upper right", frameon=False, ncols=3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _lines(pieces: list[tuple[str, bool]]) -> int:
@@ -100,14 +101,8 @@ def _answer(axes: Axes, sample: dict[str, Any], lines: int) -> None:
     axes.set_xlim(0, COLUMNS)
     axes.set_ylim(lines + 1, -1.6)
     question = sample["prompt"].replace("\n", " ")
-    axes.text(
-        0,
-        -1,
-        question if len(question) <= COLUMNS else f"{question[: COLUMNS - 3]}...",
-        fontsize=10,
-        weight="bold",
-        parse_math=False,
-    )
+    question = question if len(question) <= COLUMNS else f"{question[: COLUMNS - 3]}..."
+    axes.text(0, -1, question, fontsize=10, weight="bold", parse_math=False)
     row = column = 0
     for text, drafted in sample["pieces"]:
         for character in text:

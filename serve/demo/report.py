@@ -4,7 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve.demo.labels import LABELS
+from serve.demo import LABELS
+
+COLUMNS = ("tokens_per_s", "tokens_per_step", "speedup", "speedup_over_transformers")
+"""Figures of a way to decode, as the table shows them."""
 
 
 def publish(run: Path, report: dict[str, Any]) -> None:
@@ -43,11 +46,7 @@ def show(base: str, figures: dict[str, Any]) -> None:
         ("transformers generate", figures["hf_tokens_per_s"], 1.0, 1 / over, 1.0),
         ("plain, this engine", figures["plain_tokens_per_s"], 1.0, 1.0, over),
     ]
-    for name, row in reversed(figures["drafters"].items()):
-        figures_of_row = (
-            row[key] for key in ("tokens_per_s", "tokens_per_step", "speedup", "speedup_over_transformers")
-        )
-        rows.append((LABELS[name], *figures_of_row))
+    rows += [(LABELS[name], *(row[key] for key in COLUMNS)) for name, row in reversed(figures["drafters"].items())]
     for name, speed, steps, over_plain, over_transformers in rows:
         table.add_row(name, f"{speed:.0f}", f"{steps:.2f}", f"{over_plain:.2f}x", f"{over_transformers:.2f}x")
     Console().print(table)

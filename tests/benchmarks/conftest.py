@@ -5,9 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.machine import BUFFER_BYTES
-from benchmarks.step.rig import Rig
 from benchmarks.step.shapes import random_heads, random_model
-from medusa import BaseModel
+from medusa import BaseModel, MedusaModel
 
 
 @pytest.fixture(autouse=True)
@@ -29,5 +28,5 @@ def tiny(tiny_config, tokenizer):
 
 
 @pytest.fixture
-def rig(tiny):
-    return Rig(tiny, random_heads(tiny, "recurrent", 4), batch=3, context=20, room=200)
+def tiny_model(tiny):
+    return MedusaModel(tiny, random_heads(tiny, "recurrent", 4))

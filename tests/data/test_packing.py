@@ -94,9 +94,3 @@ def test_no_target_crosses_a_document(seed: int) -> None:
                     supervised += wanted != IGNORE
             assert (targets[packed.input_ids == 0] == IGNORE).all(), "padding"
         assert supervised > 100
-
-
-def test_kept_positions_see_a_supervised_token() -> None:
-    packed = pack([_sample([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 0]), _sample([7, 8, 9], [1, 0, 1])], row_tokens=12)
-    kept = packed.kept(torch.tensor([0]), num_heads=2)[0].int().tolist()
-    assert kept == [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]

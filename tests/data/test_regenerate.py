@@ -197,7 +197,7 @@ def test_conversations_without_a_question_are_passed_over_and_counted(tmp_path, 
     assert len(list(conversations(Source(str(path))))) == 1
     assert caplog.messages == [f"2 of 3 records are passed over; the first: {path}, line 1: nobody asks in it"]
     path.write_text(json.dumps(nobody[0]) + "\n")
-    with pytest.raises(ValueError, match=r"none of 1 records has a question to answer .*line 1: nobody asks"):
+    with pytest.raises(ValueError, match=r"none of its 1 records has a question to answer .*line 1: nobody asks"):
         list(conversations(Source(str(path))))
 
 

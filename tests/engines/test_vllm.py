@@ -15,10 +15,10 @@ import torch
 
 from medusa import BaseModel, DraftHeads, Tree, build_heads
 from medusa.drafters import HeadsDrafter
-from medusa.engine.prefill import prefill
-from medusa.engine.steps import EagerSteps
+from medusa.engine.step import decode_step
 from medusa.formats import Export, export_heads, load_heads
 from tests.engines.environment import UnavailableError, vllm_python
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.train.jobs import ROOT, write_recipe
 
@@ -154,12 +154,13 @@ def count_accepted(
 
     begun = [[*prompt, text[0]] for prompt, text in zip(prompts, texts, strict=True)]
     drafter = HeadsDrafter(heads, base, nodes=1 + DRAFTED, tree=Tree.chain(DRAFTED))
-    cache = base.new_cache(len(begun))
-    steps = EagerSteps(base, cache, drafter, make_rule("greedy"), prefill(base, cache, begun))
+    sequences, state = prefill(base, begun)
     written: list[list[int]] = [[] for _ in texts]
     while any(growing := [len(ours) < len(text) - 1 for ours, text in zip(written, texts, strict=True)]):
-        steps.keep(growing)
-        for ours, new in zip(written, steps.next(), strict=True):
+        state = dataclasses.replace(state, active=torch.tensor(growing))
+        result = decode_step(base, sequences, drafter, make_rule("greedy"), state)
+        state = result.state
+        for ours, new in zip(written, result.tokens, strict=True):
             ours += new
             lengths.update([len(new) - 1] if new else [])
     assert all(ours[: len(text) - 1] == text[1:] for ours, text in zip(written, texts, strict=True))

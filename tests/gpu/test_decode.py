@@ -8,11 +8,12 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.acceptance import greedy
 from medusa.attention import BACKENDS, BackendUnavailableError
-from medusa.base.verify import verify
+from medusa.attention.contract import BlockTable, TreePlan
 from medusa.drafters import HeadsDrafter
-from medusa.engine.prefill import prefill
-from medusa.engine.step import decode_step
+from medusa.engine.graph import StepGraphs
+from medusa.engine.step import decode_step, verify
 from medusa.heads import ARCHITECTURES
+from tests.medusa.passes import prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
@@ -88,18 +89,22 @@ def test_half_precision_decodes_to_the_end(base_directory, attention, dtype):
 def test_a_step_copies_to_the_host_once(base_directory):
     model = load(base_directory, torch.float32)
     drafter = HeadsDrafter(model.heads, model.base, 16)
-    cache = model.base.new_cache(2, 128)
-    state = prefill(model.base, cache, [prompt(4), prompt(9)])
-    state = decode_step(model.base, cache, drafter, greedy, state).state  # compiles and allocates
+    sequences, state = prefill(model.base, [prompt(4), prompt(9)])
+    state = decode_step(model.base, sequences, drafter, greedy, state).state  # compiles and allocates
+    bucket = StepGraphs(model.base).lend(sequences[0].pool, state, 128)
+    bucket.load(state, [one.line for one in sequences])
+    table = BlockTable(sequences[0].pool.tables.tensor()[bucket.lines], sequences[0].pool.size)
     torch.cuda.synchronize()
     try:
         with torch.inference_mode():
             torch.cuda.set_sync_debug_mode("error")
-            verify(model.base, cache, drafter.propose(state))
+            draft = drafter.propose(state)
+            plan = TreePlan([draft], state.positions, 128, table, model.base.attention, model.base.spans)
+            verify(model.base, sequences[0].pool, plan, greedy, state)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            decode_step(model.base, cache, drafter, greedy, state)
+            decode_step(model.base, sequences, drafter, greedy, state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]

@@ -1,5 +1,6 @@
 """Steps as CUDA graphs write what eager steps write, wait for nothing, and hold their memory."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
-from medusa.engine.prefill import prefill
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -76,22 +77,21 @@ def test_a_conversation_reuses_its_graph(models):
 def test_replays_wait_for_nothing_and_keep_their_memory(models):
     base, drafter = models[0].base, DRAFTERS["hybrid"](models[0])
     graphs, rule = StepGraphs(base), make_rule("sampling", base.device, temperature=0.9)
-    with graphs.lend(2, 128, 128) as cache:
-        steps = graphs.steps(base, cache, drafter, rule, prefill(base, cache, [[1, 2, 3], [4, 5]]))
+    sequences, state = prefill(base, [[1, 2, 3], [4, 5]])
+    state = dataclasses.replace(state, active=torch.zeros_like(state.active))  # goes on for ever at the same places
+    steps = graphs.steps(base, sequences, drafter, rule, state)
+    for _ in range(4):
         steps.next()
-        steps.keep([False, False])  # goes on for ever on the same rows
-        for _ in range(4):
-            steps.next()
-        torch.cuda.synchronize()
-        used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(500):
-                assert steps.next() == [[], []]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (used, reserved)
+    torch.cuda.synchronize()
+    used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(500):
+            assert steps.next() == [[], []]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (used, reserved)
 
 
 def test_what_is_kept_can_be_freed(models):

@@ -1,79 +1,130 @@
 """Inputs for attention backends and what must come out, computed row by row in float64."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from medusa.attention import Scoring, TreeAttention, TreePlan
+from medusa.attention.contract import BlockTable
 from medusa.tree import Draft
 
-HIDDEN_ROWS = 7
-"""Rows of the cache beyond S, and rows of S beyond the longest sequence."""
+HIDDEN = 7
+"""Positions of ``kv_length`` beyond the longest sequence, and blocks of the pool that are nobody's."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention."""
+    """One layer's attention.
 
-    nodes: int = 8
+    Attributes:
+        nodes: Of all trees, or of each.
+        shape: Of all trees, or of each: see ``parents_of``.
+        size: Positions of a block.
+    """
+
+    nodes: int | tuple[int, ...] = 8
     groups: int = 2
     dim: int = 64
     lengths: tuple[int, ...] = (65, 0)
-    shape: str = "random"
+    shape: str | tuple[str, ...] = "random"
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
     dim_v: int | None = None
     kv_heads: int = 2
     seed: int = 0
+    chunk: int | None = None
+    size: int = 32
 
     def __str__(self) -> str:
         changed = (f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name))
         return ",".join(changed).replace(" ", "") or "plain"
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes of each tree."""
+        return (self.nodes,) * len(self.lengths) if isinstance(self.nodes, int) else self.nodes
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Shape of each tree."""
+        return (self.shape,) * len(self.lengths) if isinstance(self.shape, str) else self.shape
+
 
 @dataclass
 class Layer:
-    """The tensors of a case: key and value are the views of larger buffers that a ``SlotCache`` hands out."""
+    """The tensors of a case; keys and values stand in a pool's blocks in any order."""
 
-    draft: Draft
+    drafts: list[Draft]
     lengths: Tensor
+    kv_length: int
+    table: BlockTable
     query: Tensor
     key: Tensor
     value: Tensor
     scoring: Scoring
 
+    def plan(self, backend: TreeAttention, **options: object) -> TreePlan:
+        """A pass over the trees."""
+        return TreePlan(self.drafts, self.lengths, self.kv_length, self.table, backend, **options)  # type: ignore[arg-type]
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Scoring]:
+        """Queries, keys, values and scoring, as a backend takes them."""
+        return self.query, self.key, self.value, self.scoring
+
     def run(self, backend: TreeAttention) -> Tensor:
         """The backend's output, after it had the chance to object."""
-        assert backend.objection(self.query, self.key, self.value, self.scoring) is None
-        plan = TreePlan(self.draft, self.lengths, self.key.shape[2], backend)
-        return backend.attend(plan, self.query, self.key, self.value, self.scoring)
+        assert backend.objection(*self.inputs) is None
+        return backend.attend(self.plan(backend), *self.inputs)
+
+    def side_by_side(self, arena: Tensor, sequence: int, count: int) -> Tensor:
+        """[count, Hkv, D] of the first positions of one sequence."""
+        places_1P = self.places(sequence, torch.arange(count, device=arena.device))
+        return arena.flatten(0, 1)[places_1P]
+
+    def places(self, sequence: int, positions_P: Tensor) -> Tensor:
+        """[P] where positions of a sequence stand."""
+        blocks_1W = self.table.blocks[sequence, None]
+        return BlockTable(blocks_1W, self.table.size).places(positions_P[None])[0]
+
+    def trees(self) -> list[tuple[list[int], list[int]]]:
+        """Parents and depths of each tree."""
+        return [
+            (draft.parents[b, :size].tolist(), draft.depths[b, :size].tolist())
+            for draft in self.drafts
+            for b, size in enumerate(draft.row_sizes)
+        ]
 
     def expected(self) -> Tensor:
-        """[B, H, N, Dv] float64: softmax over the keys that each row may see, found by walking up from it."""
-        groups = self.query.shape[1] // self.key.shape[1]
-        key, value = (x.double().repeat_interleave(groups, 1) for x in (self.key, self.value))
-        rows = []
-        for b, length in enumerate(self.lengths.tolist()):
-            parents, depths = self.draft.parents[b].tolist(), self.draft.depths[b].tolist()
+        """[R, H, Dv] float64: softmax over the keys that each row may see, found by walking up from it."""
+        groups, rows, queries = self.query.shape[1] // self.key.shape[2], [], iter(self.query.double())
+        for sequence, (length, (parents, depths)) in enumerate(zip(self.lengths.tolist(), self.trees(), strict=True)):
             positions = [*range(length), *(length + depth for depth in depths)]
-            for node in range(len(parents)):
+            keys, values = (
+                self.side_by_side(arena, sequence, len(positions)).double().repeat_interleave(groups, 1)
+                for arena in (self.key, self.value)
+            )
+            for node, depth in enumerate(depths):
                 seen = [*range(length), *(length + ancestor for ancestor in path(parents, node))]
-                if self.scoring.window is not None:
-                    seen = [row for row in seen if length + depths[node] - positions[row] < self.scoring.window]
-                scores_HS = torch.einsum("hd,hsd->hs", self.query[b, :, node].double(), key[b][:, seen])
-                rows.append(self._weigh(scores_HS * self.scoring.scaling, value[b][:, seen]))
-        return torch.stack(rows).unflatten(0, (len(self.lengths), -1)).transpose(1, 2)
+                seen = [place for place in seen if self._near(length + depth, positions[place])]
+                scores_HS = torch.einsum("hd,shd->hs", next(queries), keys[seen]) * self.scoring.scaling
+                rows.append(self._weigh(scores_HS, values[seen]))
+        return torch.stack(rows)
 
-    def _weigh(self, scores_HS: Tensor, value_HSD: Tensor) -> Tensor:
+    def _near(self, position: int, other: int) -> bool:
+        """Whether a row's window or chunk reaches an earlier position."""
+        window, chunk = self.scoring.window, self.scoring.chunk
+        return (window is None or position - other < window) and (chunk is None or position // chunk == other // chunk)
+
+    def _weigh(self, scores_HS: Tensor, value_SHD: Tensor) -> Tensor:
         if self.scoring.softcap is not None:
             scores_HS = self.scoring.softcap * torch.tanh(scores_HS / self.scoring.softcap)
         if self.scoring.sinks is not None:
             scores_HS = torch.cat([scores_HS, self.scoring.sinks.double()[:, None]], dim=1)
-        return torch.einsum("hs,hsd->hd", scores_HS.softmax(-1)[:, : value_HSD.shape[1]], value_HSD)
+        return torch.einsum("hs,shd->hd", scores_HS.softmax(-1)[:, : len(value_SHD)], value_SHD)
 
 
 def path(parents: list[int], node: int) -> list[int]:
@@ -96,28 +147,54 @@ def parents_of(shape: str, nodes: int, generator: torch.Generator) -> list[int]:
 
 
 def make_draft(shape: str, batch: int, nodes: int, generator: torch.Generator, device: str) -> Draft:
+    """Trees of one shape and size; chains are those of prompts."""
+    tokens = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
+    if shape == "chain":
+        return Draft.chain(tokens)
     parents = torch.tensor([parents_of(shape, nodes, generator) for _ in range(batch)])
-    return Draft.of(torch.zeros_like(parents, device=device), parents, nodes)
+    return Draft.of(tokens, parents, nodes)
+
+
+def make_drafts(case: Case, generator: torch.Generator, device: str) -> list[Draft]:
+    """One draft of all trees, or one of each where these differ."""
+    if len({*zip(case.sizes, case.shapes, strict=True)}) == 1:
+        return [make_draft(case.shapes[0], len(case.sizes), case.sizes[0], generator, device)]
+    trees = zip(case.sizes, case.shapes, strict=True)
+    return [make_draft(shape, 1, nodes, generator, device) for nodes, shape in trees]
+
+
+def make_table(case: Case, generator: torch.Generator, device: str) -> tuple[BlockTable, int]:
+    """Blocks of each sequence, shuffled, and how many blocks there are; where a sequence has none, somebody else's."""
+    ends = [length + nodes for length, nodes in zip(case.lengths, case.sizes, strict=True)]
+    needed = [-(-end // case.size) for end in ends]
+    order = torch.randperm(sum(needed) + HIDDEN, generator=generator)
+    width, hidden = -(-(max(ends) + HIDDEN) // case.size), order[sum(needed) :]
+    table = hidden[torch.randint(HIDDEN, (len(ends), width), generator=generator)]
+    for sequence, blocks in enumerate(order[: sum(needed)].split(needed)):
+        table[sequence, : len(blocks)] = blocks
+    return BlockTable(table.to(device), case.size), len(order)
 
 
 def make(case: Case, dtype: torch.dtype, poison: float = float("nan"), device: str = "cpu") -> Layer:
-    """Random tensors; what stands behind a sequence's tree rows is ``poison``."""
+    """Random tensors; what no sequence has written is ``poison``."""
     generator = torch.Generator().manual_seed(case.seed)
-    batch, heads, dim_v = len(case.lengths), case.kv_heads * case.groups, case.dim_v or case.dim
-    kv_length = max(case.lengths) + case.nodes + HIDDEN_ROWS
-    query_BNHD = torch.randn(batch, case.nodes, heads, case.dim, generator=generator)
-    views = []
-    for dim in (case.dim, dim_v):
-        buffer = torch.randn(batch + 1, kv_length + HIDDEN_ROWS, case.kv_heads, dim, generator=generator)
-        for row, length in enumerate([*case.lengths, -case.nodes]):
-            buffer[row, length + case.nodes :] = poison
-        views.append(buffer.to(device, dtype)[:batch, :kv_length].transpose(1, 2))
+    heads, dim_v = case.kv_heads * case.groups, case.dim_v or case.dim
+    query = torch.randn(sum(case.sizes), heads, case.dim, generator=generator).to(device, dtype)
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
-    draft = make_draft(case.shape, batch, case.nodes, generator, device)
-    draft = dataclasses.replace(draft, tokens=draft.tokens.to(device), parents=draft.parents.to(device))
-    scoring = Scoring(case.dim**-0.5, case.window, case.softcap, sinks)
-    lengths = torch.tensor(case.lengths, device=device)
-    return Layer(draft, lengths, query_BNHD.to(device, dtype).transpose(1, 2), views[0], views[1], scoring)
+    drafts, (table, count) = make_drafts(case, generator, device), make_table(case, generator, device)
+    written = torch.zeros(count * case.size, dtype=torch.bool)
+    layer = Layer(
+        drafts, torch.tensor(case.lengths, device=device), max(map(sum, zip(case.lengths, case.sizes))) + HIDDEN,
+        table, query, query, query, Scoring(case.dim**-0.5, case.window, case.softcap, sinks, case.chunk),
+    )  # fmt: skip
+    for sequence, (length, nodes) in enumerate(zip(case.lengths, case.sizes, strict=True)):
+        written[layer.places(sequence, torch.arange(length + nodes, device=device)).cpu()] = True
+    arenas = []
+    for dim in (case.dim, dim_v):
+        arena = torch.randn(count * case.size, case.kv_heads, dim, generator=generator)
+        arena[~written] = poison
+        arenas.append(arena.unflatten(0, (count, case.size)).to(device, dtype))
+    return replace(layer, key=arenas[0], value=arenas[1])
 
 
 FEATURES = {
@@ -126,9 +203,20 @@ FEATURES = {
     "softcap": Case(softcap=1.5),
     "sinks": Case(sinks=True),
     "all": Case(window=9, softcap=1.5, sinks=True),
+    "mixed": Case(
+        nodes=(40, 1, 8, 1), shape=("chain", "star", "random", "star"), lengths=(64, 33, 0, 5), window=9, sinks=True
+    ),
     "narrow values": Case(dim=64, dim_v=32),
+    "chunks": Case(chunk=16, nodes=26, shape="chain", lengths=(40, 0)),
 }
 """Not every backend computes all of them."""
+
+MIXED = [
+    Case(nodes=(70, 1, 8, 1), shape=("chain", "star", "random", "star"), lengths=(31, 65, 0, 32)),
+    Case(nodes=(8, 33, 8), groups=4, lengths=(64, 0, 1), kv_heads=1, size=16),
+    Case(nodes=(1, 26, 1, 100), shape=("star", "borders", "star", "borders"), dim=96, groups=1, lengths=(0, 63, 1, 33)),
+]
+"""Chunks of prompts, trees and plain rows in one pass."""
 
 THIN = [
     Case(),
@@ -137,6 +225,7 @@ THIN = [
     Case(nodes=32, groups=4, lengths=(64,), kv_heads=1),
     Case(nodes=70, dim=128, groups=1, lengths=(65,), shape="borders", kv_heads=1),
     Case(nodes=17, groups=8, kv_heads=1, dim=256, lengths=(31,), shape="star"),
+    *MIXED,
 ]
 
 
@@ -159,4 +248,5 @@ def grid() -> list[Case]:
         rows = values["nodes"] * values["groups"]
         cases.append(Case(**values, kv_heads=1 if rows > 64 else 2))
     more = [Case(seed=seed, nodes=40) for seed in range(1, 5)]
-    return [*cases, *more, Case(nodes=40, groups=4)]  # several blocks of rows for each of several key heads
+    sizes = [Case(seed=seed, nodes=(1, 40, 8, 26), groups=seed, lengths=(32, 31, 33, 0), size=32) for seed in (1, 4, 8)]
+    return [*cases, *more, *sizes, Case(nodes=40, groups=4)]  # several blocks of rows for each of several key heads

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from medusa import BaseModel, Tree
 from medusa.attention import BACKENDS
 from medusa.attention.backends import build
-from medusa.base.verify import verify
-from medusa.engine.prefill import prefill
+from medusa.cache import commit
 from medusa.loading.self_test import choose_decoding
 from medusa.tree import Draft, ancestor_mask
+from tests.medusa.passes import prefill
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -144,8 +144,8 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
     assert (base.decoding, base.explicit_mask) == ("chain" if family in CHAINS else "tree", family in EXPLICIT_MASK)
     single = family in SINGLE or backend in WITHOUT_FLOAT64
     close = {"atol": 2e-4, "rtol": 1e-4} if single else {"atol": 1e-5, "rtol": 1e-5}
-    tree, cache = Tree.chain(3) if family in CHAINS else Tree.full([2, 1, 1]), base.new_cache(len(prompts), 8)
-    state = prefill(base, cache, prompts, chunk=16 if interpreted else 5)
+    tree = Tree.chain(3) if family in CHAINS else Tree.full([2, 1, 1])
+    sequences, state = prefill(base, prompts, chunk=16 if interpreted else 5)
     torch.testing.assert_close(state.hidden[0], base.hidden_states(torch.tensor(prompts[:1]))[0, -2], **close)
     texts = [list(prompt) for prompt in prompts]
     generator = torch.Generator().manual_seed(5)
@@ -157,15 +157,17 @@ def test_tree_logits_are_those_of_the_path_as_text(family, backend, handed_over)
         tokens = torch.randint(3, 50, (len(prompts), tree.nodes), generator=generator)
         tokens[:, 0] = torch.tensor([text[-1] for text in texts])
         draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
-        logits = base.logits(verify(base, cache, draft))
+        plan = base.plan([(draft, sequences)])
+        logits = base.logits(draft.spread(base.run(sequences[0].pool, plan)))
         for row, text in enumerate(texts):
             whole = torch.cat([torch.tensor([text]).expand(len(paths), -1), tokens[row, paths[:, 1:]]], dim=1)
             expected = oracle(input_ids=whole, use_cache=False).logits[:, len(text) - 1 :]
             torch.testing.assert_close(logits[row, paths], expected, **close)
         path = paths[-1].tolist()
-        cache.commit(torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()]), keep)
-        cache.grow(keep.tolist())
-        assert cache.lengths.tolist() == cache.host_lengths
+        kept_path = torch.tensor([[path[i] if i < k else i for i in range(4)] for k in keep.tolist()])
+        commit(sequences[0].pool, plan.table.blocks, plan.lengths, kept_path, keep)
+        for one, kept in zip(sequences, keep.tolist(), strict=True):
+            one.length += kept
         for row, kept in enumerate(keep.tolist()):
             texts[row] += [*tokens[row, path[1:kept]].tolist(), 13]
     words = {word for word, part in HAND_OVERS.items() for reason in handed_over if part in reason}

@@ -10,7 +10,6 @@ import torch
 
 from medusa import Draft, MedusaModel, Tree
 from medusa.acceptance import greedy
-from medusa.budget.auto import WATCHED
 from medusa.drafters import (
     Drafter,
     HeadsDrafter,
@@ -24,11 +23,11 @@ from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
 from medusa.drafters.prompt_lookup import MAX_MATCH, Confidence
 from medusa.drafters.sampled import coin_tree
-from medusa.engine.prefill import prefill
 from medusa.engine.step import _fit, decode_step
 from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
 from medusa.state import DecodeState
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.states import decode_state
 from tests.medusa.trees import LOPSIDED
@@ -314,10 +313,10 @@ def test_where_shapes_are_fixed_trees_stand_side_by_side(base):
 def test_the_history_of_a_sequence_ends_with_its_root(model, base):
     prompts = [[5, 6, 7, 5, 6], [8], [9, 9]]
     drafter = HybridDrafter([PromptLookupDrafter(5)], [HeadsDrafter(model.heads, base, 6)], 9)
-    cache = base.new_cache(3, capacity=100)
-    state, texts = prefill(base, cache, prompts), [list(prompt) for prompt in prompts]
+    sequences, state = prefill(base, prompts)
+    texts = [list(prompt) for prompt in prompts]
     for step in range(12):
-        result = decode_step(base, cache, drafter, greedy, state)
+        result = decode_step(base, sequences, drafter, greedy, state)
         state = dataclasses.replace(result.state, active=torch.tensor([True, step < 6, True]))  # the second one ends
         for row, new in enumerate(result.tokens):
             texts[row] += new
@@ -328,7 +327,7 @@ def test_the_history_of_a_sequence_ends_with_its_root(model, base):
 
 
 def test_drawn_chains_keep_their_laws_where_only_chains_are_verified():
-    base, cache = SimpleNamespace(decoding="chain", context_length=100), SimpleNamespace(longest=95)
+    base, cache = SimpleNamespace(decoding="chain", context_length=100), [SimpleNamespace(length=95)]
     tokens, probs = torch.tensor([[1, 2, 3, 4, 5]]), torch.rand(1, 5, 9)
     drawn = _fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 1, 2, 3]]), 4, probs))
     assert drawn.tokens.tolist() == [[1, 2, 3, 4]], "as far as the context goes"
@@ -362,7 +361,7 @@ def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads):
         return model.drafters.choose(drafting, 1, make_rule(None, temperature=temperature))
 
     kept = drafter(0.5, nodes=4)
-    for number in range(max(KEPT_DRAFTERS, WATCHED) + 9):
+    for number in range(KEPT_DRAFTERS + 9):
         drafter(0.6 + number / 1000)
         assert drafter(0.5, nodes=4) is kept, "what is used stays"
     assert len(model.drafters._kept) == KEPT_DRAFTERS

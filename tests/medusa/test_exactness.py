@@ -12,13 +12,15 @@ import torch
 from data import resolve_base_name, shipped_heads
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.attention.backends import choose
+from medusa.attention.contract import BlockTable
+from medusa.cache import BLOCK
 from medusa.cpu import build as native
 from medusa.cpu.native import kernels
-from medusa.engine.prefill import prefill
 from medusa.loading import exactness
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams
 from tests.medusa.attention_cases import FEATURES, Case, make
+from tests.medusa.passes import prefill
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -79,8 +81,8 @@ def test_an_output_layer_whose_rows_depend_on_their_number_is_found(base, rows, 
 
     def logits(hidden):
         found = exact(hidden).clone()
-        if hidden.shape[1] == rows:
-            found[0, -1, 3] *= 1.01
+        if len(hidden) == rows:
+            found[-1, 3] *= 1.01
         return found
 
     monkeypatch.setattr(base, "logits", logits)
@@ -103,12 +105,16 @@ def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
     prompt = [(31 * i + 7) % base.vocab_size for i in range(300)]
     states, caches = [], []
     for chunk, cached in ((512, 0), (64, 0), (7, 130), (1, 290)):
-        cache = base.new_cache(1, 400)
+        pool = base.new_pool()
         if cached:
-            prefill(base, cache, [prompt[: cached + 1]], chunk=33)
-        states.append(prefill(base, cache, [prompt], chunk=chunk).hidden)
-        places = cache.rows.places(torch.arange(299)[None])[0]
-        buffers = [rows.flatten(0, 1) for layer in cache.layers for rows in (layer.keys, layer.values)]
+            (before,), _ = prefill(base, [prompt[: cached + 1]], chunk=33, pool=pool)
+            before.remember(prompt)
+            before.close()
+        (sequence,), state = prefill(base, [prompt], chunk=chunk, pool=pool)
+        states.append(state.hidden)
+        assert sequence.length == 299
+        places = BlockTable(pool.tables.of([sequence.line]), pool.size).places(torch.arange(299)[None])[0]
+        buffers = [rows.flatten(0, 1) for arena in pool.arenas for rows in arena.buffers]
         caches.append(torch.cat([rows[places].flatten() for rows in buffers]))
     assert all(torch.equal(state, states[0]) for state in states)
     assert all(torch.equal(rows, caches[0]) for rows in caches)
@@ -116,10 +122,10 @@ def test_states_do_not_depend_on_chunks_or_on_what_was_cached(base):
 
 def test_a_kept_prefix_changes_nothing(model):
     prefix, prompt = Prefix(), model.base.tokenizer(TEXTS[0]).input_ids
-    first = model.generate(prompt, prefix=prefix, max_new_tokens=20, nodes=16)
-    second = [*prompt, *first.tokens[:13], *model.base.tokenizer(TEXTS[1]).input_ids]
+    first = model.generate(prompt, prefix=prefix, max_new_tokens=2 * BLOCK, nodes=16, ignore_eos=True)
+    second = [*prompt, *first.tokens[: 2 * BLOCK + 1 - len(prompt)], *model.base.tokenizer(TEXTS[1]).input_ids]
     with_prefix = model.generate(second, prefix=prefix, max_new_tokens=40, nodes=16)
-    assert with_prefix.cached_tokens > len(prompt)
+    assert with_prefix.cached_tokens == len(second) // BLOCK * BLOCK > len(prompt)
     assert with_prefix.tokens == model.generate(second, max_new_tokens=40, nodes=1).tokens
 
 

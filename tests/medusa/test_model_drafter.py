@@ -14,9 +14,9 @@ from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.drafters import EarlyExitDrafter, ExitLayer, ModelDrafter, SmallModel
 from medusa.drafters.early_exit import FEWEST
 from medusa.engine.graph import StepGraphs
-from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from medusa.loading.load import load_base_and_heads
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import FAMILIES as SETTINGS
@@ -110,7 +110,7 @@ def test_a_conversation_keeps_the_models_rows(monkeypatch):
     base, small = pair("llama")
     model, prefix, missing = MedusaModel(base, draft_model=small), Prefix(), []
     watch(monkeypatch, missing)
-    text = [5, 9, 7] * 8
+    text = [5, 9, 7] * 24
     for _ in range(2):
         output = model.generate(text, max_new_tokens=8, drafter="draft-model", nodes=4, prefix=prefix, ignore_eos=True)
         assert output.tokens == model.generate(text, max_new_tokens=8, nodes=1, ignore_eos=True).tokens
@@ -132,25 +132,24 @@ def test_a_model_that_is_the_base_is_always_right():
 
 
 def steps_of(drafter, base, prompts=PROMPTS, rule=None):
-    cache = base.new_cache(len(prompts))
-    state = prefill(base, cache, prompts)
-    return drafter, cache, state, rule or make_rule()
+    sequences, state = prefill(base, prompts)
+    return drafter, sequences, state, rule or make_rule()
 
 
 @torch.inference_mode()
 def test_drafts_are_what_the_model_says():
     base, small = pair("llama", noise=0.1)
-    drafter, cache, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 5, 0.0, width=1), base)
-    draft = drafter.propose(state, cache)
+    drafter, sequences, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 5, 0.0, width=1), base)
+    draft = drafter.propose(state, sequences)
     for row, prompt in enumerate(PROMPTS):
         text = list(prompt)
         for token in draft.tokens[row, 1 : draft.row_sizes[row]].tolist():
             assert token == int(small.model(torch.tensor([text])).logits[0, -1].argmax())
             text.append(token)
-    again = drafter.propose(state, cache)
+    again = drafter.propose(state, sequences)
     assert torch.equal(draft.tokens, again.tokens), "drafts leave no trace"
-    assert cache.host_lengths == [len(prompt) - 1 for prompt in PROMPTS]
-    assert cache.followers[small].host_lengths == [len(prompt) for prompt in PROMPTS]
+    assert [one.length for one in sequences] == [len(prompt) - 1 for prompt in PROMPTS]
+    assert [one.followers[small].length for one in sequences] == [len(prompt) for prompt in PROMPTS]
 
 
 @torch.inference_mode()
@@ -159,16 +158,18 @@ def test_drafts_end_where_one_more_guess_does_not_pay():
     small.model.lm_head.weight.data *= 4  # surer than it should be
     sizes = {}
     for cost in (0.01, 0.3, 3.0):
-        drafter, cache, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 12, cost, width=1), base)
-        sizes[cost] = sum(drafter.propose(state, cache).row_sizes)
+        drafter, sequences, state, _ = steps_of(
+            ModelDrafter(SmallModel(small), base.vocab_size, 12, cost, width=1), base
+        )
+        sizes[cost] = sum(drafter.propose(state, sequences).row_sizes)
     assert sizes[0.01] > sizes[0.3] > sizes[3.0]
 
 
 @torch.inference_mode()
 def test_other_children_stand_beside_the_best_ones():
     base, small = pair("llama", noise=0.05)
-    drafter, cache, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 9, 0.05), base)
-    draft = drafter.propose(state, cache)
+    drafter, sequences, state, _ = steps_of(ModelDrafter(SmallModel(small), base.vocab_size, 9, 0.05), base)
+    draft = drafter.propose(state, sequences)
     logprobs = small.model(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1)
     first = [int(t) for t, p in zip(draft.tokens[0, 1:], draft.parents[0, 1:], strict=True) if p == 0 and t]
     assert first[: len(first)] == logprobs.topk(len(first)).indices.tolist()
@@ -269,14 +270,14 @@ def test_the_default_where_there_is_a_draft_model():
 def test_chains_of_fixed_length_where_shapes_are_fixed():
     """As on a GPU."""
     base, small = pair("llama")
-    drafter, cache, state, rule = steps_of(
+    drafter, sequences, state, rule = steps_of(
         ModelDrafter(SmallModel(small), base.vocab_size, 4, 0.1, host_decides=False), base
     )
     texts = [[] for _ in PROMPTS]
     while min(map(len, texts)) < 20:
-        draft = drafter.propose(state, cache)
+        draft = drafter.propose(state, sequences)
         assert draft.tokens.shape == (4, 4) and draft.straight
-        result = decode_step(base, cache, drafter, rule, state)
+        result = decode_step(base, sequences, drafter, rule, state)
         state = result.state
         for text, tokens in zip(texts, result.tokens, strict=True):
             text += tokens
@@ -288,10 +289,10 @@ def test_chains_of_fixed_length_where_shapes_are_fixed():
 def test_drawn_drafts_say_what_they_were_drawn_from():
     base, small = pair("llama")
     warper = Warper(0.8, 9, 0.9)
-    drafter, cache, state, _ = steps_of(
+    drafter, sequences, state, _ = steps_of(
         ModelDrafter(SmallModel(small), base.vocab_size, 4, 0.1, noise=warper, drawn=True), base
     )
-    draft = drafter.propose(dataclasses.replace(state, seeds=torch.arange(4)), cache)
+    draft = drafter.propose(dataclasses.replace(state, seeds=torch.arange(4)), sequences)
     for row, prompt in enumerate(PROMPTS):
         for node in range(1, 4):
             text = [*prompt, *draft.tokens[row, 1:node].tolist()]

@@ -16,8 +16,8 @@ from medusa.base.mtp import MtpLayer
 from medusa.drafters.model import ModelDrafter
 from medusa.drafters.writers import MtpWriter
 from medusa.engine.graph import StepGraphs
-from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import FAMILIES, SHAPE
@@ -39,6 +39,7 @@ def tiny(family):
     model = AutoModelForCausalLM.from_config(config).float().eval()
     layers = MtpModel(model, 1).float().eval()
     base = BaseModel(model, words(), family)
+    base = base.with_traits(gathered=family == "deepseek_v3")
     return base.with_mtp(MtpLayer(layers, base.attention, base.device)), layers
 
 
@@ -47,14 +48,14 @@ def tiny(family):
 def test_drafts_are_those_of_transformers(family):
     base, layers = tiny(family)
     drafter = ModelDrafter(MtpWriter(base), base.vocab_size, 4, 0.0, host_decides=False)
-    cache = base.new_cache(len(PROMPTS))
-    state, texts = prefill(base, cache, PROMPTS), [list(prompt) for prompt in PROMPTS]
+    sequences, state = prefill(base, PROMPTS)
+    texts = [list(prompt) for prompt in PROMPTS]
     for _ in range(4):
-        draft = drafter.propose(state, cache)
+        draft = drafter.propose(state, sequences)
         for row, text in enumerate(texts):
             if len(text) > 1:
                 assert draft.tokens[row, 1:].tolist() == drafted(base, layers, text, 3)
-        result = decode_step(base, cache, drafter, make_rule(), state)
+        result = decode_step(base, sequences, drafter, make_rule(), state)
         state = result.state
         for text, tokens in zip(texts, result.tokens, strict=True):
             text += tokens
@@ -98,9 +99,10 @@ def test_rows_follow_those_of_the_base_when_others_come_and_go():
         batch.step()
         batch.step()
     while len(batch):
-        if batch._cache is not None:
-            assert batch._cache.followers[base.mtp].host_lengths == batch._cache.host_lengths
         batch.step()
+        for request in completions:
+            if request.sequence is not None and request.output.tokens:
+                assert request.sequence.followers[base.mtp].length == request.sequence.length
     for number, completion in enumerate(completions):
         count = len(completion.output.tokens)
         plain = model.generate([7 + number, 9], max_new_tokens=count, nodes=1, ignore_eos=True)

@@ -11,16 +11,17 @@ from torch import nn
 from medusa import BaseModel
 from medusa.acceptance import Verdict, accept
 from medusa.acceptance.logits import Warper
-from medusa.base.verify import verify
+from medusa.attention.contract import BlockTable
+from medusa.cache import CachedSequence
 from medusa.cpu import build, native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
 from medusa.cpu.selection import argmax, draw, gumbel
-from medusa.engine.prefill import prefill
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.noise import gumbel_noise, gumbel_of, keys
 from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
+from tests.medusa.passes import prefill, verify
 from tests.medusa.test_conformance import FAMILIES, tiny
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
@@ -188,17 +189,19 @@ def test_what_is_not_plain_is_left_alone():
 def rows_of(base, lengths=(40, 3)):
     """Hidden states of a prompt each, and of a tree behind it, with the cached keys of the last layer."""
     torch.manual_seed(1)
-    tree, cache = Tree.full([2, 2]), base.new_cache(len(lengths), 8)
+    tree, pool = Tree.full([2, 2]), base.new_pool()
+    sequences = [CachedSequence(pool) for _ in lengths]
     prompts = torch.randint(3, base.vocab_size, (len(lengths), max(lengths)))
-    prompt_rows = verify(base, cache, Draft.chain(prompts))
-    cache.extend(torch.tensor(lengths))
-    cache.grow(lengths)
+    prompt_rows = verify(base, sequences, Draft.chain(prompts))
+    for one, length in zip(sequences, lengths, strict=True):
+        one.length = length
     tokens = torch.randint(3, base.vocab_size, (len(lengths), tree.nodes))
-    tree_rows = verify(base, cache, Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth))
-    keys = cache.layers[-1].keys
-    return [prompt_rows[b, :length] for b, length in enumerate(lengths)], tree_rows, [
-        keys[b, : length + tree.nodes] for b, length in enumerate(lengths)
-    ]  # fmt: skip
+    tree_rows = verify(base, sequences, Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth))
+    keys, cached = pool.arenas[-1].keys.flatten(0, 1), []
+    for one, length in zip(sequences, lengths, strict=True):
+        table = BlockTable(pool.tables.of([one.line]), pool.size)
+        cached.append(keys[table.places(torch.arange(length + tree.nodes)[None])[0]])
+    return [prompt_rows[b, :length] for b, length in enumerate(lengths)], tree_rows, cached
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -242,10 +245,9 @@ def test_what_fills_up_smaller_trees_is_not_computed(family):
     ragged = whole.keeping(torch.arange(7) < torch.tensor(sizes)[:, None])
 
     def hidden(rows, draft):
-        cache = base.new_cache(len(rows))
-        state = prefill(base, cache, [prompts[row] for row in rows])
+        sequences, state = prefill(base, [prompts[row] for row in rows])
         assert torch.equal(state.roots, torch.tensor([prompts[row][-1] for row in rows]))
-        return verify(base, cache, draft)
+        return verify(base, sequences, draft)
 
     together = hidden(range(3), ragged)
     for row, size in enumerate(sizes):
@@ -317,24 +319,23 @@ def test_the_first_of_the_largest_is_found(columns, dtype):
     assert torch.equal(argmax(x), x.argmax(-1))
 
 
-@pytest.mark.parametrize("table", [None, (torch.tensor([[2, 0], [1, 4], [3, 5]]), 5)], ids=["slots", "blocks"])
-def test_rows_of_accepted_paths_move_to_the_end_of_their_text(table):
+def test_accepted_paths_move_to_the_end_of_their_text():
     torch.manual_seed(0)
-    shape = (3, 10) if table is None else (6, 5)
-    buffers = [torch.randn(*shape, 2, width).to(dtype) for width in (4, 7) for dtype in (BF16, SINGLE)]
+    blocks, size = torch.tensor([[2, 0], [1, 4], [3, 5]]), 5
+    buffers = [torch.randn(6, size, 2, width).to(dtype) for width in (4, 7) for dtype in (BF16, SINGLE)]
     before = [buffer.clone().flatten(0, 1) for buffer in buffers]
     lengths, counts = torch.tensor([2, 3, 8]), torch.tensor([3, 4, 0])
     path = torch.tensor([[0, 2, 5, 3], [0, 1, 3, 6], [0, 1, 2, 3]])
 
     def place(slot, position):
-        return slot * 10 + position if table is None else int(table[0][slot, position // 5]) * 5 + position % 5
+        return int(blocks[slot, position // size]) * size + position % size
 
     moved = {
         place(slot, int(lengths[slot]) + at): place(slot, int(lengths[slot] + path[slot, at]))
         for slot in range(3)
         for at in range(counts[slot])
     }
-    keep_rows(buffers, path, counts, lengths, table, 10)
+    keep_rows(buffers, path, counts, lengths, blocks, size)
     for buffer, rows in zip(buffers, before, strict=True):
         expected = rows.clone()
         expected[list(moved)] = rows[list(moved.values())]
@@ -345,7 +346,7 @@ def test_a_token_that_the_base_does_not_have_is_refused():
     base = tiny("llama", "exact")[0].with_fused_pass()
     for token in (-1, 50):
         with pytest.raises(IndexError, match="token id"):
-            verify(base, base.new_cache(1, 8), Draft.chain(torch.tensor([[3, token]])))
+            verify(base, [CachedSequence(base.new_pool())], Draft.chain(torch.tensor([[3, token]])))
 
 
 def test_a_quantised_end_of_a_base_is_no_plain_matrix():

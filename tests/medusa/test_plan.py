@@ -3,13 +3,14 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa.budget.bound import CARDS, FREE, MULTIPLIES, READS, Card, free_nodes, step_work
-from medusa.budget.plan import KEPT_FREE, Limits, buckets, graph_bytes, make_plan, pass_bytes
+from medusa.budget.plan import KEPT_FREE, Limits, graph_bytes, make_plan, pass_bytes
 from medusa.budget.shape import read_shape
 
 LLAMA_8B = {
@@ -32,7 +33,7 @@ FAMILIES = {
     "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
     | {"topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
 }
-LIMITS = Limits(requests=64, nodes=64, prompt_tokens=512, block=32, reserve=128)
+LIMITS = Limits(requests=64, nodes=64, prompt_tokens=512, block=32, reserve=128, buckets=9)
 
 
 def config(family="llama", **options):
@@ -112,32 +113,31 @@ def test_the_parts_of_a_plan_are_the_whole(llama_8b):
     assert sum(parts) == 80 * 10**9
     assert plan.kept_free == KEPT_FREE * 80e9
     assert plan.block_bytes == 32 * 131_072
-    assert plan.positions == 32 * (plan.cache // (32 * 131_072))
+    assert plan.positions == 32 * (plan.cache // (32 * 131_072) - 1), "a block is nobody's"
     assert plan.fitting(2048) == plan.blocks // ((2048 + 128) // 32)
     assert plan.fitting(131_072) == 2
 
 
 def test_logits_of_all_trees_are_most_of_the_largest_pass(llama_8b):
     logits = 64 * 64 * 128_256 * (2 + 3 * 4)
-    rows = 64 * 64 + 512
-    hidden = rows * (4096 * (2 * 2 + 2 * 4) + 2 * 3 * 14_336)
-    assert make_plan(llama_8b, LIMITS, 80 * 10**9).activations == logits + hidden
-    drafting = Limits(64, 64, 512, 32, 128, draft_vocabulary=1000, feature_layers=2)
-    more = pass_bytes(llama_8b, drafting, rows) - pass_bytes(llama_8b, LIMITS, rows)
-    assert more == 64 * 16 * 1000 * (2 + 4) + rows * 2 * 4096 * 2
+    hidden = 4096 * (2 * 2 + 2 * 4) + 2 * 3 * 14_336
+    assert make_plan(llama_8b, LIMITS, 80 * 10**9).activations == logits + 64 * 64 * hidden
+    eager = replace(LIMITS, buckets=0)
+    assert make_plan(llama_8b, eager, 80 * 10**9).activations == logits + (64 * 64 + 512) * hidden, "prompts beside"
 
 
-def test_steps_are_recorded_for_powers_of_two(llama_8b):
-    assert [buckets(count) for count in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    assert graph_bytes(llama_8b, LIMITS) > pass_bytes(llama_8b, LIMITS, 64 * 64)
-    eager = make_plan(llama_8b, LIMITS, 80 * 10**9, recorded=False)
-    assert eager.graphs == 0
-    assert eager.cache - make_plan(llama_8b, LIMITS, 80 * 10**9).cache == graph_bytes(llama_8b, LIMITS)
+def test_steps_are_recorded_for_powers_of_two_and_kept_in_buckets(llama_8b):
+    tokens = 131_072 + 128
+    kept = graph_bytes(llama_8b, LIMITS) - pass_bytes(llama_8b, LIMITS, 64 * 64)
+    assert kept == 9 * (64 * tokens * 8 + 2**25)
+    limits = replace(LIMITS, requests=33)
+    assert graph_bytes(llama_8b, limits) == graph_bytes(llama_8b, LIMITS)
+    assert graph_bytes(llama_8b, replace(LIMITS, buckets=0)) == 0
 
 
-def test_a_cache_of_a_given_size_or_share(llama_8b):
-    assert make_plan(llama_8b, LIMITS, 80 * 10**9, cache=3200).blocks == 100
-    assert make_plan(llama_8b, LIMITS, 80 * 10**9, share=0.4).cache == 32 * 10**9
+def test_a_cache_of_a_given_size(llama_8b):
+    plan = make_plan(llama_8b, LIMITS, 80 * 10**9, cache=3200)
+    assert (plan.blocks, plan.cache) == (100, 101 * 32 * 131_072)
     with pytest.raises(ValueError, match=r"too little for 1,000,000 positions"):
         make_plan(llama_8b, LIMITS, 80 * 10**9, cache=1_000_000)
 

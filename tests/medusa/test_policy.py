@@ -8,29 +8,33 @@ from itertools import zip_longest
 import pytest
 
 from medusa import MedusaModel
-from medusa.budget.auto import Auto, AutoDrafter
-from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
+from medusa.budget.auto import AutoDrafter
+from medusa.budget.policy import PLAIN, Arm, Policy
+from medusa.budget.policy import SIZES as DRAFTED
 from medusa.drafters import PlainDrafter
+from medusa.drafters.build import SOURCES, split
+from medusa.drafters.choose import Drafters
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
-from medusa.engine.prefill import prefill
-from medusa.tree import Draft
+from medusa.sampling import DRAFTERS, Speculation
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
 
+SIZES = (1, *DRAFTED)
 PROMPTS = [[5, 6, 7, 5, 6, 8, 5], [40], [9, 9, 9]]
-FLAT = dict(zip(SIZES, (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.2, 1.4), strict=True))
-KNEE = dict(zip(SIZES, (1.0, 1.05, 1.1, 1.12, 1.15, 2.0, 2.5, 4.0, 8.0), strict=True))
-STEEP = dict(zip(SIZES, (1.0, 1.9, 3.0, 4.0, 5.0, 7.0, 9.0, 18.0, 36.0), strict=True))
+FLAT = dict(zip(SIZES, (1.0, 1.02, 1.04, 1.08, 1.12, 1.2, 1.4), strict=True))
+KNEE = dict(zip(SIZES, (1.0, 1.05, 1.1, 1.15, 2.5, 4.0, 8.0), strict=True))
+STEEP = dict(zip(SIZES, (1.0, 1.9, 3.0, 5.0, 9.0, 18.0, 36.0), strict=True))
 """Seconds of a step by its size."""
-GOOD = dict(zip(SIZES, (0.0, 0.4, 0.55, 0.6, 0.62, 0.65, 0.67, 0.7, 0.72), strict=True))
+GOOD = dict(zip(SIZES, (0.0, 0.4, 0.55, 0.62, 0.67, 0.7, 0.72), strict=True))
 """How likely each level of a tree is right below a right one, four levels at most."""
 USELESS = dict.fromkeys(SIZES, 0.0)
 
 
 def climber(start, batch=1):
     """A policy of one drafter."""
-    return Policy({"heads": SIZES[1:]}, start, batch)
+    return Policy({"heads": DRAFTED}, start, batch)
 
 
 def arm(nodes):
@@ -135,7 +139,7 @@ def test_all_that_becomes_slower_at_once_changes_nothing():
     machine.speed(policy, 1000)
     machine.seconds = {nodes: 2.5 * seconds for nodes, seconds in KNEE.items()}
     _, counts = machine.speed(policy, 1000)
-    assert counts[6] + counts[8] + counts[4] >= 800
+    assert counts[8] + counts[4] >= 800
 
 
 def test_a_step_that_was_held_up_and_the_first_of_a_size_decide_nothing():
@@ -152,7 +156,7 @@ def test_a_step_that_was_held_up_and_the_first_of_a_size_decide_nothing():
 
 def test_another_drafter_takes_over_where_it_is_faster_and_gives_way_again():
     """Heads that are right sometimes; a lookup that is nearly always right while the text repeats itself."""
-    policy = Policy({"heads": SIZES[1:], "lookup": (6,)}, 8, 1)
+    policy = Policy({"heads": DRAFTED, "lookup": (6,)}, 8, 1)
     chance, now = random.Random(0), {"repeats": False}
 
     def run(steps):
@@ -181,14 +185,14 @@ def test_another_drafter_takes_over_where_it_is_faster_and_gives_way_again():
 
 
 def test_the_first_size_is_one_that_there_is():
-    assert [climber(start).choose().nodes for start in (0, 1, 3, 9, 100)] == [1, 1, 2, 8, 64]
+    assert [climber(start).choose().nodes for start in (0, 1, 3, 9, 100)] == [1, 2, 2, 8, 64]
 
 
 def test_sequences_that_have_ended_are_not_counted(base):
     seen, policy = [], climber(8, 2)
     policy.observe = lambda *observed: seen.append(observed)
     drafter = AutoDrafter(policy, lambda arm: PlainDrafter(), [arm(64)])
-    drafter.propose(prefill(base, base.new_cache(2), [[1, 2, 3], [4, 5]]))
+    drafter.propose(prefill(base, [[1, 2, 3], [4, 5]])[1])
     drafter.observe([0, 3], 0.5)
     drafter.observe([0, 0], 0.5)
     drafter.observe([1, 3], 0.5)
@@ -224,31 +228,19 @@ def test_streams_that_grow_side_by_side_share_what_is_learned(base, make_heads):
     streams = [model.stream(prompt, **options) for prompt in PROMPTS[:2]]
     for _ in zip_longest(*streams):
         pass
-    (policy,) = model.drafters._auto._policies.values()
-    assert arm(4) in policy._speeds and PLAIN in policy._speeds
+    assert "hybrid" not in (said := model.explain("heads"))
+    assert "heads 4: " in said and "plain: " in said
 
 
-class Named:
-    recordable = True
-
-    def __init__(self, arm):
-        self.nodes = arm.nodes
-
-    def propose(self, state, cache=None):
-        return Draft.chain(state.roots[:, None])
-
-
-def test_where_shapes_are_fixed_a_whole_completion_has_one_size():
-    """Completions count as their steps do; drafters are told apart even if they are made anew each time."""
-    auto, rule = Auto(4), make_rule(None)
-    machine = Machine(STEEP, USELESS)
-    sizes = []
+def test_where_shapes_are_fixed_a_whole_completion_has_one_size(base, make_heads):
+    """Completions count as their steps do."""
+    drafters, rule, asked = Drafters(base, make_heads(), fixed_shapes=True), make_rule(None), Speculation("heads")
+    machine, sizes = Machine(STEEP, USELESS), []
     for _ in range(40):
-        drafter = auto.for_completion({"heads": SIZES[1:]}, 1, rule, Named)
+        drafter = drafters.choose(asked, 1, rule)
         sizes.append(drafter.nodes)
-        steps = 50
-        seconds = steps * machine.seconds[drafter.nodes]
-        auto.observe(drafter, rule, 1, Output(0, tokens=[0] * steps, steps=steps, seconds=seconds))
+        output = Output(0, tokens=[0] * 50, steps=50, seconds=50 * machine.seconds[drafter.nodes])
+        drafters.observe(drafter, asked, rule, 1, [5], output)
     assert sizes[0] == 4
     assert sizes.count(1) >= 28
     assert set(sizes[-4:]) <= {1, 2}
@@ -256,7 +248,7 @@ def test_where_shapes_are_fixed_a_whole_completion_has_one_size():
 
 def test_recorded_steps_choose_their_size_too(base, make_heads, caplog):
     model, plain = MedusaModel(base, make_heads(), StepGraphs(base, Recorder())), MedusaModel(base)
-    with caplog.at_level(logging.INFO, "medusa.budget.auto"):
+    with caplog.at_level(logging.INFO, "medusa.drafters.choose"):
         outputs = [model.generate([5, 6, 7], max_new_tokens=20) for _ in range(3)]
     expected = plain.generate([5, 6, 7], max_new_tokens=20).tokens
     assert [output.tokens for output in outputs] == [expected] * 3
@@ -271,3 +263,36 @@ def test_what_auto_means_is_always_said(base, make_heads):
     model.generate([5, 6, 7], max_new_tokens=60, logit_bias={0: -100.0})
     assert "(tokens per second: hybrid " in model.explain()
     assert "so that a seed gives the same text again" in model.explain("heads-sampled")
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize(
+    "drafting", [{}, {"nodes": 1}, {"heads": "deep", "nodes": 8}, {"drafter": "early-exit", "nodes": 4}], ids=str
+)
+def test_heads_that_come_later_read_layers_that_nobody_read_before(base, make_heads, recorded, drafting):
+    """Hidden states become wider; what the first model keeps between calls is not the second one's."""
+    model = MedusaModel(base, make_heads(), StepGraphs(base, Recorder()) if recorded else None)
+    options = {"max_new_tokens": 20, "drafter": drafting.get("drafter"), "nodes": drafting.get("nodes")}
+    before = [model.generate(PROMPTS, **options) for _ in range(3)]
+    wider = model.with_heads({"deep": make_heads(feature_layers=(1,))})
+    after = [wider.generate(PROMPTS, max_new_tokens=20, **drafting) for _ in range(3)]
+    after.append(model.generate(PROMPTS, **options))
+    assert wider.drafters.parts.base is wider.base
+    expected = [output.tokens for output in MedusaModel(base).generate(PROMPTS, max_new_tokens=20, nodes=1)]
+    assert [[output.tokens for output in outputs] for outputs in (*before, *after)] == [expected] * 7
+
+
+def test_every_name_has_its_source():
+    assert {"hybrid", *SOURCES} == set(DRAFTERS)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize(
+    "names", [("heads",), ("prompt-lookup", "heads"), ("prompt-lookup", "ngram", "draft-model", "mtp")], ids=len
+)
+def test_where_shapes_are_fixed_sources_share_the_nodes(names, nodes):
+    shares = split(names, nodes, side_by_side=True)
+    assert min(shares.values()) >= 2, "each guesses something, or is left out"
+    assert 1 + sum(share - 1 for share in shares.values()) <= nodes
+    assert names[-1] in shares or nodes == 2, "costly ones come first"
+    assert set(split(names, nodes, side_by_side=False)) == set(names)

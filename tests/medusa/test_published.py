@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 from huggingface_hub import HfApi
 
-from medusa import Calibration
 from medusa.formats import save_heads
 from medusa.io.card import model_card
 from medusa.io.export import export
@@ -73,10 +71,7 @@ def test_files_that_hold_nothing_private_go_as_they_are(tmp_path):
 
 def test_exports_and_cards_say_nothing_private(make_heads, tmp_path):
     heads = make_heads()
-    calibration = Calibration.of(
-        torch.tensor([[9, 3, 1]] * 3), {"base": "/home/ann/base", "data": {"source": "~/secret/x"}}
-    )
-    source = save_heads(heads, tmp_path / "heads", PROVENANCE, calibration)
+    source = save_heads(heads, tmp_path / "heads", PROVENANCE)
     assert json.loads((source / "provenance.json").read_text()) == PROVENANCE, "at home everything stays"
     export(source, "native", tmp_path / "out")
     for path in (tmp_path / "out").rglob("*"):

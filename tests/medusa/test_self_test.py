@@ -57,7 +57,7 @@ def test_alibi_by_rows_verifies_chains_and_says_so(tokenizer, tmp_path, caplog):
     base = load("mpt", tokenizer, tmp_path).base
     assert (base.decoding, base.context_length) == ("chain", 64)
     (warning,) = [record.message for record in caplog.records if record.name == "medusa.loading.self_test"]
-    assert "mpt) cannot verify trees: attention of layer 1 differs from plain text by" in warning
+    assert "mpt) cannot verify trees: attention of layer" in warning and "from plain text by" in warning
     assert warning.endswith("; drafts are chains")
 
 
@@ -117,10 +117,10 @@ def without_plan(forward, *args, tree_plan=None, **options):
     return forward(*args, **options)
 
 
-def one_row_at_a_time(forward, *args, tree_plan=None, **options):
+def one_row_at_a_time(forward, *args, past_key_values=None, **options):
     """A family that computes several cached rows wrongly."""
-    out = forward(*args, tree_plan=tree_plan, **options)
-    if tree_plan is not None and out.last_hidden_state.shape[1] > 1:
+    out = forward(*args, past_key_values=past_key_values, **options)
+    if past_key_values is not None and out.last_hidden_state.shape[1] > 1:
         out.last_hidden_state = out.last_hidden_state.flip(-1)
     return out
 

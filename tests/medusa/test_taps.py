@@ -11,13 +11,12 @@ from torch import nn
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
 from medusa.base.taps import DecoderPass, spread_layers
-from medusa.base.verify import verify
 from medusa.engine.graph import StepGraphs
-from medusa.engine.prefill import prefill
 from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES
 from medusa.heads.frozen import freeze
 from medusa.tree import Draft
+from tests.medusa.passes import prefill, verify
 from tests.medusa.tape import Recorder
 from tests.medusa.test_conformance import SINGLE, tiny
 
@@ -44,13 +43,12 @@ def test_rows_of_texts_and_trees_are_transformers_hidden_states(family):
     assert torch.equal(base.hidden_states(text)[..., : base.hidden_size], untapped.hidden_states(text))
     assert torch.equal(base.logits(base.hidden_states(text)), untapped.logits(untapped.hidden_states(text)))
 
-    tree, cache = Tree.full([2, 1]), base.new_cache(2)
-    state = prefill(base, cache, PROMPTS, chunk=4)
+    tree, (sequences, state) = Tree.full([2, 1]), prefill(base, PROMPTS, chunk=4)
     torch.testing.assert_close(state.hidden[1], transformers_own(oracle, PROMPTS[1])[-2], **close)
     tokens = torch.randint(3, 50, (2, tree.nodes), generator=torch.Generator().manual_seed(5))
     tokens[:, 0] = torch.tensor([prompt[-1] for prompt in PROMPTS])
     draft = Draft.of(tokens, tree.parents.expand_as(tokens), tree.depth)
-    hidden = verify(base, cache, draft)
+    hidden = verify(base, sequences, draft)
     for row, prompt in enumerate(PROMPTS):
         for node in range(tree.nodes):
             drafted = tokens[row, 1:][draft.ancestors[row, node, 1:]].tolist()

@@ -22,10 +22,10 @@ from medusa.drafters import (
     SampledHeadsDrafter,
     SmallModel,
 )
-from medusa.engine.prefill import prefill
 from medusa.engine.step import decode_step
 from medusa.noise import OTHER_DRAFTS
 from tests.medusa.biased import forgetful, generous
+from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 
 V, SAMPLES = 8, 4000
@@ -79,10 +79,10 @@ def law(base):
 
 def two_grams(base, drafter, rule, count=SAMPLES):
     """[V * V] how often each pair of first two tokens is decoded; one sequence per seed."""
-    cache = base.new_cache(count, len(PROMPT) + 3 * drafter.nodes)
-    state, texts = prefill(base, cache, [PROMPT] * count, SEEDS), [[] for _ in range(count)]
+    sequences, state = prefill(base, [PROMPT] * count, SEEDS)
+    texts = [[] for _ in range(count)]
     while min(map(len, texts)) < 2:
-        result = decode_step(base, cache, drafter, rule, state)
+        result = decode_step(base, sequences, drafter, rule, state)
         for text, tokens in zip(texts, result.tokens, strict=True):
             text += tokens
         state = dataclasses.replace(result.state, active=torch.tensor([len(text) < 2 for text in texts]))

@@ -1,13 +1,12 @@
 """A model of a few lines for tests of the chat; run as a script, it is the chat itself with that model."""
 
+import io
 import sys
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 from serve.chat.commands import COMMANDS
-from serve.chat.conversation import Conversation, Message, Settings
+from serve.chat.conversation import Conversation, GenerationOptions
 from serve.chat.repl import Repl
 from serve.chat.terminal import Terminal
 
@@ -21,20 +20,14 @@ class FakePiece(str):
 class FakeStream:
     """Yields the words of an answer; a word may be an exception to raise in its place."""
 
-    def __init__(self, words: list[Any], prompt_tokens: int, limit: int, delay: float) -> None:
+    def __init__(self, words, prompt_tokens, limit, delay):
         self._words, self._limit, self._delay = words, limit, delay
         self.output = SimpleNamespace(
-            prompt_tokens=prompt_tokens,
-            tokens=[],
-            steps=0,
-            seconds=0.5,
-            tokens_per_second=10.0,
-            tokens_per_step=2.0,
-            finish_reason=None,
-            cached_tokens=0,
-        )
+            prompt_tokens=prompt_tokens, tokens=[], steps=0, seconds=0.5, tokens_per_second=10.0, tokens_per_step=2.0,
+            finish_reason=None, cached_tokens=0,
+        )  # fmt: skip
 
-    def __iter__(self) -> Iterator[FakePiece]:
+    def __iter__(self):
         for index, word in enumerate(self._words[: self._limit]):
             if isinstance(word, BaseException):
                 raise word
@@ -50,34 +43,59 @@ class FakeStream:
 class FakeModel:
     """Answers "re: MESSAGE", or what ``answers`` holds; one token per character of the prompt."""
 
-    def __init__(self, context: int = 1000, answers: list[list[Any]] | None = None, delay: float = 0.0) -> None:
+    def __init__(self, context=1000, answers=None, delay=0.0):
         self.base = SimpleNamespace(context_length=context)
-        self.answers = answers or []
-        self.delay = delay
-        self.prompts: list[list[Message]] = []
-        self.options: list[dict[str, Any]] = []
-        self.trees: list[Any] = []
-        self._rendered: dict[str, list[Message]] = {}
+        self.answers, self.delay = answers or [], delay
+        self.prompts, self.options, self._rendered = [], [], {}
 
-    def chat_prompt(self, messages: list[Message]) -> list[int]:
+    def chat_prompt(self, messages):
         text = "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages)
         self._rendered[text] = messages
         return list(map(ord, text))
 
-    def explain(self, drafter: str | None = None) -> str:
-        return f"auto: {drafter or 'whoever is there'}"
-
-    def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **options: Any) -> FakeStream:
+    def stream(self, prompt, prefix=None, tree=None, **options):
         messages = self._rendered["".join(map(chr, prompt))]
         self.prompts.append(messages)
         self.options.append(options)
-        self.trees.append(tree)
         words = self.answers.pop(0) if self.answers else ["re", ": ", messages[-1]["content"]]
         limit = min(options["max_new_tokens"], self.base.context_length - len(prompt))
         return FakeStream(words, len(prompt), limit, self.delay)
 
 
+class Person(Terminal):
+    """Behaves as if there were a person, yet reads the given lines."""
+
+    def __init__(self, stdin, stdout, stderr, **options):
+        super().__init__(stdin, stdout, stdout, **options)
+        self.interactive = True
+
+    def enable_line_editing(self, words): ...
+
+    def read(self, prompt):
+        if line := self._stdin.readline():
+            return line.rstrip("\n")
+        raise EOFError
+
+
+class Chat:
+    """A finished chat: what was written, and the state it ended in."""
+
+    def __init__(self, lines, model=None, terminal=Terminal, system="", prefix=None, **settings):
+        self.model = model or FakeModel()
+        out, err = io.StringIO(), io.StringIO()
+        face = terminal(io.StringIO(lines), out, err, colour=True, environ={})
+        self.repl = Repl(self.model, face, COMMANDS, Conversation(system), GenerationOptions(**settings), prefix=prefix)
+        try:
+            self.repl.run()
+        finally:
+            self.out, self.err, self.turns = out.getvalue(), err.getvalue(), self.repl.conversation.turns
+
+    def said(self, number):
+        """Contents of the messages that the model was asked with."""
+        return [message["content"] for message in self.model.prompts[number]]
+
+
 if __name__ == "__main__":
     slow = FakeModel(answers=[[f"word{index} " for index in range(1000)]], delay=0.02)
     terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour="--colour" in sys.argv)
-    Repl(slow, terminal, COMMANDS, Conversation(), Settings(max_new_tokens=900), title="a fake model").run()  # type: ignore[arg-type]
+    Repl(slow, terminal, COMMANDS, Conversation(), GenerationOptions(max_new_tokens=900), title="a fake model").run()

@@ -1,9 +1,10 @@
 """The API as OpenAI's own client and plain HTTP see it."""
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from itertools import chain
 
 import httpx
 import openai
@@ -44,12 +45,42 @@ def client(live):
 
 
 def ask(text="say hello", **options):
-    return {
-        "model": "small",
-        "messages": [{"role": "user", "content": text}],
-        "temperature": 0,
-        "max_tokens": 20,
-    } | options
+    messages = [{"role": "user", "content": text}]
+    return {"model": "small", "messages": messages, "temperature": 0, "max_tokens": 20} | options
+
+
+def post(live, headers=None, **options):
+    """A chat by plain HTTP."""
+    return httpx.post(f"{live.url}/v1/chat/completions", json=ask(**options), headers=headers)
+
+
+def streaming(live, **options):
+    """One whose stream goes on for some time."""
+    options = {"max_tokens": 200, "stream": True, "ignore_eos": True} | options
+    return httpx.stream("POST", f"{live.url}/v1/chat/completions", json=ask(**options))
+
+
+def chat(client, text="say hello", **options):
+    """The one choice of a chat."""
+    return client.chat.completions.create(**ask(text, **options)).choices[0]
+
+
+def choices(client, **options):
+    """All choices of a stream."""
+    chunks = client.chat.completions.create(**ask(stream=True, **options))
+    return [choice for chunk in chunks for choice in chunk.choices]
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def until_idle(live):
+    """Wait until no request is under way."""
+    until = time.monotonic() + 20
+    while live.engine._jobs and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not live.engine._jobs and not live.engine._of
 
 
 def test_a_chat_is_what_generate_writes(client, speaker):
@@ -63,40 +94,29 @@ def test_a_chat_is_what_generate_writes(client, speaker):
 
 
 def test_a_stream_is_the_same_text(client):
-    whole = client.chat.completions.create(**ask(n=2, seed=3, temperature=0.8))
-    texts, usage = ["", ""], None
-    for chunk in client.chat.completions.create(
-        **ask(n=2, seed=3, temperature=0.8, stream=True, stream_options={"include_usage": True})
-    ):
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
+    options = {"n": 2, "seed": 3, "temperature": 0.8}
+    whole = client.chat.completions.create(**ask(**options))
+    counted = {"stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(**ask(stream=True, **counted, **options))
+    texts = ["", ""]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
     assert texts[0] != texts[1], "completion i of n has seed + i"
-    assert usage == whole.usage
+    assert last.usage == whole.usage
 
 
 def test_seeds_repeat_whatever_stands_beside_them(client):
-    def write():
-        return (
-            client.completions.create(model="small", prompt="abc", max_tokens=20, temperature=1.0, seed=5, top_p=0.9)
-            .choices[0]
-            .text
-        )
+    def write(**options):
+        return client.completions.create(model="small", prompt="abc", max_tokens=20, **options).choices[0].text
 
-    alone, others = write(), []
-
-    def chat(number):
-        others.append(client.chat.completions.create(**ask(f"{number}", temperature=1.2)))
-
-    threads = [threading.Thread(target=chat, args=[number]) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    beside = [write() for _ in range(3)]
-    for thread in threads:
-        thread.join()
-    assert beside == [alone] * 3 and len(others) == 4
-    assert client.completions.create(model="small", prompt="abc", max_tokens=20).choices[0].text != alone
+    seeded = {"temperature": 1.0, "seed": 5, "top_p": 0.9}
+    alone = write(**seeded)
+    with ThreadPoolExecutor(4) as others:
+        running = [others.submit(chat, client, f"{number}", temperature=1.2) for number in range(4)]
+        assert [write(**seeded) for _ in range(3)] == [alone] * 3
+    assert all(other.result() for other in running)
+    assert write() != alone
 
 
 def test_completions_of_several_prompts(client, speaker):
@@ -115,26 +135,22 @@ def test_completions_of_several_prompts(client, speaker):
 
 
 def test_stop_strings_are_not_told(client):
-    text = client.chat.completions.create(**ask(extra_body={"ignore_eos": True})).choices[0].message.content
-    stopped = client.chat.completions.create(**ask(stop=[text[3:5]], extra_body={"ignore_eos": True})).choices[0]
+    on = {"ignore_eos": True}
+    text = chat(client, extra_body=on).message.content
+    stopped = chat(client, stop=[text[3:5]], extra_body=on)
     assert stopped.message.content == text[: text.index(text[3:5])]
     assert stopped.finish_reason == "stop"
 
 
 def test_log_probabilities_go_with_the_text(client, speaker):
-    answer = client.chat.completions.create(**ask(logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}))
-    content = answer.choices[0].logprobs.content
+    options = {"logprobs": True, "top_logprobs": 3, "extra_body": {"ignore_eos": True}}
+    content = chat(client, **options).logprobs.content
     expected = speaker.generate(speaker.chat_prompt(ask()["messages"]), max_new_tokens=20, logprobs=3, ignore_eos=True)
     assert [entry.token for entry in content] == [speaker.base.tokenizer.decode([token]) for token in expected.tokens]
     assert [entry.logprob for entry in content] == [entry.logprob for entry in expected.logprobs]
     assert all(entry.top_logprobs[0].token == entry.token for entry in content), "greedy takes the best"
-    streamed = []
-    for chunk in client.chat.completions.create(
-        **ask(logprobs=True, top_logprobs=3, stream=True, extra_body={"ignore_eos": True})
-    ):
-        if chunk.choices[0].logprobs:
-            streamed += chunk.choices[0].logprobs.content
-    assert streamed == content
+    told = [choice.logprobs.content for choice in choices(client, **options) if choice.logprobs]
+    assert list(chain.from_iterable(told)) == content
     plain = client.completions.create(model="small", prompt="abc", max_tokens=6, temperature=0, logprobs=2).choices[0]
     assert len(plain.logprobs.tokens) == len(plain.logprobs.token_logprobs) == 6
     assert plain.logprobs.text_offset[0] == 0 and len(plain.logprobs.top_logprobs[0]) == 2
@@ -157,13 +173,11 @@ def test_a_request_says_how_it_is_drafted(client, speaker):
 
 
 def test_a_stream_tells_what_was_drafted(client):
-    pieces = []
-    for chunk in client.chat.completions.create(
-        **ask(stream=True, extra_body={"speculation": {"trace": True, "drafter": "heads", "nodes": 8}})
-    ):
-        pieces += chunk.choices[0].model_extra.get("pieces", [])
-    assert "".join(text for text, _ in pieces) == client.chat.completions.create(**ask()).choices[0].message.content
-    assert all(isinstance(drafted, bool) for _, drafted in pieces)
+    speculation = {"trace": True, "drafter": "heads", "nodes": 8}
+    told = [choice.model_extra.get("pieces", []) for choice in choices(client, extra_body={"speculation": speculation})]
+    texts, drafted = zip(*chain.from_iterable(told), strict=True)
+    assert "".join(texts) == chat(client).message.content
+    assert {type(each) for each in drafted} == {bool}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +217,7 @@ def test_a_stream_tells_what_was_drafted(client):
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_an_error_of_openai(live, wrong, status, message):
-    answer = httpx.post(f"{live.url}/v1/chat/completions", json=ask(**wrong))
+    answer = post(live, **wrong)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert message in error["message"] and error["type"] == "invalid_request_error"
@@ -213,7 +227,7 @@ def test_what_cannot_be_served_is_an_error_of_openai(live, wrong, status, messag
 def test_bodies_that_are_none(live):
     url = f"{live.url}/v1/chat/completions"
     assert httpx.post(url, content=b"{not", headers=JSON).json()["error"]["message"] == "body is not JSON; correct it"
-    huge = httpx.post(url, json=ask("x" * 200_000))
+    huge = post(live, text="x" * 200_000)
     assert huge.status_code == 413 and "exceeds the limit (100000 bytes)" in huge.json()["error"]["message"]
 
     def endless():
@@ -257,104 +271,88 @@ def test_answers_carry_the_id_of_their_request(live):
 
 def test_keys(speaker):
     with serving(speaker, api=ApiSettings(api_keys=frozenset([KEY, "other"]))) as live:
-        url = f"{live.url}/v1/chat/completions"
-        refused = httpx.post(url, json=ask())
+        refused = post(live)
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
-        assert httpx.post(url, json=ask(), headers={"Authorization": "Bearer wrong"}).status_code == 401
-        assert httpx.post(url, json=ask(), headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+        assert [post(live, headers=bearer(key)).status_code for key in ("wrong", KEY)] == [401, 200]
         assert httpx.get(f"{live.url}/health").status_code == 200
         assert httpx.post(f"{live.url}/v1/heads", json={"name": "a", "path": "b"}).status_code == 403
 
 
 def test_heads_come_and_go_at_run_time(live, client, speaker, make_heads, tmp_path):
     directory = speaker.with_heads({}).save_pretrained(tmp_path / "more")
-    admin = {"Authorization": f"Bearer {ADMIN}"}
     body = {"name": "more", "path": str(directory)}
-    assert httpx.post(f"{live.url}/v1/heads", json=body).status_code == 401
-    assert httpx.post(f"{live.url}/v1/heads", json=body, headers=admin).status_code == 200
+
+    def load(headers=None, **changes):
+        answer = httpx.post(f"{live.url}/v1/heads", json=body | changes, headers=headers or bearer(ADMIN))
+        return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+    def remove():
+        return httpx.delete(f"{live.url}/v1/heads/more", headers=bearer(ADMIN)).status_code
+
+    assert [load(bearer("wrong"))[0], load()[0]] == [401, 200]
     assert [model.id for model in client.models.list()] == ["small", "more"]
-    assert httpx.post(f"{live.url}/v1/heads", json=body, headers=admin).status_code == 400, "the name is taken"
+    assert load()[0] == 400, "the name is taken"
     texts = [client.chat.completions.create(**ask(model=name)) for name in ("small", "more")]
     assert texts[0].choices == texts[1].choices and texts[1].model == "more"
-
     (directory / "heads.safetensors").write_bytes(b"damaged")
-    damaged = httpx.post(f"{live.url}/v1/heads", json={**body, "name": "bad"}, headers=admin)
-    assert damaged.status_code == 400 and "heads" in damaged.json()["error"]["message"]
-    nowhere = httpx.post(f"{live.url}/v1/heads", json={"name": "bad", "path": "/nowhere"}, headers=admin)
-    assert nowhere.status_code == 400
-    assert client.chat.completions.create(**ask(model="more")).choices == texts[0].choices, "the service goes on"
-
-    assert httpx.delete(f"{live.url}/v1/heads/more", headers=admin).status_code == 200
-    assert httpx.delete(f"{live.url}/v1/heads/more", headers=admin).status_code == 404
+    status, message = load(name="bad")
+    assert status == 400 and "heads" in message
+    assert load(name="bad", path="/nowhere")[0] == 400
+    assert [chat(client, model="more")] == texts[0].choices, "the service goes on"
+    assert [remove(), remove()] == [200, 404]
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**ask(model="more"))
 
 
 def test_a_full_queue_is_429(speaker):
-    with serving(speaker, EngineSettings(max_batch=1, max_waiting=1)) as live:
-        long = ask(max_tokens=200, stream=True, ignore_eos=True)
-        url = f"{live.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=long) as first, httpx.stream("POST", url, json=long) as second:
-            assert first.status_code == second.status_code == 200
-            third = httpx.post(url, json=ask())
-            assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
-            assert third.json()["error"]["type"] == "rate_limit_error"
+    with (
+        serving(speaker, EngineSettings(max_batch=1, max_waiting=1)) as live,
+        streaming(live) as first,
+        streaming(live) as second,
+    ):
+        assert first.status_code == second.status_code == 200
+        third = post(live)
+        assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
+        assert third.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_clients_that_vanish_leave_nothing_behind(live, speaker):
-    url = f"{live.url}/v1/chat/completions"
+def test_clients_that_vanish_leave_nothing_behind(live):
+    body = ask(max_tokens=200, n=4, ignore_eos=True, temperature=1)
     for _ in range(4):
-        with httpx.stream("POST", url, json=ask(max_tokens=200, stream=True, ignore_eos=True)) as answer:
+        with streaming(live) as answer:
             next(answer.iter_lines())
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json=ask(max_tokens=200, n=4, ignore_eos=True, temperature=1), timeout=0.05)
-    until = time.monotonic() + 20
-    while live.engine._jobs and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not live.engine._jobs and not live.engine._running and len(live.engine._batch) == 0
+            httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=0.05)
+    until_idle(live)
+    assert len(live.engine._batch) == 0
 
 
 def test_a_slow_reader_holds_up_nobody(live, client):
-    slow = ask(max_tokens=100, stream=True, ignore_eos=True)
-    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=slow) as answer:
-        assert client.chat.completions.create(**ask()).choices[0].message.content
-        until = time.monotonic() + 20
-        while live.engine._running and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not live.engine._running, "it is complete although nobody has read it"
+    with streaming(live, max_tokens=100) as answer:
+        assert chat(client).message.content
+        until_idle(live)  # it is complete although nobody has read it
         assert list(answer.iter_lines())[-2] == "data: [DONE]"
 
 
 def test_time_limits(live):
-    answer = httpx.post(f"{live.url}/v1/chat/completions", json=ask(timeout=1e-9))
+    answer = post(live, timeout=1e-9)
     assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
 
 
 def test_a_server_that_goes_down_ends_its_answers(speaker):
-    with serving(speaker) as live:
-        url = f"{live.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=ask(max_tokens=100, stream=True, ignore_eos=True)) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            live.server.should_exit = True
-            rest = [line for line in lines if line]
+    with serving(speaker) as live, streaming(live, max_tokens=100) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        live.server.should_exit = True
+        rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells the weather.",
-        "parameters": {
-            "type": "object",
-            "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["days"],
-            "additionalProperties": False,
-        },
-    },
-}
+DAYS = {"days": {"type": "integer", "minimum": 1, "maximum": 9}}
+PARAMETERS = {"type": "object", "properties": DAYS, "required": ["days"], "additionalProperties": False}
+FUNCTION = {"name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}
+WEATHER = {"type": "function", "function": FUNCTION}
 
 
 @pytest.fixture(scope="module")
@@ -371,12 +369,12 @@ def knowing(base):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_made(knowing, choice):
-    options = ask(tools=[WEATHER], tool_choice=choice, max_tokens=200)
-    answer = knowing.chat.completions.create(**options).choices[0]
+    options = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 200}
+    answer = chat(knowing, **options)
     (call,) = answer.message.tool_calls
     assert call.function.name == "weather" and 1 <= json.loads(call.function.arguments)["days"] <= 9
     assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
-    streamed = [chunk.choices[0] for chunk in knowing.chat.completions.create(**options, stream=True)]
+    streamed = choices(knowing, **options)
     (told,) = streamed[-1].delta.tool_calls
     assert (told.function.name, told.function.arguments) == (call.function.name, call.function.arguments)
     assert not any(choice.delta.content for choice in streamed)
@@ -389,8 +387,7 @@ def test_a_conversation_with_calls_and_results(knowing):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
-    answer = knowing.chat.completions.create(**ask(messages=messages, tools=[WEATHER]))
-    assert answer.choices[0].message.tool_calls is None
+    assert chat(knowing, messages=messages, tools=[WEATHER]).message.tool_calls is None
 
 
 def test_data_regenerate_asks_it(live, speaker):
@@ -411,11 +408,10 @@ def test_data_regenerate_asks_it(live, speaker):
 
 
 def test_what_clients_send_of_their_own_accord_is_taken(live):
-    answer = httpx.post(f"{live.url}/v1/chat/completions", json=ask()).json()
-    said = answer["choices"][0]["message"] | {"annotations": None, "audio": None, "refusal": None}
+    said = post(live).json()["choices"][0]["message"] | {"annotations": None, "audio": None, "refusal": None}
     more = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "functions": None, "suffix": None}
-    again = ask(**more, messages=[{"role": "user", "content": "a"}, said, {"role": "user", "content": "b"}])
-    assert httpx.post(f"{live.url}/v1/chat/completions", json=again).status_code == 200
+    messages = [{"role": "user", "content": "a"}, said, {"role": "user", "content": "b"}]
+    assert post(live, **more, messages=messages).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -427,6 +423,5 @@ def test_what_clients_send_of_their_own_accord_is_taken(live):
     ids=str,
 )
 def test_a_grammar_that_leads_nowhere_hurts_nobody(live, wanted):
-    body = ask(response_format=wanted, max_tokens=5)
-    assert httpx.post(f"{live.url}/v1/chat/completions", json=body).status_code in (200, 400)
-    assert httpx.post(f"{live.url}/v1/chat/completions", json=ask()).status_code == 200
+    assert post(live, response_format=wanted, max_tokens=5).status_code in (200, 400)
+    assert post(live).status_code == 200

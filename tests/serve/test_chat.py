@@ -1,84 +1,37 @@
-"""The command line of the chat: flags, errors, exit statuses."""
+"""The command line of the chat: flags, errors, exit statuses; with a model here, or behind a server."""
 
 import io
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from medusa import BaseModel, DraftHeads, MedusaModel, Tree
+from medusa import MedusaModel, Tree
+from medusa.attention import BACKENDS
 from medusa.io.tree_file import save_tree
 from serve.chat import __main__ as chat
+from serve.chat.remote import RemoteModel
 from serve.model_options import ATTENTION
-
-WRONG = [
-    "--bogus",
-    "--nodes 0",
-    "--nodes x",
-    "--temperature -1",
-    "--acceptance no",
-    "--drafter eagle",
-    "--attention paged",
-    "--acceptance typical",
-    "--nodes 8 --tree tree.json",
-    "--drafter heads --tree tree.json",
-]
+from serve.settings import ApiSettings
+from tests.serve.live import serving
 
 
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_use_exits_2(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bogus", "--nodes 0", "--nodes x", "--temperature -1", "--acceptance no", "--drafter eagle",
+        "--attention paged", "--acceptance typical", "--nodes 8 --tree tree.json", "--drafter heads --tree tree.json",
+        "--endpoint http://x/v1 --base base", "--model small",
+    ],
+)  # fmt: skip
+def test_wrong_use_exits_2(flags, capsys):
     with pytest.raises(SystemExit) as raised:
         chat.main(flags.split())
     assert raised.value.code == 2
     assert flags.rsplit(maxsplit=1)[-1].lstrip("-") in capsys.readouterr().err
 
 
-def test_missing_heads_exit_1_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert chat.main(["--heads", str(tmp_path / "nowhere")]) == 1
-    streams = capsys.readouterr()
-    assert streams.out == ""
-    assert len(streams.err.splitlines()) == 1
-    assert "nowhere" in streams.err
-    assert "run ./launch.sh first" in streams.err
-
-
-@pytest.fixture(scope="module")
-def heads(base: BaseModel, make_heads: Callable[..., DraftHeads], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three heads of the tiny base, saved."""
-    directory = tmp_path_factory.mktemp("chat") / "heads"
-    MedusaModel(base, make_heads()).save_pretrained(directory)
-    return str(directory)
-
-
-@pytest.fixture
-def say(heads: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Run the chat over lines of input; returns its exit status."""
-
-    def run(lines: bytes, *flags: str) -> int:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
-        return chat.main(["--heads", heads, "--max-new-tokens", "12", *flags])
-
-    return run
-
-
-def test_a_static_tree_reaches_the_model(
-    say: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "tree.json"
-    assert say(b"hello\n", "--tree", str(path)) == 1
-    assert f"tree ({path}) does not exist; make one with medusa-bench tree" in capsys.readouterr().err
-    save_tree(Tree.full((2, 1)), path)
-    assert say(b"hello\n", "--tree", str(path)) == 0
-    assert capsys.readouterr().out
-    save_tree(Tree.chain(4), path)
-    say(b"hello\n", "--tree", str(path))
-    assert "tree depth (4) exceeds the number of heads (3)" in capsys.readouterr().err
-
-
-def test_help_says_what_is_lossy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_is_lossy(capsys):
     with pytest.raises(SystemExit) as raised:
         chat.main(["--help"])
     assert raised.value.code == 0
@@ -89,11 +42,49 @@ def test_help_says_what_is_lossy(capsys: pytest.CaptureFixture[str]) -> None:
     assert "default: None" not in text
 
 
-def test_flags_reach_the_answer(say: Callable[..., int], heads: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 5, "nodes": 8}
+def test_attention_names_are_those_of_the_registry():
+    assert ("auto", *BACKENDS) == ATTENTION
+
+
+@pytest.fixture(scope="module")
+def speaker(base, make_heads):
+    return MedusaModel(base, make_heads())
+
+
+@pytest.fixture(scope="module")
+def heads(speaker, tmp_path_factory):
+    """Three heads of the tiny base, saved."""
+    return str(speaker.save_pretrained(tmp_path_factory.mktemp("chat") / "heads"))
+
+
+@pytest.fixture
+def say(monkeypatch):
+    """Run the chat over lines of input; returns its exit status."""
+
+    def run(lines, *flags):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
+        return chat.main(["--max-new-tokens", "12", *map(str, flags)])
+
+    return run
+
+
+def test_a_static_tree_reaches_the_model(say, heads, tmp_path, capsys):
+    path = tmp_path / "tree.json"
+    assert say(b"hello\n", "--heads", heads, "--tree", path) == 1
+    assert f"tree ({path}) does not exist; make one with medusa.save_tree" in capsys.readouterr().err
+    save_tree(Tree.full((2, 1)), path)
+    assert say(b"hello\n", "--heads", heads, "--tree", path) == 0
+    assert capsys.readouterr().out
+    save_tree(Tree.chain(4), path)
+    say(b"hello\n", "--heads", heads, "--tree", path)
+    assert "tree depth (4) exceeds the number of heads (3)" in capsys.readouterr().err
+
+
+def test_flags_reach_the_answer(say, heads, capsys):
+    options = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 5, "nodes": 8}
     options |= {"drafter": "heads", "repetition_penalty": 1.2, "acceptance": "typical", "max_new_tokens": 30}
-    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    assert say(b"hello\n", *flags, "--system", "be brief", "--dtype", "float32") == 0
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    assert say(b"hello\n", *flags, "--heads", heads, "--system", "be brief", "--dtype", "float32") == 0
     streams = capsys.readouterr()
     assert "3 recurrent heads" in streams.err
     model = MedusaModel.from_pretrained(heads, dtype=torch.float32)
@@ -102,43 +93,83 @@ def test_flags_reach_the_answer(say: Callable[..., int], heads: str, capsys: pyt
     assert streams.out.strip() == expected.text.strip()
 
 
-def test_attention_names_are_those_of_the_registry() -> None:
-    attention = pytest.importorskip("medusa.attention")
-    assert ("auto", *attention.BACKENDS) == ATTENTION
-
-
-def test_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert chat.main(["--heads", str(tmp_path), "--device", "cuda:1"]) == 1
-    assert "device (cuda:1) is not there" in capsys.readouterr().err
-
-
-def test_heads_that_cannot_be_used_are_one_message(
-    say: Callable[..., int], heads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_that_cannot_be_used_are_one_message(say, heads, tmp_path, capsys):
     broken = shutil.copytree(heads, tmp_path / "broken")
     (broken / "heads.safetensors").write_bytes(b"no tensors")
-    assert say(b"hello\n", "--heads", str(broken)) == 1
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    for directory, words in ((broken, "heads.safetensors"), (tmp_path / "nowhere", "run ./launch.sh first")):
+        assert say(b"hello\n", "--heads", directory) == 1
+        streams = capsys.readouterr()
+        assert streams.out == ""
+        assert len(streams.err.splitlines()) == 1
+        assert words in streams.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_device_that_is_not_there(say, heads, capsys):
+    assert say(b"", "--heads", heads, "--device", "cuda:1") == 1
+    assert "device (cuda:1) is not there" in capsys.readouterr().err
 
 
 class Interrupted(io.StringIO):
     """An input at which Ctrl-C is pressed."""
 
-    def readline(self, *_: object) -> str:
+    def readline(self, *_):
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_outside_of_an_answer(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_outside_of_an_answer(heads, monkeypatch):
     monkeypatch.setattr("sys.stdin", Interrupted())
     assert chat.main(["--heads", heads]) == 130
 
 
-def test_input_that_is_not_utf8_does_not_end_the_chat(
-    say: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert say("caf\ufffd\nhello\n".encode()) == 0
+def test_input_that_is_not_utf8_does_not_end_the_chat(say, heads, capsys):
+    assert say("caf\ufffd\nhello\n".encode(), "--heads", heads) == 0
     expected = capsys.readouterr().out
-    assert say(b"caf\xe9\nhello\n") == 0
+    assert say(b"caf\xe9\nhello\n", "--heads", heads) == 0
     assert capsys.readouterr().out == expected
+
+
+@pytest.fixture(scope="module")
+def url(speaker):
+    with serving(speaker) as server:
+        yield f"{server.url}/v1"
+
+
+def test_a_model_behind_a_server_writes_what_it_writes_here(url, speaker):
+    remote = RemoteModel(url)
+    messages = [{"role": "user", "content": "say hello"}]
+    assert remote.chat_prompt(messages) == speaker.chat_prompt(messages)
+    assert remote.base.context_length == speaker.base.context_length
+    options = {"max_new_tokens": 20, "temperature": 0.7, "seed": 3, "nodes": 4, "drafter": "heads", "prefix": None}
+    streams = [model.stream(speaker.chat_prompt(messages), **options) for model in (remote, speaker)]
+    pieces = [[(str(piece), piece.drafted) for piece in stream] for stream in streams]
+    theirs, ours = (stream.output for stream in streams)
+    assert pieces[0] == pieces[1]
+    assert (theirs.text, len(theirs.tokens), theirs.steps) == (ours.text, len(ours.tokens), ours.steps)
+
+
+def test_the_chat_asks_a_server(url, say, capsys):
+    assert say(b"say hello\n/stats\n", "--endpoint", url) == 0
+    out, notes = capsys.readouterr()
+    assert out.strip() and "model  small at" in notes and "tokens/step" in notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [("--model other", "model (other) is not served"), ("--drafter mtp", "400: ")]
+)
+def test_what_a_server_refuses_is_said(url, say, capsys, flags, message):
+    say(b"say hello\n", "--endpoint", url, *flags.split())
+    assert message in capsys.readouterr().err
+
+
+def test_keys_are_needed_where_they_are(speaker, say, monkeypatch, capsys):
+    with serving(speaker, api=ApiSettings(api_keys=frozenset(["secret"]))) as live:
+        assert say(b"say hello\n", "--endpoint", f"{live.url}/v1") == 1
+        assert "401: API key is missing" in capsys.readouterr().err
+        monkeypatch.setenv("MEDUSA_API_KEY", "secret")
+        assert say(b"say hello\n", "--endpoint", f"{live.url}/v1") == 0
+
+
+def test_nobody_there(say, capsys):
+    assert say(b"", "--endpoint", "http://127.0.0.1:9/v1") == 1
+    assert "does not answer" in capsys.readouterr().err

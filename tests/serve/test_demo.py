@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from medusa.formats import save_heads
+from medusa import BaseModel, MedusaModel
+from serve.demo import LABELS
 from serve.demo import __main__ as demo
 from serve.demo.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
-from serve.demo.labels import LABELS
+from serve.demo.figures import measure
 from serve.demo.picture import draw
 from serve.demo.progress import Progress
 from serve.demo.questions import file_questions
@@ -47,13 +48,11 @@ def test_a_speedup_compares_within_rounds():
 
 
 def test_figures_of_a_group_of_prompts():
-    rounds = [[Call([1] * 6, 2, 1.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]]
+    timing = Timing([[Call([1] * 6, 2, 1.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]])
     plain = Timing([[Call([1] * 6, 6, 3.0), Call([1] * 4, 4, 2.0), Call([1] * 2, 2, 1.0)]])
-    timing = Timing(rounds)
-    assert timing.of([0]).tokens_per_step == 3
-    assert timing.of(range(1, 3)).tokens_per_step == 1
-    assert timing.of([0]).speedup_over(plain.of([0])) == 3
-    assert timing.of([1, 2]).speedup_over(plain.of([1, 2])) == 1
+    for group, steps, speedup in (([0], 3, 3), (range(1, 3), 1, 1)):
+        assert timing.of(group).tokens_per_step == steps
+        assert timing.of(group).speedup_over(plain.of(group)) == speedup
     assert timing.of([1, 0]).outputs == [[1] * 4, [1] * 6]
 
 
@@ -80,16 +79,18 @@ def test_a_long_call_shows_signs_of_life(terminal, monkeypatch, capsys):
     assert ("\r" in shown) == terminal
 
 
-def test_all_engines_say_the_same(model):
-    engines = {
-        "transformers": transformers_engine(model.base.model, 20),
-        "plain": medusa_engine(model, 20, nodes=1),
-        "medusa": medusa_engine(model, 20),
-    }
-    outputs = {name: [run(prompt)[0] for prompt in PROMPTS] for name, run in engines.items()}
-    assert identical(outputs["plain"], outputs["medusa"]) == 3
-    assert identical(outputs["plain"], outputs["transformers"]) == 3
-    assert identical(outputs["plain"], [*outputs["plain"][:2], [0]]) == 2
+def test_what_the_demo_compares_decodes_greedily(make_heads, base_directory):
+    """On untrained heads of a tiny base: all say the same, and so would another engine of these tokens."""
+    model = MedusaModel(BaseModel.load(base_directory, device="cpu"), make_heads(5).float())
+    prompts = [[5, 6, 7, 5, 6], [40, 41], [9]]
+    values = measure(model, prompts, {"code": [0, 2], "chat": [1]}, rounds=1, new_tokens=12)
+    assert list(values["drafters"]) == list(LABELS) == ["auto", "heads", "prompt-lookup"]
+    assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
+    json.dumps(values)
+    engines = transformers_engine(model.base.model, 12), medusa_engine(model, 12)
+    theirs, ours = ([run(prompt)[0] for prompt in prompts] for run in engines)
+    assert identical(theirs, ours) == 3
+    assert identical(theirs, [*ours[:2], [0]]) == 2
 
 
 def test_repetition_counts_what_was_said_before():
@@ -136,20 +137,15 @@ def test_long_answers_are_cut_in_the_picture(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-def test_a_failed_stage_is_one_line(tmp_path, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise subprocess.CalledProcessError(3, "train")
+def test_a_failed_stage_is_one_line_and_fresh_removes_what_the_demo_wrote(tmp_path, monkeypatch, capsys):
+    def fail(words, **_):
+        raise subprocess.CalledProcessError(3, words)
 
-    monkeypatch.setattr(demo, "_run", fail)
-    assert demo.main(["--run", str(tmp_path)]) == 1
-    assert "exit status 3" in capsys.readouterr().err
-
-
-def test_fresh_removes_only_what_the_demo_wrote(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "thesis.txt").write_text("precious")
-    monkeypatch.setattr(demo, "_make_heads", lambda *_: (_ for _ in ()).throw(OSError("stop here")))
+    monkeypatch.setattr(subprocess, "run", fail)
     assert demo.main(["--run", str(tmp_path), "--fresh"]) == 1
+    assert capsys.readouterr().err == "a stage of the demo failed (exit status 3); its message is above\n"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -162,29 +158,11 @@ def test_wrong_numbers_are_refused_at_once(words):
 
 @pytest.mark.slow
 def test_the_whole_demo_in_small(tmp_path):
-    words = [
-        "-m",
-        "serve.demo",
-        "--run",
-        str(tmp_path / "run"),
-        "--train-prompts",
-        "64",
-        "--prompts",
-        "4",
-        "--rounds",
-        "1",
-        "--real-prompts",
-        "2",
-    ]
+    numbers = "--train-prompts 64 --prompts 4 --rounds 1 --real-prompts 2".split()
     done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=os.environ | {"NPROC": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+        [sys.executable, "-m", "serve.demo", "--run", str(tmp_path / "run"), *numbers],
+        cwd=ROOT, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, timeout=1800, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     values = json.loads((tmp_path / "run" / "report.json").read_text())
     assert values["identical_outputs"] == {"count": 4, "total": 4, "dtype": "bfloat16", "against": "plain greedy"}
@@ -203,19 +181,6 @@ def test_the_whole_demo_in_small(tmp_path):
     else:
         assert real["identical_outputs"]["count"] == 2
         assert real["drafters"]["auto"]["tokens_per_step"] > 1
-
-
-def test_what_the_demo_compares_decodes_greedily(tmp_path, base_directory, make_heads, monkeypatch):
-    """The third stage itself, on untrained heads of a tiny base."""
-    heads = tmp_path / "heads"
-    save_heads(make_heads(5), heads, {"figures": {"heldout_top1": [0.5], "heldout_top5": [0.6], "heldout_top10": [0.7],
-                                                  "steps": 1, "train_seconds": 1.0}})  # fmt: skip
-    monkeypatch.setattr("data.prompts.embedded_prompts", lambda *_: [[5, 6, 7, 5, 6], [40, 41], [9]])
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 12)
-    values = demo._compare(tmp_path, 3, 1)
-    assert list(values["drafters"]) == list(LABELS) == ["auto", "heads", "prompt-lookup"]
-    assert all(drafter["identical_outputs"] == 3 for drafter in values["drafters"].values())
-    json.dumps(values)
 
 
 def test_questions_of_a_file_have_kinds(model, tmp_path):

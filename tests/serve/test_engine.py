@@ -1,15 +1,13 @@
 """Requests that share the engine: text, order, limits, and what is left behind."""
 
 import asyncio
-from collections import Counter
 
 import pytest
 
 from medusa import MedusaModel, SamplingParams, Speculation
 from serve.engine import Engine
-from serve.jobs import Job, Waiting
 from serve.metrics import Metrics
-from serve.request import BusyError, EngineError, LateError, Request, StoppingError, Ticket
+from serve.request import Asked, BusyError, EngineError, LateError, StoppingError
 from serve.settings import EngineSettings
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -29,7 +27,9 @@ def run(speaker, scenario, settings=None):
         try:
             result = await asyncio.wait_for(scenario(engine), 60)
             await engine.call(lambda: None)
-            assert not engine._jobs and not engine._running and len(engine._waiting) == 0 and len(engine._batch) == 0
+            assert not engine._jobs and not engine._of and len(engine._batch) == 0
+            assert engine._pool.held_tokens == 0
+            engine._pool.check_integrity()
             return result
         finally:
             await engine.stop()
@@ -39,7 +39,7 @@ def run(speaker, scenario, settings=None):
 
 
 async def taken(engine, *arguments, **options):
-    ticket = engine.submit(Request(*arguments, **options))
+    ticket = engine.submit(Asked(*arguments, **options))
     await ticket.taken()
     return ticket
 
@@ -102,7 +102,9 @@ def test_what_cannot_be_served_is_refused_before_it_waits(speaker):
         ):
             with pytest.raises(ValueError, match=message):
                 await taken(engine, prompt, SamplingParams(), how)
-        with pytest.raises(ValueError, match=r"drafts \(256 rows\) exceed the KV cache \(192 rows\)"):
+        with pytest.raises(
+            ValueError, match=r"completion \(228 positions with their drafts\) exceed the KV cache \(192 positions\)"
+        ):
             await taken(engine, [5] * 40, LONG)
 
     run(speaker, scenario, EngineSettings(cache_tokens=200))
@@ -119,17 +121,19 @@ def test_a_full_queue_says_when_to_come_back(speaker):
     assert run(speaker, scenario, EngineSettings(max_batch=1, max_waiting=2)) == [60, 60, 60]
 
 
-def test_requests_wait_until_their_rows_fit(speaker):
-    async def scenario(engine):
-        tickets = [await taken(engine, [5, 6], LONG) for _ in range(4)]
-        most = 0
-        async for _ in tickets[-1].deltas():
-            most = max(most, len(engine._running))
-        assert most <= 2
-        for ticket in tickets:
-            await ticket.complete()
+def test_little_room_is_enough_for_all(speaker):
+    """Requests wait, lose their room, and go on later with the same text."""
+    asked = [([5, 6, number] * 30, LONG) for number in range(3, 9)]
 
-    run(speaker, scenario, EngineSettings(cache_tokens=400))
+    async def scenario(engine):
+        tickets = [await taken(engine, *one) for one in asked]
+        outputs = [await ticket.complete() for ticket in tickets]
+        assert engine._batch.preemptions > 0
+        return outputs
+
+    outputs = run(speaker, scenario, EngineSettings(cache_tokens=288))
+    for (prompt, params), output in zip(asked, outputs, strict=True):
+        assert output.tokens == speaker.generate(prompt, sampling=params).tokens
 
 
 def test_a_client_that_goes_away_frees_its_rows(speaker):
@@ -177,6 +181,7 @@ def test_other_heads_while_requests_run(speaker, base, make_heads):
 
     async def scenario(engine):
         before = await taken(engine, [5, 6], LONG)
+        await engine.call(lambda: None)
         more = speaker.with_heads({"deep": deep})
         await engine.call(lambda: engine.use(more))
         after = await taken(engine, [5, 6], LONG, Speculation("heads", nodes=4, heads="deep"))
@@ -208,17 +213,3 @@ def test_a_server_that_goes_down_lets_requests_end(speaker):
         return output
 
     assert len(asyncio.run(scenario()).tokens) == 60
-
-
-def test_who_comes_next():
-    waiting, jobs = Waiting(), {}
-    for name, client, priority in (("a1", "a", 0), ("a2", "a", 0), ("b1", "b", 0), ("c1", "c", 1), ("d1", "d", -1)):
-        request = Request([1], client=client, priority=priority)
-        jobs[name] = Job(Ticket(request, lambda _: None), 0.0, 0.0)
-        waiting.add(jobs[name])
-    order, running = [], Counter({"a": 1})
-    while (job := waiting.next(running)) is not None:
-        waiting.remove(job)
-        running[job.request.client] += 1
-        order.append(next(name for name, other in jobs.items() if other is job))
-    assert order == ["d1", "b1", "a1", "a2", "c1"]

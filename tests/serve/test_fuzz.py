@@ -41,5 +41,5 @@ def test_no_request_breaks_the_server(base, make_heads, mode):
             except Exception as error:  # an endpoint without anything that could be wrong
                 if "NegativeGeneration" not in type(error).__name__ and "Unsatisfiable" not in type(error).__name__:
                     raise
-        assert live.engine.healthy(30) and not live.engine._running
+        assert live.engine.healthy(30) and not live.engine._of
     assert told >= ({200, 400} if mode == "POSITIVE" else {400})

@@ -28,6 +28,10 @@ LEAVES = (
 )
 
 
+def object_of(properties, required):
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
 def schema_of(number, depth=2):
     """A schema of its own for every number, whose texts are bounded."""
     chance = random.Random(number)
@@ -41,15 +45,9 @@ def schema_of(number, depth=2):
             return {"type": "array", "items": make(depth - 1), "minItems": least, "maxItems": least + 1}
         names = [f"k{index}" for index in range(chance.randrange(1, 4))]
         required = [name for name in names if chance.random() < 0.7]
-        properties = {name: make(depth - 1) for name in names}
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return object_of({name: make(depth - 1) for name in names}, required)
 
-    return {
-        "type": "object",
-        "properties": {"answer": make(depth)},
-        "required": ["answer"],
-        "additionalProperties": False,
-    }
+    return object_of({"answer": make(depth)}, ["answer"])
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +60,13 @@ def grammars(base):
     return Grammars(base)
 
 
-def write(speaker, cases):
+def write(speaker, cases, prompts=None):
     """Completions of (constraint, params, speculation) that decode together."""
     batch = speaker.batch()
+    prompts = prompts or [[5, 6, 7 + number] for number in range(len(cases))]
     completions = [
-        batch.add([5, 6, 7 + number], params, how, constraint=constraint and constraint())
-        for number, (constraint, params, how) in enumerate(cases)
+        batch.add(prompt, params, how, constraint=constraint and constraint())
+        for prompt, (constraint, params, how) in zip(prompts, cases, strict=True)
     ]
     while len(batch):
         batch.step()
@@ -119,13 +118,8 @@ def test_schemas_with_real_weights(smollm2_directory):
         schema = schema_of(number)
         question = model.chat_prompt([{"role": "user", "content": f"Answer as JSON that follows {json.dumps(schema)}"}])
         constraint = grammars.json_schema(schema)
-        outputs = []
-        for how in (PLAIN, TREES, Speculation()):
-            batch = model.batch()
-            completion = batch.add(question, SamplingParams(200), how, constraint=constraint())
-            while len(batch):
-                batch.step()
-            outputs.append(completion.output)
+        ways = (PLAIN, TREES, Speculation())
+        outputs = [write(model, [(constraint, SamplingParams(200), how)], [question])[0] for how in ways]
         assert outputs[0].tokens == outputs[1].tokens == outputs[2].tokens
         assert outputs[0].finish_reason == "eos", outputs[0].text
         validate(json.loads(outputs[0].text), schema)
@@ -143,11 +137,8 @@ def test_rows_with_and_without_grammars_share_a_batch(speaker, grammars, space):
     ]
     together = write(speaker, cases)
     for number, case in enumerate(cases):
-        batch = speaker.batch()
-        alone = batch.add([5, 6, 7 + number], case[1], case[2], constraint=case[0] and case[0]())
-        while len(batch):
-            batch.step()
-        assert together[number].tokens == alone.output.tokens
+        (alone,) = write(speaker, [case], [[5, 6, 7 + number]])
+        assert together[number].tokens == alone.tokens
     assert set(together[2].text) <= set("abc")
 
 
@@ -188,10 +179,7 @@ def test_links():
     [
         ({"type": "banana"}, 'Unsupported type "banana"'),
         ({"not": {}}, r"schema: keyword \(not\) is not supported"),
-        (
-            {"properties": {"a": {"items": {"uniqueItems": True}}}},
-            r"schema.properties.a.items: keyword \(uniqueItems\)",
-        ),
+        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, r"schema.properties.a.items: .* \(uniqueItems\)"),
         ({"anyOf": [{"format": "zip"}]}, r"schema.anyOf.0: format \(zip\) is not supported"),
         ({"type": "string", "pattern": "a", "minLength": 1}, "minLength is not supported beside a pattern"),
         ({"type": "number", "multipleOf": 2}, "multipleOf is supported for integers only"),

@@ -39,7 +39,7 @@ def plan(capsys, *flags):
 def test_known_bases_are_planned_without_a_network(base, capsys):
     text = plan(capsys, "--base", base, "--device-memory", "24GiB")
     assert f"{24 * 2**30 / 1e9:.2f} GB of memory" in text
-    assert "recorded graphs" in text
+    assert "recorded steps" in text
     assert "--cache-tokens" in text
     assert ("heads" in text) == (base == "smollm2"), "the repository ships heads for it"
 
@@ -60,10 +60,14 @@ def test_without_a_size_it_is_this_machine(config_file, capsys, monkeypatch):
 def test_limits_are_those_of_the_server(config_file, capsys):
     flags = ("--base", str(config_file), "--device-memory", "8e9")
     text = plan(capsys, *flags, "--max-batch", "2", "--prefill-rows", "100", "--cache-tokens", "320")
-    assert f"of {2 * 64 + 100} rows" in text
-    assert "steps of 1, 2\n" in text
+    assert f"of {2 * 64} rows" in text
+    assert "buckets of 2 requests\n" in text
     assert "10 blocks of 32 = 320 positions" in text
-    assert "recorded" not in plan(capsys, *flags, "--no-graph")
+    text = plan(capsys, *flags, "--max-batch", "3", "--prefill-rows", "100")
+    assert f"of {4 * 64} rows" in text, "a step is recorded for a power of two"
+    text = plan(capsys, *flags, "--no-graph", "--max-batch", "3", "--prefill-rows", "100")
+    assert "recorded" not in text
+    assert f"of {3 * 64 + 100} rows" in text, "prompts are computed beside the trees"
 
 
 def test_heads_that_are_named_take_memory(config_file, base, tmp_path, capsys):

@@ -216,7 +216,7 @@ def test_heads_stay_as_they_are(server):
     for method, path in (("POST", "/v1/heads"), ("DELETE", "/v1/heads/some")):
         response = httpx.request(method, url + path, headers=headers, json={"name": "a", "path": "b"}, timeout=60)
         assert response.status_code == 403
-        assert "would reach one replica of several" in response.json()["error"]["message"]
+        assert "heads cannot be changed at run time" in response.json()["error"]["message"]
 
 
 def test_streams_that_run_may_end_before_the_server_does(server):

@@ -7,17 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
-from medusa.formats import load_heads
+from train.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 Job = subprocess.Popen[str]
+Acting = Callable[..., AbstractContextManager[None]]
+"""What `before_step` and `interrupted_at` are."""
 
 
 def write_recipe(path: Path, base: Path, samples: Path, sections: Mapping[str, Mapping[str, Any]]) -> Path:
@@ -34,6 +38,15 @@ def write_recipe(path: Path, base: Path, samples: Path, sections: Mapping[str, M
         values.setdefault(name, {}).update(section)
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
+
+
+def run(recipe: Path, directory: Path, **values: Any) -> int:
+    """Train in this process, with recipe values by their dotted keys; the exit status."""
+    return main(["--recipe", str(recipe), "--recipe.run", str(directory), *flags(**values)])
+
+
+def flags(**values: Any) -> list[str]:
+    return [word for key, value in values.items() for word in (f"--recipe.{key}", str(value))]
 
 
 def free_port() -> int:
@@ -53,9 +66,10 @@ def launch(arguments: list[str], processes: int = 2, node: int | None = None, po
     return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def train(recipe: Path, run: Path, *flags: str, **options: Any) -> Job:
+def train(recipe: Path, run: Path, values: Mapping[str, Any] | None = None, **options: Any) -> Job:
     """Start a training run under torchrun."""
-    return launch(["-m", "train", "--recipe", str(recipe), "--recipe.run", str(run), *flags], **options)
+    words = ["-m", "train", "--recipe", str(recipe), "--recipe.run", str(run), *flags(**values or {})]
+    return launch(words, **options)
 
 
 def finish(job: Job, status: int = 0) -> str:
@@ -77,9 +91,11 @@ def assert_same_run(run: Path, reference: Path, tolerance: float) -> None:
         assert ours["step"] == theirs["step"]
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=tolerance)
         assert ours.get("grad_norm") == pytest.approx(theirs.get("grad_norm"), abs=10 * tolerance)
-    expected = load_heads(reference / "heads").state_dict()
-    for name, value in load_heads(run / "heads").state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance)
+    files = sorted(path.relative_to(reference) for path in (reference / "heads").rglob("*.safetensors"))
+    for name in files:
+        expected = load_file(reference / name)
+        for key, value in load_file(run / name).items():
+            torch.testing.assert_close(value, expected[key], rtol=0, atol=tolerance)
 
 
 def workers(job: Job) -> list[int]:

@@ -26,6 +26,13 @@ def packed() -> PackedRows:
     return pack(samples, row_tokens=32)
 
 
+def test_kept_positions_see_a_supervised_token() -> None:
+    ids, masks = (torch.arange(1, 7), torch.arange(7, 10)), ([0, 0, 0, 0, 1, 0], [1, 0, 1])
+    samples = [Sample(part.int(), torch.tensor(mask, dtype=torch.bool)) for part, mask in zip(ids, masks, strict=True)]
+    kept = Positions.of(pack(samples, row_tokens=12), torch.tensor([0]), num_heads=2).kept
+    assert kept[0].int().tolist() == [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]
+
+
 class NumberedStates:
     """The hidden state of a kept position is (row, place in the row): it says where it came from."""
 
@@ -38,9 +45,6 @@ class NumberedStates:
 
     def _count(self, row: int) -> int:
         return len(Positions.of(self._packed, torch.tensor([row]), HEADS).targets)
-
-    def flush(self) -> None:
-        pass
 
 
 def _step(packed: PackedRows, optim: OptimRecipe, step: int, world_size: int, size: int = 7) -> list[list[MicroBatch]]:
@@ -104,9 +108,9 @@ def test_a_teacher_stands_where_the_base_says_the_label(packed: PackedRows, mix_
     for process in _step(packed, optim, 0, world_size=2):
         for batch in process:
             assert batch.teacher is not None
-            assert batch.teacher_rows is not None
+            assert batch.teacher_index is not None
             for place, head in (batch.labels != IGNORE).nonzero().tolist():
-                row, position = batch.teacher[batch.teacher_rows[place, head]].int().tolist()
+                row, position = batch.teacher[batch.teacher_index[place, head]].int().tolist()
                 targets = Positions.of(packed, torch.tensor([row]), HEADS).targets
                 assert targets[position, 0] == batch.labels[place, head]  # the base's own next token there
                 assert [row, position - head - 1] == batch.hidden[place].int().tolist()

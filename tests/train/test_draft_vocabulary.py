@@ -1,27 +1,22 @@
 """Heads that learn to draft the most frequent tokens only."""
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.nn import functional
 
 from data.packing import IGNORE, PackedRows
 from medusa.base.model import BaseModel
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
-from tests.train.jobs import metrics
-from train.__main__ import main
-from train.draft_vocabulary import most_frequent_tokens
+from tests.train.jobs import Acting, assert_same_run, metrics, run, write_recipe
+from train.fresh_heads import most_frequent_tokens
 from train.losses import HeadsLoss
 from train.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-Interrupting = Callable[[int], AbstractContextManager[None]]
 
 HEADS, ROWS, PART = 3, 29, 60
 
@@ -123,43 +118,33 @@ def test_the_loss_leaves_other_tokens_out(base: Path, kind: str, own: bool) -> N
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    values = {
-        "run": str(path.parent / "run"),
-        "base": {"name": str(base), "dtype": "float32"},
+    sections = {
         "heads": {"num_heads": 2, "draft_vocab": 12, "own_lm_heads": True},
-        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
-        "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 6, "loss": "kl"},
-        "engine": {"device": "cpu"},
+        "data": {"heldout": str(heldout)},
+        "optim": {"micro_rows": 4, "steps": 6, "loss": "kl"},
         "evaluate": {"prompts": 1, "max_new_tokens": 8, "nodes": 4},
         "log": {"checkpoint_steps": 4},
     }
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
+    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, sections)
 
 
 @pytest.mark.slow
-def test_a_run_with_a_draft_vocabulary_resumes_exactly(
-    recipe: Path, tmp_path: Path, interrupted_at: Interrupting
-) -> None:
-    whole, parts = (["--recipe", str(recipe), "--recipe.run", str(tmp_path / name)] for name in ("whole", "parts"))
-    assert main(whole) == 0
+def test_a_run_with_a_draft_vocabulary_resumes_exactly(recipe: Path, tmp_path: Path, interrupted_at: Acting) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(recipe, whole) == 0
     with interrupted_at(5):
-        assert main(parts) == 130
-    assert main(parts) == 0
+        assert run(recipe, parts) == 130
+    assert run(recipe, parts) == 0
 
-    ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
-    assert [line.get("loss") for line in ours] == pytest.approx([line.get("loss") for line in theirs], abs=1e-6)
-    assert theirs[-2]["loss"] < theirs[0]["loss"] - 0.1
-    heads, expected = (load_heads(tmp_path / name / "heads") for name in ("parts", "whole"))
-    assert heads.lm_heads.shape[1] == 12
-    assert torch.equal(heads.draft_ids, expected.draft_ids)
-    torch.testing.assert_close(heads.lm_heads, expected.lm_heads, rtol=0, atol=1e-6)
-    assert 0 < theirs[-1]["heldout_top10"][0] < 0.95, "what heads cannot draft is a miss"
+    assert_same_run(parts, whole, tolerance=1e-6)
+    first, *_, last, end = metrics(whole)
+    assert last["loss"] < first["loss"] - 0.1
+    assert load_heads(parts / "heads").lm_heads.shape[1] == 12
+    assert 0 < end["heldout_top10"][0] < 0.95, "what heads cannot draft is a miss"
 
 
 def test_a_draft_vocabulary_larger_than_the_base_is_wrong_use(
     recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path), "--recipe.heads.draft_vocab", "258"]) == 2
+    assert run(recipe, tmp_path, **{"heads.draft_vocab": 258}) == 2
     assert "heads.draft_vocab (258) is more than the vocabulary of the base (257)" in caplog.text

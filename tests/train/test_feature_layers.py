@@ -1,31 +1,22 @@
 """Training heads that read several layers: the whole job on a tiny base of four layers."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.packing import pack
 from data.sources import read_samples
 from medusa import BaseModel, MedusaModel
-from tests.train.jobs import metrics
-from train.__main__ import main
+from tests.train.jobs import Acting, metrics, run, write_recipe
 from train.blocks import Block
 from train.config import OptimRecipe
 from train.features import BasePass
-from train.hidden_cache import HiddenCache, identity
-from train.sharded_base import load_sharded
-from train.stop import StopRequest
-from train.workers import Workers
+from train.hidden_cache import identity
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-Interrupting = Callable[[int], AbstractContextManager[None]]
 
 LAYERS = (1, 3)
 """Two, spread below the last of four."""
@@ -46,29 +37,19 @@ def deep(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, deep: Path, samples: Path, heldout: Path) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    values = {
-        "run": str(path.parent / "run"),
-        "base": {"name": str(deep), "dtype": "float32"},
+    sections = {
         "heads": {"num_heads": 2, "feature_layers": 2, "architecture": "recurrent"},
-        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
-        "optim": {"lr": 0.01, "rows_per_step": 8, "micro_rows": 4, "steps": 6, "mix_steps": 3},
-        "engine": {"device": "cpu"},
+        "data": {"heldout": str(heldout)},
+        "optim": {"micro_rows": 4, "steps": 6, "mix_steps": 3},
         "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "rows": 4},
         "log": {"checkpoint_steps": 4},
     }
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
-
-
-def _run(recipe: Path, run: Path, **overrides: Any) -> int:
-    flags = [word for key, value in overrides.items() for word in (f"--recipe.{key}", str(value))]
-    return main(["--recipe", str(recipe), "--recipe.run", str(run), *flags])
+    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", deep, samples, sections)
 
 
 @pytest.fixture(scope="module")
 def finished(recipe: Path) -> Path:
-    assert _run(recipe, recipe.parent / "run") == 0
+    assert run(recipe, recipe.parent / "run") == 0
     return recipe.parent / "run"
 
 
@@ -90,31 +71,31 @@ def test_trained_heads_read_their_layers_and_decode(finished: Path) -> None:
 
 
 def test_an_interrupted_run_resumes_from_a_cache_of_all_layers(
-    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Interrupting, caplog: pytest.LogCaptureFixture
+    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Acting, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = {"cache.mode": "hybrid", "cache.directory": tmp_path / "hidden"}
     with interrupted_at(5):
-        assert _run(recipe, tmp_path / "run", **cache) == 130
-    assert _run(recipe, tmp_path / "run", **cache) == 0
+        assert run(recipe, tmp_path / "run", **cache) == 130
+    assert run(recipe, tmp_path / "run", **cache) == 0
     shard = load_file(next((tmp_path / "hidden").glob("*.safetensors")))
     assert shard["hidden"].shape[1] == 3 * 16
     for ours, theirs in zip(metrics(tmp_path / "run"), metrics(finished), strict=True):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
-    assert _run(recipe, tmp_path / "other", **cache, **{"heads.feature_layers": 1}) == 1
+    assert run(recipe, tmp_path / "other", **cache, **{"heads.feature_layers": 1}) == 1
     assert "belongs to something else: layers is [2], the states have [1, 3]; delete it or give another" in caplog.text
 
 
 def test_another_number_of_layers_is_another_run(
     finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _run(recipe, finished, **{"heads.feature_layers": 0}) == 2
+    assert run(recipe, finished, **{"heads.feature_layers": 0}) == 2
     assert "heads.feature_layers is 0, the run was started with 2" in caplog.text
 
 
 def test_more_layers_than_the_base_has_are_one_clear_error(
     recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _run(recipe, tmp_path, **{"heads.feature_layers": 4}) == 1
+    assert run(recipe, tmp_path, **{"heads.feature_layers": 4}) == 1
     assert "feature layers (4) are more than the layers below the last one of the base (3); read fewer" in caplog.text
 
 
@@ -134,31 +115,6 @@ def test_soft_targets_are_those_of_the_last_hidden_state(deep: Path, samples: Pa
     assert torch.equal(ours, teachers(untapped))
 
 
-def test_a_sharded_base_gives_the_same_rows(deep: Path) -> None:
-    workers = Workers.start("cpu", StopRequest())
-    whole, sharded = BaseModel.load(deep, torch.float32, "cpu"), load_sharded(str(deep), torch.float32, workers.device)
-    ids = torch.arange(40).view(2, -1)
-    with torch.no_grad():
-        assert torch.equal(sharded.tapped(LAYERS).hidden_states(ids), whole.tapped(LAYERS).hidden_states(ids))
-
-
-def test_the_cache_of_an_untapped_base_is_refused(deep: Path, samples: Path, tmp_path: Path) -> None:
-    base = BaseModel.load(deep, dtype=torch.float32, device="cpu")
-    packed = pack(read_samples(samples, base.tokenizer), 96)
-    HiddenCache(tmp_path, base, packed, 2, BasePass(base, packed, 2, 2), 10_000)
-    tapped = base.tapped(LAYERS)
-    with pytest.raises(ValueError, match=r"layers is \[1, 3\], the states have None"):
-        HiddenCache(tmp_path, tapped, packed, 2, BasePass(tapped, packed, 2, 2), 10_000)
-
-
-def test_the_cache_of_a_tapped_base_is_refused(deep: Path, samples: Path, tmp_path: Path) -> None:
-    base = BaseModel.load(deep, dtype=torch.float32, device="cpu")
-    packed, tapped = pack(read_samples(samples, base.tokenizer), 96), base.tapped(LAYERS)
-    HiddenCache(tmp_path, tapped, packed, 2, BasePass(tapped, packed, 2, 2), 10_000)
-    with pytest.raises(ValueError, match=r"layers is None, the states have \[1, 3\]"):
-        HiddenCache(tmp_path, base, packed, 2, BasePass(base, packed, 2, 2), 10_000)
-
-
 def test_states_without_layers_are_named_as_before_there_were_any(deep: Path, samples: Path) -> None:
     base = BaseModel.load(deep, dtype=torch.float32, device="cpu")
     known = identity(base, pack(read_samples(samples, base.tokenizer), 96), 2)
@@ -168,7 +124,7 @@ def test_states_without_layers_are_named_as_before_there_were_any(deep: Path, sa
 @pytest.mark.slow
 def test_joint_training_goes_through_the_layers_too(recipe: Path, tmp_path: Path) -> None:
     lora = {"lora.rank": 4, "lora.heads_only": 0.0, "lora.base_loss": "kl", "optim.loss": "kl", "optim.mix_steps": 1}
-    assert _run(recipe, tmp_path, **lora) == 0
+    assert run(recipe, tmp_path, **lora) == 0
     *steps, last = metrics(tmp_path)
     assert all(line["base_loss"] >= 0 for line in steps)
     assert last["heldout_tokens_per_step"] >= 1.0

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.packing import pack
 from data.sources import read_samples
-from tests.train.jobs import finish, launch, metrics, write_recipe
-from train.__main__ import main
+from medusa import BaseModel
+from tests.train.jobs import finish, launch, metrics, run, write_recipe
 from train.config import DataRecipe, EvaluateRecipe
 from train.evaluate import held_out_prompts, held_out_rows
 from train.held_out import read_held_out
@@ -59,32 +59,33 @@ def _mixed(path: Path, heldout: Path, samples: Path, own: int) -> Path:
 def test_many_equal_samples_are_refused(base: Path, samples: Path, heldout: Path, tmp_path: Path, caplog) -> None:
     mixed = _mixed(tmp_path / "mixed.jsonl", heldout, samples, own=50)
     recipe = write_recipe(tmp_path / "recipe.yaml", base, samples, {"data": {"heldout": str(mixed)}})
-    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 2
+    assert run(recipe, tmp_path / "run") == 2
     assert f"data.train ({samples}) holds 14 of the 64 samples of data.heldout ({mixed})" in caplog.text
     assert "take them out of one of the two" in caplog.text
 
 
 def test_a_few_equal_samples_are_left_out_of_the_evaluation(
-    tokenizer: PreTrainedTokenizerFast, samples: Path, heldout: Path, tmp_path: Path, caplog
+    base: Path, tokenizer: PreTrainedTokenizerFast, samples: Path, heldout: Path, tmp_path: Path, caplog
 ) -> None:
+    model = BaseModel.load(base, device="cpu")
     mixed = _mixed(tmp_path / "mixed.jsonl", heldout, samples, own=60)
     training = pack(read_samples(samples, tokenizer), 96)
     data = DataRecipe(train=str(samples), heldout=str(mixed), row_tokens=96)
     with caplog.at_level(logging.WARNING):
-        read = read_held_out(data, EvaluateRecipe(rows=0, prompts=99), tokenizer, training, 100)
+        read = read_held_out(data, EvaluateRecipe(rows=0, prompts=99), model, training)
     assert "holds 4 of the 64 samples" in caplog.text
     assert len(read.prompts) == 60
     alone = pack(read_samples(heldout, tokenizer)[:60], 96)
     assert torch.equal(read.rows.input_ids, alone.input_ids)
 
 
-def test_what_evaluations_read_is_what_it_was(tokenizer, samples: Path, heldout: Path) -> None:
+def test_what_evaluations_read_is_what_it_was(base: Path, tokenizer, samples: Path, heldout: Path) -> None:
+    model = BaseModel.load(base, device="cpu")
     found = read_samples(heldout, tokenizer)
     packed = pack(found, 96)
     data = DataRecipe(train=str(samples), heldout=str(heldout), row_tokens=96)
-    read = read_held_out(
-        data, EvaluateRecipe(rows=5, prompts=7), tokenizer, pack(found[:1], 96).take(torch.arange(0)), 9
-    )
+    options = EvaluateRecipe(rows=5, prompts=7, max_new_tokens=model.context_length - 9)
+    read = read_held_out(data, options, model, pack(found[:1], 96).take(torch.arange(0)))
     rows = held_out_rows(len(packed), 5)
     for name in ("input_ids", "position_ids", "loss_mask", "lengths"):
         assert torch.equal(getattr(read.rows, name), getattr(packed, name)[rows])

@@ -3,7 +3,6 @@
 import os
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from medusa.heads import HeadsConfig, build_heads
 from train import hidden_cache
 from train.features import BasePass
 from train.hidden_cache import HiddenCache, identity
-from train.jobs import HeadsJob
+from train.medusa1 import Medusa1
 from train.recipe_file import build_recipe
 from train.workers import Workers
 
@@ -83,7 +82,7 @@ def test_what_another_process_wrote_is_found(tmp_path: Path, frozen: BaseModel, 
 
 def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     _cache(tmp_path, frozen, packed)
-    (tmp_path / "0123.tmp").write_bytes(b"half a shard")
+    (tmp_path / ".0123.tmp9").write_bytes(b"half a shard")
     cache = _cache(tmp_path, frozen, packed)
     cache.read(torch.tensor([0]))
     assert _asked(cache) == [0]
@@ -92,12 +91,12 @@ def test_a_shard_that_was_not_finished_does_not_count(tmp_path: Path, frozen: Ba
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     _cache(tmp_path, frozen, packed)
     before = time.time() - 7200
-    for name, changed in (("0a-1.tmp", before), (".manifest.ab", before), ("0a-2.tmp", None)):
+    for name, changed in ((".0a-1.tmp9", before), (".manifest.tmp9", before), (".0a-2.tmp9", None)):
         (tmp_path / name).write_bytes(b"half")
         if changed is not None:
             os.utime(tmp_path / name, (changed, changed))
     _cache(tmp_path, frozen, packed)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0a-2.tmp", "manifest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".0a-2.tmp9", "manifest.json"]
 
 
 def test_a_damaged_shard_is_computed_again(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
@@ -155,11 +154,16 @@ def test_another_identity_is_refused(
         _cache(tmp_path, frozen, pack(read_samples(samples, frozen.tokenizer), row_tokens=80))
     with pytest.raises(ValueError, match="heads is 2"):
         HiddenCache(tmp_path, frozen, packed, 2, CountedPass(frozen, packed), 10_000)
+    with pytest.raises(ValueError, match=r"layers is \[1\], the states have None"):
+        _cache(tmp_path, frozen.tapped((1,)), packed)
+    _cache(tmp_path / "tapped", frozen.tapped((1,)), packed)
+    with pytest.raises(ValueError, match=r"layers is None, the states have \[1\]"):
+        _cache(tmp_path / "tapped", frozen, packed)
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     (tmp_path / "manifest.json").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"manifest .* is damaged; delete"):
+    with pytest.raises(ValueError, match=r"manifest .* is not valid JSON: .*; delete"):
         _cache(tmp_path, frozen, packed)
 
 
@@ -168,33 +172,25 @@ def test_the_identity_is_that_of_a_base_loaded_again(base: Path, frozen: BaseMod
     assert identity(again, packed, HEADS) == identity(frozen, packed, HEADS)
 
 
-def test_processes_share_what_is_missing(
-    tmp_path: Path, base: Path, frozen: BaseModel, packed: PackedRows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_what_is_missing(tmp_path: Path, frozen: BaseModel, packed: PackedRows) -> None:
     """As when a run goes on with another number of processes; the others wait for the last one."""
+
+    class Alone(Workers):
+        def wait(self) -> None:
+            """The other one is not there."""
+
     done = len(packed) // 2
     _cache(tmp_path, frozen, packed).fill(torch.arange(done), rows_at_a_time=2, shown=False)
-    cache = {"cache.mode": "offline", "cache.directory": str(tmp_path)}
+    cache = {"cache.mode": "offline", "cache.directory": str(tmp_path), "optim.micro_rows": 1}
     recipe = build_recipe({"data.train": "x.jsonl", "heads.num_heads": HEADS} | cache)
     heads = build_heads(HeadsConfig(frozen.hidden_size, frozen.vocab_size, HEADS))
-    workers = [Workers(rank, 2, frozen.device) for rank in range(2)]
-    jobs = [HeadsJob(recipe, frozen, heads, packed, one, total=1, run=tmp_path) for one in workers]
-    asked: list[int] = []
-    monkeypatch.setattr(BasePass, "read", _noted(asked))
-    monkeypatch.setattr(Workers, "wait", lambda _: None)
-    counts = []
-    for job in jobs:
-        job.prepare()
-        counts.append(len(asked) - sum(counts))
-    assert sorted(asked) == list(range(done, len(packed)))
-    assert abs(counts[0] - counts[1]) <= 1
-
-
-def _noted(asked: list[int]) -> Callable[[BasePass, Tensor], Tensor]:
-    read = BasePass.read
-
-    def noted(source: BasePass, rows_B: Tensor) -> Tensor:
-        asked.extend(rows_B.tolist())
-        return read(source, rows_B)
-
-    return noted
+    workers = [Alone(rank, 2, frozen.device) for rank in range(2)]
+    methods = [Medusa1(recipe, frozen, heads, packed, one, total=1) for one in workers]
+    passes: list[int] = []
+    hook = frozen.decoder.register_forward_hook(lambda *_: passes.append(1))
+    methods[0].prepare()
+    first = len(passes)
+    methods[1].prepare()
+    hook.remove()
+    assert len(passes) == len(packed) - done
+    assert abs(2 * first - len(passes)) <= 1

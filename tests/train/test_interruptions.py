@@ -13,54 +13,21 @@ import pytest
 
 from medusa import BaseModel, MedusaModel
 from tests.train.jobs import (
+    Acting,
     alive,
     assert_same_run,
     finish,
     free_port,
     metrics,
+    run,
     train,
     until,
     workers,
     write_recipe,
-)  # fmt: skip
-from train.__main__ import main
+)
 from train.run_directory import RunDirectory
-from train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
-    sections = {
-        "data": {"heldout": str(heldout)},
-        "optim": {"steps": 9},
-        "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6},
-        "log": {"checkpoint_steps": 4},
-    }
-    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, sections)
-
-
-@pytest.fixture(scope="module")
-def finished(recipe: Path) -> Path:
-    assert main(_run(recipe, recipe.parent / "run")) == 0
-    return recipe.parent / "run"
-
-
-def _run(recipe: Path, run: Path, *flags: str) -> list[str]:
-    return ["--recipe", str(recipe), "--recipe.run", str(run), *flags]
-
-
-def _before_step(step: int, act: Callable[[], object]) -> Callable[[Trainer], dict[str, Any]]:
-    """A train_step that does something else first, once."""
-    train_step = Trainer.train_step
-
-    def patched(trainer: Trainer) -> dict[str, Any]:
-        if trainer.step == step:
-            act()
-        return train_step(trainer)
-
-    return patched
 
 
 def _arrives(number: int) -> Callable[..., None]:
@@ -68,16 +35,15 @@ def _arrives(number: int) -> Callable[..., None]:
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(
-    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    finished: Path, recipe: Path, tmp_path: Path, before_step: Acting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", _before_step(6, _arrives(signal.SIGTERM)))
-        assert main(_run(recipe, tmp_path)) == 143
+    with before_step(6, _arrives(signal.SIGTERM)):
+        assert run(recipe, tmp_path) == 143
     assert "stopped by SIGTERM at step 7; the same command goes on" in caplog.text
     position = RunDirectory(tmp_path).position()
     assert position is not None
     assert position.step == 7
-    assert main(_run(recipe, tmp_path)) == 0
+    assert run(recipe, tmp_path) == 0
     assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
@@ -94,12 +60,12 @@ def test_a_signal_during_evaluation_is_not_kept_waiting(
 
     with monkeypatch.context() as patch:
         patch.setattr(MedusaModel, "generate", interrupted)
-        assert main(_run(recipe, tmp_path)) == 143
-        assert main(_run(recipe, tmp_path, "--recipe.evaluate.every_steps", "0")) == 143
+        assert run(recipe, tmp_path) == 143
+        assert run(recipe, tmp_path, **{"evaluate.every_steps": 0}) == 143
     assert len(decoded) == 2  # one prompt of two, in the evaluation at step 6 and in the last one
     assert "stopped by SIGTERM at step 6;" in caplog.text
     assert "stopped by SIGTERM at step 9;" in caplog.text
-    assert main(_run(recipe, tmp_path)) == 0
+    assert run(recipe, tmp_path) == 0
     assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
@@ -110,26 +76,24 @@ def test_a_signal_while_the_base_is_loaded_ends_at_once(
 ) -> None:  # fmt: skip
     handler = signal.getsignal(number)
     monkeypatch.setattr(BaseModel, "load", _arrives(number))
-    assert main(_run(recipe, tmp_path)) == status
+    assert run(recipe, tmp_path) == status
     assert f"stopped by {name} before training began; the same command goes on" in caplog.text
     assert signal.getsignal(number) is handler
 
 
 @pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_one_sentence(
-    finished: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    finished: Path, recipe: Path, tmp_path: Path, before_step: Acting, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    full = _before_step(5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1])))
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "train_step", full)
-            assert main(_run(recipe, tmp_path)) == 1
+        with before_step(5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))):
+            assert run(recipe, tmp_path) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert f"run directory ({tmp_path}) cannot be written: File too large" in caplog.text
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-4"]
-    assert main(_run(recipe, tmp_path)) == 0
+    assert run(recipe, tmp_path) == 0
     assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
@@ -144,7 +108,7 @@ def long_recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: P
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_recipe: Path) -> Path:
-    assert main(_run(long_recipe, long_recipe.parent / "whole")) == 0
+    assert run(long_recipe, long_recipe.parent / "whole") == 0
     return long_recipe.parent / "whole"
 
 
@@ -161,7 +125,7 @@ def test_five_deaths_on_changing_numbers_of_processes_change_nothing(
     chance = random.Random(0)
     for life, (processes, stage) in enumerate([(2, 1), (2, 3), (1, 0), (2, 2), (1, 1)]):
         goal = _last_step(tmp_path) + chance.randrange(4, 20)
-        job = train(long_recipe, tmp_path, "--recipe.engine.zero_stage", str(stage), processes=processes)
+        job = train(long_recipe, tmp_path, {"engine.zero_stage": stage}, processes=processes)
         until(lambda goal=goal: _last_step(tmp_path) >= goal)  # type: ignore[misc]
         children = workers(job)
         assert len(children) == processes
@@ -175,7 +139,7 @@ def test_five_deaths_on_changing_numbers_of_processes_change_nothing(
             job.communicate()
         until(lambda pids=children: not any(map(alive, pids)))  # type: ignore[misc]
         assert not (tmp_path / "heads").exists()
-    assert "resumed at step" in finish(train(long_recipe, tmp_path, "--recipe.engine.offload", "true"))
+    assert "resumed at step" in finish(train(long_recipe, tmp_path, {"engine.offload": True}))
     assert_same_run(tmp_path, uninterrupted, tolerance=1e-5)
 
 

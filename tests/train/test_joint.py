@@ -14,11 +14,10 @@ from data.packing import PackedRows, pack
 from data.sources import Sample
 from medusa import BaseModel, HeadsConfig, build_heads
 from train.adapters import Adapters
-from train.config import BaseRecipe, LoraRecipe
+from train.config import LoraRecipe
 from train.features import BasePass, Positions
 from train.joint import JointLoss
 from train.losses import HeadsLoss
-from train.quantised import load_options
 
 HEADS = 2
 WEIGHTS = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
@@ -223,11 +222,3 @@ def test_a_saved_adapter_is_that_of_training(base: Path, tmp_path: Path) -> None
     ids = torch.arange(1, 60)[None]
     loaded = BaseModel.load(base, dtype=torch.float32, device="cpu", pack=True, adapter=tmp_path / "adapter")
     torch.testing.assert_close(loaded.hidden_states(ids).double(), model.hidden_states(ids), rtol=0, atol=1e-5)
-
-
-def test_four_bits_without_their_package_are_one_clear_error() -> None:
-    assert load_options(BaseRecipe(), torch.device("cpu")) == {}
-    with pytest.raises(
-        ValueError, match=r"base\.quantise \(4bit\) needs a CUDA device \(this is cpu\) and the package"
-    ):
-        load_options(BaseRecipe(quantise="4bit"), torch.device("cpu"))

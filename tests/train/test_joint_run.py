@@ -1,73 +1,41 @@
 """Joint training (Medusa-2) as a whole run in one process, on a tiny base."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from medusa import MedusaModel
-from tests.train.jobs import metrics
-from train.__main__ import main
+from tests.train.jobs import Acting, assert_same_run, finish, metrics, run, train, write_recipe
 from train.recipe_file import RecipeError, build_recipe, read_recipe
 from train.run_directory import RunDirectory
-from train.setup import set_up
 from train.stop import StopRequest
 from train.trainer import Trainer
 from train.workers import Workers
 
-Interrupting = Callable[[int], AbstractContextManager[None]]
-
-ROOT = Path(__file__).parents[2]
 STEPS, RESTING = 12, 4
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
-    path = tmp_path_factory.mktemp("joint") / "recipe.yaml"
-    values = {
-        "run": str(path.parent / "run"),
-        "base": {"name": str(base), "dtype": "float32"},
+    sections = {
         "heads": {"num_heads": 2},
-        "data": {"train": str(samples), "heldout": str(heldout), "row_tokens": 96},
-        "optim": {"lr": 0.02, "rows_per_step": 6, "micro_rows": 2, "steps": STEPS, "weight_decay": 0.1},
-        "engine": {"device": "cpu"},
+        "data": {"heldout": str(heldout)},
+        "optim": {"lr": 0.02, "rows_per_step": 6, "steps": STEPS, "weight_decay": 0.1},
         "lora": {"rank": 4, "dropout": 0.1, "heads_only": RESTING / STEPS, "base_loss": "ce"},
         "evaluate": {"prompts": 2, "max_new_tokens": 8, "nodes": 4, "every_steps": 6, "rows": 4},
         "log": {"checkpoint_steps": RESTING, "keep": 9},
     }
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
-
-
-def _run(recipe: Path, run: Path, **overrides: Any) -> int:
-    flags = [word for key, value in overrides.items() for word in (f"--recipe.{key}", str(value))]
-    return main(["--recipe", str(recipe), "--recipe.run", str(run), *flags])
-
-
-def _assert_same_run(run: Path, reference: Path, tolerance: float) -> None:
-    for ours, theirs in zip(metrics(run), metrics(reference), strict=True):
-        assert ours["step"] == theirs["step"]
-        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=tolerance)
-    for name in ("heads.safetensors", "adapter/adapter_model.safetensors"):
-        expected = load_file(reference / "heads" / name)
-        for key, value in load_file(run / "heads" / name).items():
-            torch.testing.assert_close(value, expected[key], rtol=0, atol=tolerance)
+    return write_recipe(tmp_path_factory.mktemp("joint") / "recipe.yaml", base, samples, sections)
 
 
 @pytest.fixture(scope="module")
 def finished(recipe: Path) -> Path:
-    assert _run(recipe, recipe.parent / "run") == 0
+    assert run(recipe, recipe.parent / "run") == 0
     return recipe.parent / "run"
 
 
@@ -103,24 +71,19 @@ def test_checkpoints_hold_what_is_trained_and_adapters_do_not_move_while_they_re
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [7, 3])
 def test_an_interrupted_run_resumes_exactly(
-    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Interrupting, stop: int
+    finished: Path, recipe: Path, tmp_path: Path, interrupted_at: Acting, stop: int
 ) -> None:
     with interrupted_at(stop):
-        assert _run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 130
-    assert _run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 0
-    _assert_same_run(tmp_path, finished, tolerance=1e-6)
-
-
-def _trainer(recipe: Path, run: Path) -> Trainer:
-    """The run as it stands after its last step."""
-    read = read_recipe(recipe, {"run": str(run)})
-    return Trainer(set_up(read, RunDirectory(run), Workers.start("cpu", StopRequest())))
+        assert run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 130
+    assert run(recipe, tmp_path, **{"log.checkpoint_steps": 2}) == 0
+    assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
 def test_the_loaded_model_decodes_as_the_trained_one(finished: Path, recipe: Path, tmp_path: Path) -> None:
     model = MedusaModel.from_pretrained(finished / "heads", dtype=torch.float32, device="cpu")
     assert model.base.adapter
-    trainer = _trainer(recipe, finished)
+    read = read_recipe(recipe, {"run": str(finished)})
+    trainer = Trainer(read, RunDirectory(finished), Workers.start("cpu", StopRequest()))  # as it stands at its end
     prompts = [model.base.tokenizer(f"say {n}<end>").input_ids for n in range(3)]
     for prompt in prompts:
         greedy = trainer.base.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -148,25 +111,20 @@ def test_what_adapters_forbid_is_one_clear_error(key: str, value: Any, message: 
     assert build_recipe({"data.train": "x", key: value})
 
 
-def test_four_bits_need_what_is_not_here(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert _run(recipe, tmp_path, **{"base.quantise": "4bit"}) == 1
-    assert "base.quantise (4bit) needs a CUDA device" in caplog.text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"engine.zero_stage": 0}, {"engine.zero_stage": 2}, {"engine.zero_stage": 2, "engine.offload": "true"}]
 )
 def test_every_stage_ends_the_same(finished: Path, recipe: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    assert _run(recipe, tmp_path, **options) == 0
-    _assert_same_run(tmp_path, finished, tolerance=1e-5)
+    assert run(recipe, tmp_path, **options) == 0
+    assert_same_run(tmp_path, finished, tolerance=1e-5)
 
 
 @pytest.mark.slow
 def test_half_precision_own_vocabularies_and_soft_targets_train(recipe: Path, tmp_path: Path) -> None:
     options = {"base.dtype": "bfloat16", "engine.precision": "bfloat16", "heads.own_lm_heads": "true",
                "optim.loss": "kl", "lora.base_loss": "kl", "lora.heads_schedule": "sine"}  # fmt: skip
-    assert _run(recipe, tmp_path, **options) == 0
+    assert run(recipe, tmp_path, **options) == 0
     *steps, _ = metrics(tmp_path)
     assert steps[-1]["head_loss"][0] < steps[0]["head_loss"][0]
     assert all(0.0 <= line["base_loss"] < 0.5 for line in steps[RESTING:])
@@ -176,17 +134,9 @@ def test_half_precision_own_vocabularies_and_soft_targets_train(recipe: Path, tm
 @pytest.mark.slow
 def test_two_processes_with_unequal_shares_end_like_one(recipe: Path, tmp_path: Path) -> None:
     options = {"optim.rows_per_step": 5, "optim.micro_rows": 1, "evaluate.every_steps": 0}
-    assert _run(recipe, tmp_path / "one", **options) == 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "train.launch", "--nproc_per_node=2", f"--master_port={port}", "-m", "train"]
-    flags = [word for key, value in options.items() for word in (f"--recipe.{key}", str(value))]
-    command = [*launch, "--recipe", str(recipe), "--recipe.run", str(tmp_path / "two"), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=400)
-    assert done.returncode == 0, done.stderr.decode()
-    _assert_same_run(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
+    assert run(recipe, tmp_path / "one", **options) == 0
+    finish(train(recipe, tmp_path / "two", options))
+    assert_same_run(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -201,7 +151,7 @@ def test_heads_learn_more_beside_a_base_that_meets_them_and_the_base_stays_close
     options |= {"evaluate.prompts": 0, "evaluate.rows": 0, "evaluate.every_steps": 0}
     top1 = {}
     for rank in (0, 8):
-        assert _run(recipe, tmp_path / str(rank), **options, **{"lora.rank": rank}) == 0
+        assert run(recipe, tmp_path / str(rank), **options, **{"lora.rank": rank}) == 0
         *_, step, last = metrics(tmp_path / str(rank))
         top1[rank] = torch.tensor(last["heldout_top1"])
         assert step.get("base_loss", 0.0) < 0.5

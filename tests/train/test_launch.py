@@ -1,13 +1,11 @@
 """The launcher hands on what a failed worker said and its exit status."""
 
-import subprocess
-import sys
-
 import pytest
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.train.jobs import finish, train, write_recipe
 from train.launch import exit_status
 
 
@@ -36,13 +34,8 @@ def test_machines_that_cannot_meet_are_one_sentence(caplog):
 def test_a_bad_corpus_file_gives_one_clear_line(base, tmp_path):
     bad = tmp_path / "latin.jsonl"
     bad.write_bytes('{"text": "caf\xe9"}\n'.encode("latin-1"))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"run: {tmp_path / 'run'}\nbase: {{name: '{base}'}}\ndata: {{train: '{bad}'}}\n")
-    command = [sys.executable, "-m", "train.launch", "--standalone", "--nproc_per_node", "1", "-m", "train"]
-    command += ["--recipe", str(recipe)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert f"{bad}, line 1" in done.stderr
-    assert "is not UTF-8; save the file as UTF-8" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "ChildFailedError" not in done.stderr
+    recipe = write_recipe(tmp_path / "recipe.yaml", base, bad, {})
+    said = finish(train(recipe, tmp_path / "run", processes=1), status=1)
+    assert f"{bad}, line 1" in said
+    assert "is not UTF-8; save the file as UTF-8" in said
+    assert "ChildFailedError" not in said

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.packing import IGNORE
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 from train import row_losses
-from train.fused import Targets, fused_loss
+from train.fused import fused_loss
 from train.losses import HeadsLoss
+from train.row_losses import Targets
 
 HEADS, ROWS, HIDDEN, VOCABULARY = 3, 37, 8, 19
 KINDS = ["ce", "kl", "tv"]
@@ -164,6 +165,21 @@ def test_autocast_keeps_no_rounded_own_matrices() -> None:
         fused_loss(features, case.targets, _linear(case.matrix), own, chunk_rows=4)
         assert len(casts.made) > HEADS
         assert casts.alive == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_rows_of_logits_exist_than_were_asked_for(kind: str) -> None:
+    """Whatever the number of heads and positions; the teachers' logits are among them."""
+    case, made = Case(kind, rows=200), []
+
+    def lm_head(rows: torch.Tensor) -> torch.Tensor:
+        made.append(rows @ case.matrix.T)
+        return made[-1]
+
+    fused_loss(case.features.requires_grad_(), case.targets, lm_head, chunk_rows=8)
+    assert len(made) > 50
+    pairs = 1 if kind == "ce" else 2  # a chunk and its teachers
+    assert all(sum(map(len, made[start : start + pairs])) <= 8 for start in range(0, len(made), pairs))
 
 
 def test_an_own_matrix_allows_one_backward_pass() -> None:

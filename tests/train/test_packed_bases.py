@@ -12,11 +12,15 @@ from data.sources import read_samples
 from medusa.base.model import BaseModel
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 from medusa.loading.separation import choose_separation
-from tests.train.jobs import finish, metrics, train, write_recipe
-from train import setup
-from train.__main__ import main
+from tests.train.jobs import finish, metrics, run, train, write_recipe
+from train import trainer
+from train.features import BasePass
+from train.hidden_cache import HiddenCache
+from train.recipe_file import read_recipe
+from train.run_directory import RunDirectory
 from train.sharded_base import load_sharded
 from train.stop import StopRequest
+from train.trainer import Trainer
 from train.workers import Workers
 
 SHAPES = {
@@ -47,31 +51,29 @@ def leaky(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("joint", [False, True], ids=["heads", "joint"])
-def test_a_run_measures_its_base(leaky, samples: Path, tmp_path: Path, joint: bool, caplog, monkeypatch) -> None:
+def test_a_run_measures_its_base(leaky, samples: Path, tmp_path: Path, joint: bool, caplog) -> None:
     family, directory = leaky
-    seen: list[BaseModel] = []
-    build_job = setup.build_job
-    noting = lambda recipe, base, *rest: seen.append(base) or build_job(recipe, base, *rest)  # noqa: E731
-    monkeypatch.setattr(setup, "build_job", noting)
     sections = {"optim": {"steps": 3}, "lora": {"rank": 2 * joint, "heads_only": 0.0}}
     sections["cache"] = {"mode": "online" if joint else "offline"}
     recipe = write_recipe(tmp_path / "recipe.yaml", directory, samples, sections)
     with caplog.at_level(logging.WARNING):
-        assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 0
-    assert seen[0].separation == WAYS[family]
+        made = Trainer(
+            read_recipe(recipe, {"run": str(tmp_path)}), RunDirectory(tmp_path), Workers.start("cpu", StopRequest())
+        )
+    assert made.base.separation == WAYS[family]
     assert SAID[family] in caplog.text
-    assert metrics(tmp_path / "run")[2]["loss"] < metrics(tmp_path / "run")[0]["loss"]
+    losses = [made.train_step()["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
 
 
-def test_hidden_states_on_disk_of_documents_that_leaked_are_refused(leaky, samples, tmp_path, caplog, monkeypatch):
+def test_hidden_states_on_disk_of_documents_that_leaked_are_refused(leaky, samples, tmp_path):
     _, directory = leaky
-    sections = {"optim": {"steps": 2}, "cache": {"mode": "hybrid", "directory": str(tmp_path / "hidden")}}
-    recipe = write_recipe(tmp_path / "recipe.yaml", directory, samples, sections)
-    with monkeypatch.context() as patch:
-        patch.setattr(setup, "choose_separation", lambda base, *_: base)
-        assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "before")]) == 0
-    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "after")]) == 1
-    assert "documents is separate, the states have None" in caplog.text
+    base = BaseModel.load(directory, dtype=torch.float32, device="cpu")
+    packed = pack(read_samples(samples, base.tokenizer), 96)
+    HiddenCache(tmp_path, base, packed, 2, BasePass(base, packed, 2, 2), 10_000)  # as if nothing had been measured
+    measured = choose_separation(base, packed.input_ids[0].long(), lambda here: here)
+    with pytest.raises(ValueError, match="documents is separate, the states have None"):
+        HiddenCache(tmp_path, measured, packed, 2, BasePass(measured, packed, 2, 2), 10_000)
 
 
 def test_a_sharded_base_is_measured_too(leaky, samples: Path) -> None:
@@ -95,9 +97,9 @@ def test_a_base_that_verifies_nothing_is_not_trained_on(base: Path, samples: Pat
     def refuse(_: BaseModel) -> BaseModel:
         raise UnsupportedBaseError("base cannot be decoded here")
 
-    monkeypatch.setattr(setup, "choose_decoding", refuse)
+    monkeypatch.setattr(trainer, "choose_decoding", refuse)
     recipe = write_recipe(tmp_path / "recipe.yaml", base, samples, {})  # no held-out samples
-    assert main(["--recipe", str(recipe), "--recipe.run", str(tmp_path / "run")]) == 1
+    assert run(recipe, tmp_path / "run") == 1
     assert "cannot be decoded here" in caplog.text
 
 
@@ -107,6 +109,6 @@ def test_processes_of_a_sharded_base_stay_in_step(leaky, samples: Path, tmp_path
     sections = {"optim": {"steps": 4, "rows_per_step": 5, "micro_rows": 1}, "base": {"shard": True}}
     recipe = write_recipe(tmp_path / "recipe.yaml", directory, samples, sections)
     finish(train(recipe, tmp_path / "two"))
-    finish(train(recipe, tmp_path / "one", "--recipe.base.shard", "false", processes=1))
+    finish(train(recipe, tmp_path / "one", {"base.shard": False}, processes=1))
     losses = [[line.get("loss") for line in metrics(tmp_path / name)[:4]] for name in ("two", "one")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)

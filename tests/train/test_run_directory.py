@@ -10,80 +10,79 @@ from train.recipe_file import RecipeError, build_recipe
 from train.run_directory import Position, RunDirectory
 
 RECIPE = build_recipe({"data.train": "x.jsonl"})
+TENSORS = {"parameter/a": torch.arange(3.0), "steps": torch.tensor(5)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """A run that has begun."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.start(RECIPE, 0)
+    return directory
 
 
 def _position(step: int) -> Position:
     return Position(step=step, total=10, seconds=1.5, data="abc")
 
 
-TENSORS = {"parameter/a": torch.arange(3.0), "steps": torch.tensor(5)}
+def _save(directory: RunDirectory, *steps: int, keep: int = 2) -> None:
+    for step in steps:
+        directory.save(_position(step), TENSORS, keep)
 
 
-def _checkpoint(directory: RunDirectory, step: int, keep: int = 2) -> None:
-    directory.save(_position(step), TENSORS, keep)
+def _checkpoints(directory: RunDirectory) -> list[str]:
+    return sorted(path.name for path in directory.checkpoints.iterdir())
 
 
-def test_the_newest_checkpoint_is_named_and_older_ones_are_pruned(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run")
+def test_the_newest_checkpoint_is_named_and_older_ones_are_pruned(directory: RunDirectory) -> None:
     assert directory.position() is None
-    directory.start(RECIPE, 0)
-    for step in (5, 9, 10):
-        _checkpoint(directory, step)
+    _save(directory, 5, 9, 10)
     assert directory.position() == _position(10)
-    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-10", "step-9"]
+    assert _checkpoints(directory) == ["latest", "step-10", "step-9"]
     read = directory.tensors(_position(10))
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_a_checkpoint_of_a_later_step_goes_before_the_newest_one(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
-    _checkpoint(directory, 5)
+def test_a_checkpoint_of_a_later_step_goes_before_the_newest_one(directory: RunDirectory) -> None:
+    _save(directory, 5)
     (directory.checkpoints / "step-9").mkdir()  # as if it had died before it wrote `latest`
-    _checkpoint(directory, 7, keep=1)
+    _save(directory, 7, keep=1)
     assert directory.position() == _position(7)
     assert torch.equal(directory.tensors(_position(7))["steps"], TENSORS["steps"])
-    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-7"]
+    assert _checkpoints(directory) == ["latest", "step-7"]
 
 
-def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
-    _checkpoint(directory, 5)
+def test_a_checkpoint_that_was_not_finished_does_not_count(directory: RunDirectory) -> None:
+    _save(directory, 5)
     (directory.checkpoints / ".step-9").mkdir()  # as if it had died while it wrote the tensors
     (directory.checkpoints / "step-9").mkdir()  # or before it wrote `latest`
     assert directory.position() == _position(5)
-    _checkpoint(directory, 9)
+    _save(directory, 9)
     assert directory.position() == _position(9)
-    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-5", "step-9"]
+    assert _checkpoints(directory) == ["latest", "step-5", "step-9"]
 
 
 @pytest.mark.parametrize("room", [0, 100, 300])
-def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path: Path, room: int) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
-    _checkpoint(directory, 5)
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(directory: RunDirectory, room: int) -> None:
+    _save(directory, 5)
+    said = r"run directory \(.*\) cannot be written: File too large.*; make room for it"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # writes beyond it fail as those to a full disk do
     try:
-        with pytest.raises(
-            OSError, match=r"run directory \(.*\) cannot be written: File too large.*; make room for it"
-        ):
+        with pytest.raises(OSError, match=said):
             directory.save(_position(9), TENSORS | {"more": torch.zeros(1000)}, keep=1)
         if room == 0:
             with pytest.raises(OSError, match="cannot be written"):
                 directory.log({"step": 6})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-5"]
+    assert _checkpoints(directory) == ["latest", "step-5"]
     assert torch.equal(directory.tensors(_position(5))["parameter/a"], TENSORS["parameter/a"])
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
-    _checkpoint(directory, 5)
+def test_a_damaged_checkpoint_is_named(directory: RunDirectory) -> None:
+    _save(directory, 5)
     tensors = directory.checkpoints / "step-5" / "checkpoint.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-3])
     with pytest.raises(ValueError, match=r"step-5.* is damaged"):
@@ -93,81 +92,65 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         directory.position()
 
 
-def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
+def test_metrics_are_cut_to_the_resumed_step(directory: RunDirectory) -> None:
     for step in (1, 2, 3):
         directory.log({"step": step})
-    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    metrics = directory.path / "metrics.jsonl"
+    with metrics.open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')  # the process died here
     directory.start(RECIPE, 2)
     directory.log({"step": 3})
-    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()] == [1, 2, 3]
 
 
-def test_the_end_of_a_run_whose_heads_were_not_written_is_logged_once(tmp_path: Path) -> None:
-    directory, last = RunDirectory(tmp_path), {"step": 2, "steps": 2, "heldout_top1": [0.5]}
+def test_the_end_of_a_run_whose_heads_were_not_written_is_logged_once(directory: RunDirectory) -> None:
+    last = {"step": 2, "steps": 2, "heldout_top1": [0.5]}
     for _ in range(2):
         directory.start(RECIPE, 2)
         directory.log(last)
     assert directory.records() == [last]
 
 
-def test_another_recipe_is_refused_once_there_is_a_checkpoint(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
+def test_another_recipe_is_refused_once_there_is_a_checkpoint(directory: RunDirectory) -> None:
     other = replace(RECIPE, optim=replace(RECIPE.optim, lr=0.5), log=replace(RECIPE.log, keep=9))
-    directory.start(RECIPE, 0)
     assert not directory.finished(other)
-    _checkpoint(directory, 5)
+    _save(directory, 5)
     assert not directory.finished(RECIPE)
     with pytest.raises(RecipeError, match=r"optim\.lr is 0\.5") as caught:
         directory.finished(other)
     assert "log.keep" not in str(caught.value)
 
 
-def test_finished_needs_the_last_step_and_the_heads(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
+def test_finished_needs_the_last_step_and_the_heads(directory: RunDirectory) -> None:
     directory.heads.mkdir()
     (directory.heads / "config.json").write_text("{}", encoding="utf-8")
     assert not directory.finished(RECIPE)
-    _checkpoint(directory, 5)
+    _save(directory, 5)
     assert not directory.finished(RECIPE)
-    _checkpoint(directory, 10)
+    _save(directory, 10)
     assert directory.finished(RECIPE)
 
 
-def test_latest_may_be_written_by_hand(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
-    _checkpoint(directory, 5)
-    _checkpoint(directory, 9)
+def test_latest_may_be_written_by_hand(directory: RunDirectory) -> None:
+    _save(directory, 5, 9)
     (directory.checkpoints / "latest").write_text("step-5\n")  # echo step-5 > latest, as the error about step-9 says
     assert directory.position() == _position(5)
     assert directory.finished(RECIPE) is False
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.start(RECIPE, 0)
-    _checkpoint(directory, 5)
-    kept = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    (tmp_path / "heads").mkdir()
-    left = [tmp_path / name for name in (".metrics.jsonl.tmp99", "checkpoints/.latest.tmp1", "heads/.config.json.tmp7")]
-    for path in left:
-        path.write_text("half")
+def test_what_a_killed_run_left_is_removed_by_the_next_that_holds_the_directory(directory: RunDirectory) -> None:
+    _save(directory, 5)
+    kept = sorted(path for path in directory.path.rglob("*") if path.is_file())
+    directory.heads.mkdir()
+    names = (".metrics.jsonl.tmp99", "checkpoints/.latest.tmp1", "heads/.config.json.tmp7")
     (directory.checkpoints / ".step-9").mkdir()
-    (directory.checkpoints / ".step-9" / "checkpoint.safetensors").write_text("half")
-    with directory.locked(), pytest.raises(BlockingIOError), RunDirectory(tmp_path).locked():
-        pass
-    assert sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock") == kept
-    assert not (directory.checkpoints / ".step-9").exists()
-
-
-def test_who_does_not_hold_the_directory_removes_nothing(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path).locked():
-        (tmp_path / ".metrics.jsonl.tmp99").write_text("half")  # of the live run
-        with pytest.raises(BlockingIOError), RunDirectory(tmp_path).locked():
+    for name in (*names, "checkpoints/.step-9/checkpoint.safetensors"):
+        (directory.path / name).write_text("half")
+    with directory.locked():
+        assert sorted(path for path in directory.path.rglob("*") if path.is_file() and path.name != ".lock") == kept
+        assert not (directory.checkpoints / ".step-9").exists()
+        of_the_live_run = directory.path / names[0]
+        of_the_live_run.write_text("half")
+        with pytest.raises(BlockingIOError), RunDirectory(directory.path).locked():
             pass
-        assert (tmp_path / ".metrics.jsonl.tmp99").exists()
+        assert of_the_live_run.exists()

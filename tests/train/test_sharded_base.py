@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
+from data.packing import pack
+from data.sources import read_samples
 from medusa.base.model import BaseModel
-from train.features import EvenPasses
+from train.features import BasePass
 from train.sharded_base import load_sharded
 from train.stop import StopRequest
 from train.workers import Workers
@@ -24,7 +25,9 @@ def test_it_says_what_the_whole_base_says_and_lets_go_of_its_layers(base: Path, 
         positions_BT = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
         with torch.no_grad():
             expected, found = whole.hidden_states(ids_BT, positions_BT), sharded.hidden_states(ids_BT, positions_BT)
+            tapped = [each.tapped((1,)).hidden_states(ids_BT, positions_BT) for each in (whole, sharded)]
         assert torch.equal(found, expected)
+        assert torch.equal(*tapped)
         assert torch.equal(sharded.logits(found), whole.logits(expected))
         assert torch.equal(sharded.embed(ids_BT), whole.embed(ids_BT))
     held = {name for name, parameter in sharded.model.named_parameters() if parameter.numel()}
@@ -38,21 +41,12 @@ def test_a_base_that_is_not_there_is_named() -> None:
         load_sharded("/no/such/base", torch.float32, workers.device)
 
 
-def test_a_process_with_fewer_passes_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = []
-
-    class Passes:
-        def read(self, rows_B: Tensor) -> Tensor:
-            done.append(rows_B.tolist())
-            return rows_B[:, None].float()
-
-        def passes(self, rows_B: Tensor) -> int:
-            return len(rows_B)
-
-        def idle(self) -> None:
-            done.append([])
-
+def test_a_process_with_fewer_passes_goes_along(base: Path, samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = BaseModel.load(base, torch.float32, "cpu")
+    packed, rows = pack(read_samples(samples, whole.tokenizer), 96), torch.tensor([7, 8, 9])
+    expected, passes = BasePass(whole, packed, 2, micro_rows=1).read(rows), []
+    whole.decoder.register_forward_hook(lambda *_: passes.append(1))
     monkeypatch.setattr(dist, "all_reduce", lambda most, op: most.fill_(5))  # another process needs five passes
-    hidden_MD = EvenPasses(Passes(), device=torch.device("cpu")).read(torch.tensor([7, 8, 9]))
-    assert hidden_MD.tolist() == [[7.0], [8.0], [9.0]]
-    assert done == [[7, 8, 9], [], []]
+    found = BasePass(whole, packed, 2, micro_rows=1, together=True).read(rows)
+    assert torch.equal(found, expected)
+    assert len(passes) == 5

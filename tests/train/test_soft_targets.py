@@ -1,16 +1,14 @@
 """Soft targets through the trainer: each head learns what the base says at its own place."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from data.packing import IGNORE, pack
 from data.sources import read_samples
 from medusa.base.model import BaseModel
-from train.__main__ import main
+from tests.train.jobs import metrics, run, write_recipe
 from train.schedule import rows_of_step
 
 HEADS = 3
@@ -36,16 +34,6 @@ def _distances(kind: str, base: Path, samples: Path) -> list[float]:
 def test_fresh_heads_are_as_far_from_the_base_as_it_is_from_itself(
     kind: str, tmp_path: Path, base: Path, samples: Path
 ) -> None:
-    recipe = {
-        "run": str(tmp_path / "run"),
-        "base": {"name": str(base), "dtype": "float32"},
-        "heads": {"num_heads": HEADS},
-        "data": {"train": str(samples), "row_tokens": 96},
-        "optim": {"rows_per_step": 8, "micro_rows": 4, "steps": 1, "loss": kind},
-        "engine": {"device": "cpu", "loss_rows": 100},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    assert main(["--recipe", str(path)]) == 0
-    first, *_ = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(first)["head_loss"] == pytest.approx(_distances(kind, base, samples), rel=1e-4)
+    sections = {"optim": {"micro_rows": 4, "steps": 1, "loss": kind}, "engine": {"loss_rows": 100}}
+    assert run(write_recipe(tmp_path / "recipe.yaml", base, samples, sections), tmp_path / "run") == 0
+    assert metrics(tmp_path / "run")[0]["head_loss"] == pytest.approx(_distances(kind, base, samples), rel=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import ROOT, assert_same_run, finish, launch, metrics, train, write_recipe
+from tests.train.jobs import ROOT, assert_same_run, finish, flags, launch, metrics, train, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +39,11 @@ def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: P
         for architecture, drafted in KINDS.items():
             for stage, offload in shapes if processes == 2 else shapes[:1]:
                 run = tmp_path / f"{architecture}-{processes}-{stage}-{offload}"
-                flags = {
+                values = {
                     "run": run, "heads.own_lm_heads": "true", "heads.architecture": architecture,
                     "heads.draft_vocab": drafted, "engine.zero_stage": stage, "engine.offload": offload,
                 }  # fmt: skip
-                overrides = [text for key, value in flags.items() for text in (f"--recipe.{key}", str(value))]
-                runs.append(["--recipe", str(recipe), *overrides])
+                runs.append(["--recipe", str(recipe), *flags(**values)])
         finish(launch([str(script), json.dumps(runs)], processes=processes))
     for architecture in KINDS:
         reference = tmp_path / f"{architecture}-1-0-false"
@@ -55,12 +54,13 @@ def test_stages_offload_and_numbers_of_processes_agree(recipe: Path, tmp_path: P
 
 
 def test_a_sharded_base_gives_the_same_run(recipe: Path, heldout: Path, tmp_path: Path) -> None:
-    flags = ["--recipe.data.heldout", str(heldout), "--recipe.evaluate.rows", "9", "--recipe.evaluate.prompts", "2"]
-    flags += ["--recipe.evaluate.max_new_tokens", "8", "--recipe.heads.architecture", "recurrent"]
-    flags += ["--recipe.heads.draft_vocab", "40"]
-    flags += ["--recipe.optim.rows_per_step", "5", "--recipe.optim.micro_rows", "1", "--recipe.optim.loss", "kl"]
-    finish(train(recipe, tmp_path / "whole", *flags, processes=1))
-    said = finish(train(recipe, tmp_path / "sharded", *flags, "--recipe.base.shard", "true"))
+    values = {
+        "data.heldout": heldout, "evaluate.rows": 9, "evaluate.prompts": 2, "evaluate.max_new_tokens": 8,
+        "heads.architecture": "recurrent", "heads.draft_vocab": 40, "optim.rows_per_step": 5, "optim.micro_rows": 1,
+        "optim.loss": "kl",
+    }  # fmt: skip
+    finish(train(recipe, tmp_path / "whole", values, processes=1))
+    said = finish(train(recipe, tmp_path / "sharded", values | {"base.shard": True}))
     assert "base is divided among the processes" in said
     assert_same_run(tmp_path / "sharded", tmp_path / "whole", tolerance=1e-5)
     ours, theirs = metrics(tmp_path / "sharded")[-1], metrics(tmp_path / "whole")[-1]
@@ -70,9 +70,9 @@ def test_a_sharded_base_gives_the_same_run(recipe: Path, heldout: Path, tmp_path
 
 
 def test_an_error_of_one_process_is_told_once(recipe: Path, tmp_path: Path) -> None:
-    said = finish(train(recipe, tmp_path, "--recipe.data.train", "none.jsonl"), status=1)
+    said = finish(train(recipe, tmp_path, {"data.train": "none.jsonl"}), status=1)
     assert said.count("sample file (none.jsonl) does not exist") == 1
-    said = finish(train(recipe, tmp_path, "--recipe.optim.rows_per_step", "1"), status=2)
+    said = finish(train(recipe, tmp_path, {"optim.rows_per_step": 1}), status=2)
     assert said.count("optim.rows_per_step (1) leaves some of the processes (2) without a row") == 1
 
 

@@ -37,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(report: Mapping[str, Any]) -> Iterator[str]:
-    totals = report["totals"]
+    totals, curves = report["totals"], report["curves"]
     yield f"{report['run']}: " + ", ".join(f"{name} {value}" for name, value in report["recipe"].items())
     yield (
         f"{totals['steps']:,} steps, {totals['epochs']:.2f} epochs, {totals['useful_tokens']:,} useful tokens in "
         f"{totals['train_seconds']:,.0f} s ({totals['useful_tokens_per_s']:,.0f} tokens/s)"
     )
     yield "\n    step      loss  top-1 of each head in training"
-    curves = report["curves"]
     every = max(1, len(curves["step"]) // 10)
-    for step, loss, top1 in list(zip(curves["step"], curves["loss"], curves["head_top1"], strict=True))[::-every][::-1]:
+    lines = list(zip(curves["step"], curves["loss"], curves["head_top1"], strict=True))
+    for step, loss, top1 in lines[::-every][::-1]:
         yield f"{step:>8,}  {loss:>8.3f}  {_shares(top1)}"
     if report["evaluations"]:
         yield "\n    step  tokens per step  held-out top-1 of each head"

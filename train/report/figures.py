@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
+from train.recipe_file import flatten
 from train.run_directory import RunDirectory
 
 LOGGER = logging.getLogger("train")
@@ -47,14 +49,21 @@ def read_report(run: str | Path) -> dict[str, Any]:
     evaluations = [
         {name: value for name, value in record.items() if name in names or name.startswith("heldout_")}
         for record in records
-        if any(name.startswith("heldout_") for name in record)
+        if "heldout_top1" in record
     ]
+    tokens, last = sum(step["useful_tokens"] for step in steps), steps[-1]
     return {
         "run": directory.path.resolve().name,
         "recipe": _recipe(directory.path / "recipe.yaml"),
         "curves": _curves(steps),
         "evaluations": evaluations,
-        "totals": _totals(steps),
+        "totals": {
+            "steps": last["step"],
+            "epochs": last["epoch"],
+            "train_seconds": last["train_seconds"],
+            "useful_tokens": tokens,
+            "useful_tokens_per_s": tokens / max(last["train_seconds"], 1e-9),
+        },
     }
 
 
@@ -78,8 +87,7 @@ def _say_once(text: str) -> None:
 
 def _recipe(path: Path) -> dict[str, Any]:
     nested = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    flat = {f"{section}.{key}": value for section, values in nested.items() if isinstance(values, dict)
-            for key, value in values.items()}  # fmt: skip
+    flat = dict(flatten(nested))
     return {name: flat[key] for key, name in SUMMARY.items() if flat.get(key)}
 
 
@@ -90,9 +98,9 @@ def _curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     clocks = [0.0, *(part[-1]["train_seconds"] for part in parts)]
     return {
         "step": [part[-1]["step"] for part in parts],
-        **{name: [_mean([step[name] for step in part]) for part in parts] for name in ("loss", "lr")},
+        **{name: [fmean(step[name] for step in part) for part in parts] for name in ("loss", "lr")},
         **{
-            name: [[_mean(values) for values in zip(*(step[name] for step in part), strict=True)] for part in parts]
+            name: [[fmean(values) for values in zip(*(step[name] for step in part), strict=True)] for part in parts]
             for name in ("head_loss", "head_top1")
         },
         "useful_tokens_per_s": [
@@ -100,18 +108,3 @@ def _curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
             for clock, part in zip(clocks, parts, strict=False)
         ],
     }
-
-
-def _totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    tokens, seconds = sum(step["useful_tokens"] for step in steps), steps[-1]["train_seconds"]
-    return {
-        "steps": steps[-1]["step"],
-        "epochs": steps[-1]["epoch"],
-        "train_seconds": seconds,
-        "useful_tokens": tokens,
-        "useful_tokens_per_s": tokens / max(seconds, 1e-9),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

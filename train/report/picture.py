@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 BLUE, GREY, ORANGE, BLACK, GRID = "#2864a8", "#9aa2ac", "#e08a1e", "#222222", "#e6e8eb"
+LEGEND = {"frameon": False, "fontsize": 8.5}
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -20,17 +21,13 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         figure, grid = pyplot.subplots(2, 3, figsize=(14, 7.8), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12)
         for panel, axes in zip((_loss, _accuracy, _heldout, _served, _rate, _speed), grid.flat, strict=True):
-            panel(axes, report)
-        figure.suptitle(_title(report), fontsize=11)
+            panel(axes, report["curves"], report["evaluations"], report)
+        totals = report["totals"]
+        recipe = ", ".join(f"{name} {value}" for name, value in report["recipe"].items() if name != "data")
+        done = f"{totals['steps']:,} steps = {totals['epochs']:.2f} epochs in {_duration(totals['train_seconds'])}"
+        figure.suptitle(f"{report['run']}: {done}\n{recipe}".replace("$", r"\$"), fontsize=11)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    totals = report["totals"]
-    recipe = ", ".join(f"{name} {value}" for name, value in report["recipe"].items() if name != "data")
-    done = f"{totals['steps']:,} steps = {totals['epochs']:.2f} epochs in {_duration(totals['train_seconds'])}"
-    return f"{report['run']}: {done}\n{recipe}".replace("$", r"\$")
 
 
 def _duration(seconds: float) -> str:
@@ -40,8 +37,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _loss(axes: Axes, report: Mapping[str, Any]) -> None:
-    curves = report["curves"]
+def _loss(axes: Axes, curves: Any, _: Any, report: Mapping[str, Any]) -> None:
     for head, (values, colour) in enumerate(_per_head(curves["head_loss"]), start=1):
         axes.plot(curves["step"], values, color=colour, linewidth=1.4, label=f"head {head}")
     axes.plot(curves["step"], curves["loss"], color=BLACK, linewidth=1.8, linestyle="--", label="weighted sum")
@@ -51,47 +47,43 @@ def _loss(axes: Axes, report: Mapping[str, Any]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     unit = "total variation distance" if report["recipe"].get("loss") == "tv" else "nats per token"
     _over_steps(axes, "training loss", unit)
-    axes.legend(frameon=False, fontsize=8.5, ncols=2)
+    axes.legend(ncols=2, **LEGEND)
 
 
-def _accuracy(axes: Axes, report: Mapping[str, Any]) -> None:
-    curves, evaluations = report["curves"], report["evaluations"]
+def _accuracy(axes: Axes, curves: Any, evaluations: Any, _: Any) -> None:
     for values, colour in _per_head(curves["head_top1"]):
         axes.plot(curves["step"], values, color=colour, linewidth=1.2, alpha=0.75)
+    steps = [record["step"] for record in evaluations]
     for values, colour in _per_head([record["heldout_top1"] for record in evaluations]):
-        steps = [record["step"] for record in evaluations]
         axes.plot(steps, values, color=colour, marker="o", markersize=5.5, linewidth=0.8, linestyle=":")
     axes.set_ylim(bottom=0)
     _over_steps(axes, "top-1 of each head: training (lines), held-out (dots)", "share of tokens")
 
 
-def _heldout(axes: Axes, report: Mapping[str, Any]) -> None:
-    if not report["evaluations"]:
-        return _empty(axes, "held-out accuracy", "no evaluation yet: data.heldout, evaluate.every_steps")
-    last = report["evaluations"][-1]
+def _heldout(axes: Axes, _: Any, evaluations: Any, __: Any) -> None:
+    if not evaluations:
+        _empty(axes, "held-out accuracy", "no evaluation yet: data.heldout, evaluate.every_steps")
+        return
+    last = evaluations[-1]
     heads = range(1, len(last["heldout_top1"]) + 1)
     for rank, colour, offset in ((10, GREY, 6), (5, ORANGE, 0), (1, BLUE, -14)):
         values = last[f"heldout_top{rank}"]
         axes.plot(heads, values, marker="o", color=colour, label=f"top {rank}")
-        if offset:
-            for head, value in zip(heads, values, strict=True):
-                _mark(axes, head, value, offset)
-    axes.set_xticks(list(heads))
+        for head, value in zip(heads, values, strict=True) if offset else ():
+            _mark(axes, head, value, offset)
+    _over_steps(axes, f"held-out accuracy at step {last['step']:,}", "share of tokens")
     axes.set_xlabel("head (head k guesses token t+1+k)")
-    axes.set_ylabel("share of tokens")
+    axes.set_xticks(list(heads))
     axes.set_ylim(0, 1.1)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_title(f"held-out accuracy at step {last['step']:,}", fontsize=10.5)
-    axes.legend(frameon=False, fontsize=8.5, ncols=3, loc="upper right")
-    return None
+    axes.legend(ncols=3, loc="upper right", **LEGEND)
 
 
-def _served(axes: Axes, report: Mapping[str, Any]) -> None:
-    served = [
-        (r["step"], r["heldout_tokens_per_step"]) for r in report["evaluations"] if "heldout_tokens_per_step" in r
-    ]
+def _served(axes: Axes, _: Any, evaluations: Any, __: Any) -> None:
+    name = "heldout_tokens_per_step"
+    served = [(record["step"], record[name]) for record in evaluations if name in record]
     if not served:
-        return _empty(axes, "served tokens per step", "not measured: evaluate.prompts")
+        _empty(axes, "served tokens per step", "not measured: evaluate.prompts")
+        return
     axes.plot(*zip(*served, strict=True), marker="o", color=BLUE)
     for step, value in served[:: max(1, len(served) // 8)]:
         _mark(axes, step, value, 7)
@@ -100,21 +92,20 @@ def _served(axes: Axes, report: Mapping[str, Any]) -> None:
     axes.set_ylim(0.9, 1.12 * max(value for _, value in served))
     axes.set_xlim(0, None)
     _over_steps(axes, "held-out prompts, decoded with the heads", "tokens per step (served)")
-    return None
 
 
-def _rate(axes: Axes, report: Mapping[str, Any]) -> None:
-    axes.plot(report["curves"]["step"], report["curves"]["lr"], color=BLUE)
+def _rate(axes: Axes, curves: Any, _: Any, __: Any) -> None:
+    axes.plot(curves["step"], curves["lr"], color=BLUE)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     axes.set_ylim(bottom=0)
     _over_steps(axes, "learning rate (heads)", "learning rate")
 
 
-def _speed(axes: Axes, report: Mapping[str, Any]) -> None:
-    axes.plot(report["curves"]["step"], report["curves"]["useful_tokens_per_s"], color=BLUE, linewidth=1.2)
-    mean = report["totals"]["useful_tokens_per_s"]
+def _speed(axes: Axes, curves: Any, _: Any, report: Mapping[str, Any]) -> None:
+    speeds, mean = curves["useful_tokens_per_s"], report["totals"]["useful_tokens_per_s"]
+    axes.plot(curves["step"], speeds, color=BLUE, linewidth=1.2)
     axes.axhline(mean, color=GREY, linestyle="--", linewidth=1)
-    axes.set_ylim(0, 1.15 * max(report["curves"]["useful_tokens_per_s"]))
+    axes.set_ylim(0, 1.15 * max(speeds))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _over_steps(axes, f"useful tokens per second (mean {mean:,.0f}, dashed)", "supervised tokens / s")
 

@@ -12,15 +12,9 @@ def load(file: str, mode: str, room: str) -> Complete:
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=2) if mode == "prompt-lookup" else None  # 2: as it says for CPUs
     threads = int(os.environ["OMP_NUM_THREADS"])
     model = llama_cpp.Llama(
-        file,
-        n_ctx=int(room),
-        n_batch=512,
-        n_threads=threads,
-        n_threads_batch=threads,
-        draft_model=lookup,
-        logits_all=lookup is not None,
-        verbose=False,
-    )
+        file, n_ctx=int(room), n_batch=512, n_threads=threads, n_threads_batch=threads, draft_model=lookup,
+        logits_all=lookup is not None, verbose=False,
+    )  # fmt: skip
 
     def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
         outputs = []

@@ -17,17 +17,18 @@
 #include "tree.h"
 
 struct Layer {
-    int64_t batch, heads, kv_heads, nodes, dim, dim_v;
-    const int64_t *lengths, *parents;
-    int64_t parents_b, q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s;
+    int64_t batch, heads, kv_heads, dim, dim_v;
+    const int64_t *lengths, *parents, *firsts;  // [batch], [rows], [batch + 1] where the rows of each sequence begin
+    Table table;                                // of keys [places, key heads, D] and values [places, key heads, Dv]
+    int64_t window, chunk;                      // 0 = none
+    int64_t q_row, q_head;                      // strides of queries
     const float* sinks;
     float scaling, softcap;
-    int64_t window, chunk;
-    const int64_t* firsts;  // [batch + 1] where the rows of each sequence begin where numbers differ, of parents too; else null
-    Table table;
-    int64_t count(int64_t b) const { return firsts ? firsts[b + 1] - firsts[b] : nodes; }
-    const int64_t* parents_of(int64_t b) const { return parents + (firsts ? firsts[b] : b * parents_b); }
+    int64_t count(int64_t b) const { return firsts[b + 1] - firsts[b]; }
+    const int64_t* parents_of(int64_t b) const { return parents + firsts[b]; }
     int64_t groups() const { return heads / kv_heads; }
+    int64_t key_step() const { return kv_heads * dim; }
+    int64_t value_step() const { return kv_heads * dim_v; }
     int width() const { return (int(dim_v) + LANES - 1) / LANES * LANES; }
 };
 
@@ -96,10 +97,10 @@ template <class T, bool TILES> struct Attention {
     T* out;
 
     const T* key_at(int64_t b, int64_t kv, int64_t position) const {
-        return key + kv * at.k_h + (at.table.blocks ? at.table.row(b, position, 0) * at.k_s : b * at.k_b + position * at.k_s);
+        return key + at.table.place(b, position) * at.key_step() + kv * at.dim;
     }
     const T* value_at(int64_t b, int64_t kv, int64_t position) const {
-        return value + kv * at.v_h + (at.table.blocks ? at.table.row(b, position, 0) * at.v_s : b * at.v_b + position * at.v_s);
+        return value + at.table.place(b, position) * at.value_step() + kv * at.dim_v;
     }
 
     // Words of a query or a key.
@@ -114,7 +115,7 @@ template <class T, bool TILES> struct Attention {
         grow(s.query, BLOCK * size);
         int64_t first = block * BLOCK, groups = at.groups();
         rows.count = int(std::clamp<int64_t>(at.count(b) * groups - first, 0, BLOCK));
-        const T* queries = query + (at.firsts ? at.firsts[b] * at.q_n : b * at.q_b);
+        const T* queries = query + at.firsts[b] * at.q_row;
         for (int r = 0; r < rows.count; r++) {
             int64_t n = (first + r) / groups, h = kv * groups + (first + r) % groups;
             int64_t p = rows.length + depth[n];
@@ -122,7 +123,7 @@ template <class T, bool TILES> struct Attention {
             rows.shared[r] = rows.length + leading[n];
             rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
             rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
-            const T* q = queries + h * at.q_h + n * at.q_n;
+            const T* q = queries + h * at.q_head + n * at.q_row;
             uint32_t* to = &s.query[r * size];
             if constexpr (PAIRS<T>) std::fill(to + at.dim / 2, to + size, 0), std::memcpy(to, q, at.dim * sizeof(T));
             else for (int64_t d = 0; d < at.dim; d++) to[d] = bits(widen(q[d]));
@@ -150,8 +151,8 @@ template <class T, bool TILES> struct Attention {
         if (count > 0) {
             const int64_t first = start + skipped;
             at.table.runs(first, first + count, [&](int64_t p, int run) {
-                expect(value_at(b, kv, p), at.v_s, run, at.dim_v);
-                turn(key_at(b, kv, p), at.k_s, run, dim, s.keys.data() + (p - first), SEGMENT);
+                expect(value_at(b, kv, p), at.value_step(), run, at.dim_v);
+                turn(key_at(b, kv, p), at.key_step(), run, dim, s.keys.data() + (p - first), SEGMENT);
             });
             scores(rows.count, s.query.data(), s.keys.data(), SEGMENT, count, &s.weights[skipped]);
         }
@@ -159,7 +160,7 @@ template <class T, bool TILES> struct Attention {
         if (tails) {
             grow(s.tree_keys, int64_t(dim + 2 * LANES) * stride), grow(s.tree_scores, int64_t(BLOCK) * stride);
             at.table.runs(rows.length, rows.length + nodes, [&](int64_t p, int run) {
-                turn(key_at(b, kv, p), at.k_s, run, dim, s.tree_keys.data() + (p - rows.length), stride);
+                turn(key_at(b, kv, p), at.key_step(), run, dim, s.tree_keys.data() + (p - rows.length), stride);
             });
             scores(rows.count, s.query.data(), s.tree_keys.data(), stride, nodes, s.tree_scores.data());
         }
@@ -227,7 +228,7 @@ template <class T, bool TILES> struct Attention {
         low = std::min(low, to), high = std::max(high, low);
         const auto some = [&](auto count, int row, int64_t first, int64_t end) {
             if (first < end)
-                weigh<decltype(count)::value>(weights + row * SEGMENT + first - start, values + (first - from) * at.v_s, at.v_s, int(end - first),
+                weigh<decltype(count)::value>(weights + row * SEGMENT + first - start, values + (first - from) * at.value_step(), at.value_step(), int(end - first),
                                               int(at.dim_v), sums + row * width, width);
         };
         constexpr std::integral_constant<int, 1> one;
@@ -273,7 +274,7 @@ template <class T, bool TILES> struct Attention {
         const T* values[SEGMENT] = {};  // of what rows see together
         at.table.runs(start + skipped, start + end, [&](int64_t p, int run) {
             const T* first = value_at(b, kv, p);
-            for (int i = 0; i < run; i++) values[p - start + i] = first + i * at.v_s;
+            for (int i = 0; i < run; i++) values[p - start + i] = first + i * at.value_step();
         });
         grow(s.pairs, SEGMENT / 2 * width), grow(s.halves, BLOCK * SEGMENT);
         bool finite[GROUPS];
@@ -341,8 +342,7 @@ template <class T, bool TILES> struct Attention {
                 factor = exponential(tops[r] - best);
                 total = total * factor + exponential(sink - best);
             }
-            const int64_t row = (at.firsts ? at.firsts[b] : b * at.nodes) + rows.node[r];
-            T* to = out + (row * at.heads + rows.head[r]) * at.dim_v;
+            T* to = out + ((at.firsts[b] + rows.node[r]) * at.heads + rows.head[r]) * at.dim_v;
             for (int d = 0; d < at.dim_v; d += LANES)
                 put(rounded(load<vf>(all + r * width + d) * splat(factor) / splat(total), T()), to + d, int(at.dim_v) - d);
         }

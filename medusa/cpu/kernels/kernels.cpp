@@ -28,17 +28,10 @@ template <class Use> static void as_usual(int64_t number_type, bool int8, Use ru
     });
 }
 
-// shape: batch, heads, key heads, nodes, D, Dv, window, chunk (0 = none), then strides in numbers: parents [batch],
-// query [batch, head, node], key and value [batch, head, row]; rows of a block, and its table's stride. The output is
-// [batch, node, head, Dv], contiguous. Without blocks there is no table; with them, keys and values have no batch.
-extern "C" int medusa_attention(int number_type, int threads, const int64_t* shape, const int64_t* lengths, const int64_t* parents,
-                                 const int64_t* blocks, const void* query, const void* key, const void* value, void* out, const float* sinks,
-                                 float scaling, float softcap) {
+// Attention of one layer: out [rows, heads, Dv].
+extern "C" int medusa_attention(int number_type, int threads, const Layer* at, const void* query, const void* key, const void* value, void* out) {
     return outcome([&] {
-        const int64_t* s = shape + 8;
-        const Layer layer{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], lengths, parents, s[0], s[1], s[2], s[3],
-                          s[4], s[5], s[6], s[7], s[8], s[9], sinks, scaling, softcap, shape[6], shape[7], nullptr,
-                          Table{blocks, s[11], s[10]}};
+        const Layer& layer = *at;
         Work work(layer, threads);
         Team(threads, Work::STAGES).run([&](Team::Member& member) {
             as_usual(number_type, false, [&](auto number, auto how) {
@@ -136,18 +129,17 @@ extern "C" int medusa_depths(int64_t batch, int64_t nodes, const int64_t* parent
     });
 }
 
-// Moves the rows of accepted paths [batch, width] of so many buffers to where their sequences end, the first counts[b] of
-// each; a node stands at its place in the path or behind it.
+// Moves what so many buffers hold of accepted paths [batch, width] to where their sequences end, the first counts[b] nodes
+// of each; a node stands where it belongs in the path or behind that.
 extern "C" int medusa_keep(int64_t buffers, char* const* memory, const int64_t* bytes, int64_t batch, int64_t width, const int64_t* path,
-                           const int64_t* counts, const int64_t* lengths, const int64_t* blocks, int64_t stride, int64_t rows,
-                           int64_t capacity) {
+                           const int64_t* counts, const int64_t* lengths, const int64_t* blocks, int64_t stride, int64_t size) {
     return outcome([&] {
-        const Table table{blocks, stride, rows};
+        const Table table{blocks, stride, size};
         for (int64_t b = 0; b < batch; b++)
             for (int64_t i = 0; i < counts[b]; i++) {
                 const int64_t node = path[b * width + i];
                 if (node == i) continue;
-                const int64_t from = table.row(b, lengths[b] + node, capacity), to = table.row(b, lengths[b] + i, capacity);
+                const int64_t from = table.place(b, lengths[b] + node), to = table.place(b, lengths[b] + i);
                 for (int64_t n = 0; n < buffers; n++) std::memcpy(memory[n] + to * bytes[n], memory[n] + from * bytes[n], bytes[n]);
             }
     });

@@ -17,7 +17,7 @@ struct Block {
 };
 
 struct Pass {
-    int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, capacity, width;
+    int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, width;
     int64_t vocabulary, context;  // positions behind the context become its last one
     float epsilon, scaling, residual, multiplier;
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [rows]
@@ -27,7 +27,7 @@ struct Pass {
     const void *norm, *embeddings;  // the latter [vocabulary, hidden]
     void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
-    void *const *keys, *const *values;  // of each layer's cache, [slots, capacity, kv heads, D], or blocks
+    void *const *keys, *const *values;  // of each layer, [blocks, size, kv heads, D]
 };
 
 constexpr int64_t SLAB = 512;      // rows whose inner numbers are kept at a time
@@ -143,20 +143,23 @@ template <class T, class W> class Run {  // W: how its weights are met
     void place_heads(const Block& block, void* cached_keys, void* cached_values, Member& member) {
         const int64_t total = queries + 2 * keys;
         member.share(rows, [&](int64_t r) {
-            const int64_t row = places[r];
+            const int64_t place = places[r];
             const T* from = &projected[r * total];
             for (int64_t h = 0; h < at.heads; h++)
                 turned(from + h * at.dim, block.query_norm, positions[r], &query[r * queries + h * at.dim]);
             for (int64_t h = 0; h < at.kv_heads; h++)
-                turned(from + queries + h * at.dim, block.key_norm, positions[r], (T*)cached_keys + row * keys + h * at.dim);
-            std::memcpy((T*)cached_values + row * keys, from + queries + keys, keys * sizeof(T));
+                turned(from + queries + h * at.dim, block.key_norm, positions[r], (T*)cached_keys + place * keys + h * at.dim);
+            std::memcpy((T*)cached_values + place * keys, from + queries + keys, keys * sizeof(T));
         });
     }
 
+    Layer any_layer() const {
+        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
+    }
+
     void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
-        const int64_t slot = at.capacity * keys;
-        const Layer layer{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents, 0, 0, at.dim, queries, slot, at.dim, keys, slot, at.dim, keys,
-                          nullptr, at.scaling, 0, block.window, block.chunk, at.firsts, at.table};
+        Layer layer = any_layer();
+        layer.window = block.window, layer.chunk = block.chunk;
         Attention<T, W::MATRIX_UNIT>{layer, query.data(), (const T*)cached_keys, (const T*)cached_values, attended.data()}.run(work, member);
     }
 
@@ -232,15 +235,13 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t r = first; r < first + count; r++) {
                 if (at.tokens[r] < 0 || at.tokens[r] >= at.vocabulary) throw std::out_of_range("token");
                 positions[r] = std::min(at.lengths[b] + positions[r], at.context - 1);
-                places.push_back(at.table.row(b, at.lengths[b] + r - first, at.capacity));
+                places.push_back(at.table.place(b, at.lengths[b] + r - first));
             }
         }
     }
 
     void operator()() {
-        Layer any{at.batch, at.heads, at.kv_heads, 0, at.dim, at.dim, at.lengths, at.parents};
-        any.firsts = at.firsts;
-        Work work(any, int(at.threads));
+        Work work(any_layer(), int(at.threads));
         Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
             member.share(rows, [&](int64_t r) {

@@ -134,12 +134,12 @@ def _self_test(base: Base, heads: Heads) -> None:
             theirs_2TV = base.model(input_ids=tokens_1T[0, paths_2T], use_cache=False).logits.to(base.device).float()
         with layers.rounding():
             base.model(input_ids=tokens_1T[0, paths_2T], use_cache=False)
-        with layers.replaying():
+        with layers.replaying(0, compared=False):
             rows.prefill(tokens_1T[:, : size - 1], positions_1T[:, : size - 1], None)
         rows.keep([[0]])
         if len(base.spans) < base.config.num_hidden_layers:
             rows.leave_hole(min(getattr(base.config, "max_position_embeddings", None) or 0, OWN_ROWS) - size - 4)
-        with layers.replaying([0, 0, 1, 0, 1]):
+        with layers.replaying([0, 0, 1, 0, 1], compared=True):
             hidden_ND = rows.verify(tree, positions_1T[:, -1:])[0, :, : base.config.hidden_size]
         ours_1NV = base.logits(hidden_ND)[None].float()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.paper import MARKS, beside, card_of, key_figure, main, measured
-from benchmarks.step.shapes import as_loaded, random_base, random_heads
+from benchmarks.step.shapes import random_base, random_heads
+from medusa import MedusaModel
 from medusa.budget.bound import CARDS, READS, Card
-from medusa.budget.shape import read_shape
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 
@@ -46,7 +46,7 @@ def test_measured_steps_stand_beside_their_bounds():
 
 
 def test_cards_are_known_by_their_whole_name():
-    assert card_of("NVIDIA L4", 1, 1.0) is CARDS[-1]
+    assert card_of("NVIDIA L4", 1, 1.0) == CARDS[-1]._replace(memory=1)
     other = card_of("NVIDIA L40S", 48, 8e11)
     assert READS * other.bandwidth == pytest.approx(8e11)
     assert other.memory == 48
@@ -58,10 +58,9 @@ def test_steps_that_fit_are_measured_and_others_left_out(base_directory):
 
     config = AutoConfig.from_pretrained(base_directory)
     base = random_base(config, torch.float32, torch.device("cpu"))
-    base, heads = as_loaded(base, random_heads(base, "recurrent", 2))
-    shape, sizes = read_shape(config, torch.float32), {"rounds": 1, "contexts": (16,), "nodes": (1, 4)}
-    card = Card("made up", "", 2 * 10**8, 1e9, 1e12)
-    rows = list(measured(base, heads, card, shape, batches=(1, 2), **sizes))
+    model, sizes = MedusaModel(base, random_heads(base, "recurrent", 2)), [(1, 16), (2, 16)]
+    card = Card("made up", "", 10**9, 1e9, 1e12)
+    rows = list(measured(model, card, sizes, nodes=(1, 4), rounds=1))
     assert [(row["batch"], row["context"], row["nodes"]) for row in rows] == [
         (1, 16, 1),
         (1, 16, 4),
@@ -71,7 +70,7 @@ def test_steps_that_fit_are_measured_and_others_left_out(base_directory):
     assert all(row[name] > 0 for row in rows for name in ("bound_ms", "verify_ms", "step_ms"))
     assert json.loads(json.dumps(rows)) == rows
     none = Card("too small", "", 10**4, 1e9, 1e12)
-    assert all("step_ms" not in row for row in measured(base, heads, none, shape, batches=(1,), **sizes))
+    assert all("step_ms" not in row for row in measured(model, none, sizes, nodes=(1, 4), rounds=1))
 
 
 def test_measuring_needs_a_gpu(tmp_path, capsys):

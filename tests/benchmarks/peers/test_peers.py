@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.peers.process import MODES, SCRIPTS, Engine, Place, engines, places
+from benchmarks.peers.engine import MODES, SCRIPTS, Engine, Place, engines, places
 
 FAKE = f"""
 import sys
@@ -16,8 +16,6 @@ def load(model, mode, room, heads=None):
     print("what engines say goes to the log", heads)
     if mode == "broken":
         raise RuntimeError("no model here: " + model)
-    if mode == "brief":
-        return lambda prompts, new, eos: [[1] for prompt in prompts]
     if mode == "dying":
         return lambda prompts, new, eos: sys.exit("out of memory")
     return lambda prompts, new, eos: [[prompt[0] + i for i in range(new)] + eos for prompt in prompts]
@@ -38,7 +36,7 @@ def start(tmp_path):
 
     yield starting
     for engine in engines:
-        engine.close()
+        engine.process.close()
 
 
 def test_an_engine_completes_prompts_that_share_a_batch(start, tmp_path):
@@ -46,13 +44,6 @@ def test_an_engine_completes_prompts_that_share_a_batch(start, tmp_path):
     assert engine.complete([[10], [20]], 3, [2]) == [[10, 11, 12, 2], [20, 21, 22, 2]]
     assert engine.version == pytest.__version__
     assert f"goes to the log {tmp_path / 'heads'}" in (tmp_path / "one.log").read_text()
-
-
-def test_seconds_per_token_leave_out_the_prompt(start, monkeypatch):
-    engine = start("two", "plain")
-    clock = iter([0.0, 5.0, 7.0 + 5.0])  # a prompt with its first token takes 5 s, the same with four more 7 s
-    monkeypatch.setattr("benchmarks.peers.process.time.perf_counter", lambda: next(clock))
-    assert engine.seconds_per_token([1, 2], 4) == 0.5
 
 
 def test_a_base_without_copies_is_one_message(tmp_path):
@@ -72,11 +63,6 @@ def test_an_engine_that_ends_while_it_works_says_why(start):
             engine.complete([[1]], 2, [])
 
 
-def test_answers_that_end_too_soon_are_no_measurement(start):
-    with pytest.raises(RuntimeError, match="wrote 1 tokens in place of 5"):
-        start("five", "brief").seconds_per_token([1], 4)
-
-
 def test_engines_that_are_missing_are_left_out_and_ended_with_the_block(tmp_path, monkeypatch, caplog):
     (tmp_path / "fake.py").write_text(FAKE)
     (tmp_path / "models" / "llama-1b").mkdir(parents=True)
@@ -85,7 +71,7 @@ def test_engines_that_are_missing_are_left_out_and_ended_with_the_block(tmp_path
         (tmp_path / engine / "bin" / "python").symlink_to(sys.executable)
         if engine == "vllm":
             (tmp_path / "models" / "llama-1b" / model).touch()
-    monkeypatch.setattr("benchmarks.peers.process.SCRIPTS", tmp_path)
+    monkeypatch.setattr("benchmarks.peers.engine.SCRIPTS", tmp_path)
     (tmp_path / "vllm_.py").symlink_to(tmp_path / "fake.py")
     handler = signal.getsignal(signal.SIGTERM)
     with engines(tmp_path, "llama-1b", 99, MODES) as found:
@@ -93,6 +79,6 @@ def test_engines_that_are_missing_are_left_out_and_ended_with_the_block(tmp_path
         assert found[0].complete([[3]], 2, []) == [[3, 4]]
         assert signal.getsignal(signal.SIGTERM) is not handler
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert all(engine._process.poll() is not None for engine in found)
+    assert all(not engine.process.runs for engine in found)
     assert "engine openvino is left out" in caplog.text
     assert "engine llamacpp is left out" in caplog.text

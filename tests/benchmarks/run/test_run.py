@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks.decoding.__main__ import main
-from benchmarks.peers.process import MODES, SCRIPTS, Place
+from benchmarks.__main__ import main
+from benchmarks.peers.engine import MODES, SCRIPTS, Place
 from benchmarks.run.command import _peers
-from benchmarks.run.measure import figures, measure
+from benchmarks.run.measure import Rate, figures, measure
 from benchmarks.run.methods import Answers, Method, ended, of_transformers, ours
 from benchmarks.step.shapes import random_heads
 from medusa import BaseModel, MedusaModel
@@ -62,9 +62,22 @@ def test_rows_tell_speeds_and_what_is_equal(monkeypatch):
     plain, twice = figures(methods, timings, {"a": [0, 1], "b": [2]}, 1)
     assert plain["tokens_per_s"] == pytest.approx({"value": 4, "low": 4, "high": 4})
     assert twice["over_plain"] == pytest.approx({"value": 2, "low": 2, "high": 2})
-    assert (twice["tokens_per_pass"], twice["identical"], twice["common"]) == (4, 0, 2)
+    assert (twice["tokens_per_pass"], twice["identical"]) == (4, 0)
     assert twice["kinds"]["b"] == pytest.approx({"over_plain": 2, "tokens_per_pass": 4})
     assert twice["rounds"] == pytest.approx([8, 8])
+
+
+def test_intervals_are_those_of_the_normal_distribution_and_of_pairs():
+    values = torch.randn(1, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    found = Rate(values, torch.ones_like(values)).estimate()
+    half = 1.96 * float(values.std()) / 20
+    assert found["value"] == pytest.approx(float(values.mean()))
+    assert found["low"] == pytest.approx(found["value"] - half, abs=0.15 * half)
+    assert found["high"] == pytest.approx(found["value"] + half, abs=0.15 * half)
+    easy, below = torch.linspace(1, 9, 30, dtype=torch.float64)[None], torch.ones(1, 30, dtype=torch.float64)
+    ratio = Rate(2 * easy, below).estimate(Rate(easy, below))  # prompts that are hard for both say nothing about it
+    assert (ratio["low"], ratio["value"], ratio["high"]) == pytest.approx((2.0, 2.0, 2.0))
+    assert Rate(easy, below).estimate()["high"] > 5.5
 
 
 def test_the_command_writes_tables_and_a_picture(model, base_directory, tmp_path, capsys):
@@ -112,11 +125,11 @@ serve(load, "pytest")
 def test_peers_draft_with_heads_that_they_take(base_directory, tmp_path, monkeypatch, architecture, names):
     (tmp_path / "fake.py").write_text(FAKE)
     place = Place(sys.executable, str(tmp_path / "fake.py"), "some/model")
-    monkeypatch.setattr("benchmarks.peers.process.places", lambda *_: {"vllm": place})
+    monkeypatch.setattr("benchmarks.peers.engine.places", lambda *_: {"vllm": place})
     monkeypatch.setitem(MODES, "vllm", ("plain", "medusa"))
     base = BaseModel.load(base_directory, dtype=torch.bfloat16, device="cpu")
     model, versions = MedusaModel(base, random_heads(base, architecture, 2)), {}
-    options = argparse.Namespace(peers=str(tmp_path), max_new_tokens=3)
+    options = argparse.Namespace(peers=str(tmp_path), max_new_tokens=3, shape=None)
     with _peers(options, model, 99, versions) as methods:
         assert [method.name for method in methods] == [f"vllm {name}" for name in names]
         told = [method.complete([[5], [6]], [0, 0]).tokens for method in methods]

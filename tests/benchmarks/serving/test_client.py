@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.serving.client import Answer, Asking, Client, Events, first_model
+from benchmarks.serving.client import Answer, Asking, Client, first_model
 from tests.benchmarks.serving.streaming_server import events, streaming_server
 
 REQUEST = {"messages": [], "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}
@@ -26,18 +26,6 @@ def ask(server, prompt="count", max_tokens=5, **options):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10_000])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_may_break_anywhere(size, line_end):
-    whole = b"".join(events(REQUEST)).replace(b"\n", line_end)
-    cut, answer = Events(), Answer(0.0)
-    for first in range(0, len(whole), size):
-        for event in cut.feed(whole[first : first + size]):
-            answer.add(event, float(first))
-    assert (answer.count, answer.prompt_tokens, len(answer.times), answer.finished) == (5, 3, 5, True)
-    assert answer.told == [1, 2, 3, 4, 5]
-
-
 def test_an_answer_tells_its_tokens(server):
     answer = ask(server)
     assert answer.error is None
@@ -49,14 +37,17 @@ def test_an_answer_tells_its_tokens(server):
     }  # fmt: skip
 
 
-def test_pieces_of_the_body_may_break_anywhere(server):
+@pytest.mark.parametrize("size", [1, 7, 11, 10_000])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_pieces_of_the_body_may_break_anywhere(server, size, line_end):
     def pieces(request):
-        whole = b"".join(events(request))
-        return [whole[first : first + 11] for first in range(0, len(whole), 11)]
+        whole = b"".join(events(request)).replace(b"\n", line_end)
+        return [whole[first : first + size] for first in range(0, len(whole), size)]
 
     server.reply = pieces
     answer = ask(server, continuous_usage=True)
-    assert (answer.error, answer.count, answer.shares()) == (None, 5, [1, 1, 1, 1, 1])
+    assert (answer.error, answer.count, answer.told) == (None, 5, [1, 2, 3, 4, 5])
+    assert (answer.finished, answer.shares()) == (True, [1, 1, 1, 1, 1])
 
 
 def test_tokens_of_a_chunk_are_those_that_the_server_tells(server):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import servers
 from benchmarks.serving.compare import Plan, compare, medians
-from benchmarks.serving.servers import CONTESTANTS, Contestant, Place, Server, places
+from benchmarks.serving.servers import NAMES, Place, Server, places
 from tests.benchmarks.serving import streaming_server
 from tests.benchmarks.serving.streaming_server import streaming_server as running_server
 
@@ -31,7 +31,7 @@ def becomes(server, states):
     """Whether the process is in one of these states soon: a signal takes a moment."""
     until = time.monotonic() + 5
     while time.monotonic() < until:
-        if Path(f"/proc/{server.session}/stat").read_text().rpartition(")")[2].split()[0] in states:
+        if Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in states:
             return True
         time.sleep(0.01)
     return False
@@ -39,12 +39,11 @@ def becomes(server, states):
 
 def test_servers_are_loaded_in_turn(tmp_path):
     plan = Plan([f"prompt {number}" for number in range(20)], [1, 3], 4, None, 6, rounds=2)
-    contestants = {"one": Contestant("a"), "other": Contestant("a", {"speculation": {}}), "two": Contestant("b")}
-    rows = compare(contestants, {"a": place(), "b": place()}, plan, tmp_path)
+    contestants = {"one": place(), "other": place()._replace(more={"speculation": {}})}
+    rows = compare(contestants, plan, tmp_path)
     order = [(row["round"], row["clients"], row["server"]) for row in rows]
     assert order == [(turn, clients, name) for turn in (0, 1) for clients in (1, 3) for name in contestants]
     assert all(row["requests"] >= 5 and not row["errors"] for row in rows)
-    assert all(row["cores_busy"]["server"] is not None for row in rows)
     shown = medians(rows)
     assert [(row["server"], row["clients"]) for row in shown] == [
         (name, clients) for clients in (1, 3) for name in contestants
@@ -58,11 +57,11 @@ def test_a_server_that_is_not_asked_is_stopped(tmp_path):
     server = Server("a", place(), tmp_path / "a.log")
     try:
         assert becomes(server, "T")
-        server.resume()
-        assert becomes(server, "SR")
+        with server.awake(0.0):
+            assert becomes(server, "SR")
     finally:
-        server.close()
-    assert not Path(f"/proc/{server.session}").exists()
+        server.process.close()
+    assert not Path(f"/proc/{server.process.pid}").exists()
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
@@ -72,7 +71,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 
 def test_every_contestant_has_a_place():
     known = places(Path("/peers"), "/models/smollm2", "runs/heads")
-    assert {contestant.server for contestant in CONTESTANTS.values()} == set(known)
+    assert set(NAMES) == set(known)
     assert all("{port}" in place.command for place in known.values())
     assert "runs/heads" in known["ours"].command
 

@@ -3,14 +3,13 @@
 import pytest
 
 from benchmarks.serving.client import Answer
-from benchmarks.serving.cpu import Usage, usage
+from benchmarks.serving.compare import part, read_prompts
 from benchmarks.serving.figures import percentile, summarize
 from benchmarks.serving.load import Level
-from benchmarks.serving.prompts import part, read_prompts
 
 
 def answer(asked, times, tokens, told=(), error=None):
-    return Answer(asked, list(times), list(told), tokens, 3, times[-1], True, error)
+    return Answer(asked, list(times), list(told), tokens, times[-1], True, error)
 
 
 def test_percentiles_lie_between_values():
@@ -33,11 +32,9 @@ def test_only_what_happens_in_the_window_counts():
     assert figures["first_token"] == {"count": 2, "p50": 1.75, "p90": pytest.approx(1.95), "p99": pytest.approx(1.995)}
     assert (figures["requests"], figures["tokens_per_request"]) == (2, 5)
     assert figures["end_to_end"]["p50"] == 5
-    assert figures["chunk_gap"] == {"count": 4, "p50": 1.5, "p90": pytest.approx(2.7), "p99": pytest.approx(2.97)}
     gaps = [1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 3.0]  # of a token each
     assert figures["inter_token"]["count"] == len(gaps)
     assert figures["inter_token"]["p50"] == percentile(gaps, 0.5) == 0.5
-    assert figures["cores_busy"] is None
 
 
 def test_gaps_are_of_chunks_where_the_server_does_not_count_them():
@@ -56,14 +53,6 @@ def test_nothing_but_errors_is_no_number():
     assert (figures["tokens_per_second"], figures["errors"], figures["error_messages"]) == (0, 1, {"broken": 1})
     assert figures["first_token"] == {"count": 0, "p50": None, "p90": None, "p99": None}
     assert figures["tokens_per_chunk"] is None
-
-
-def test_cores_that_were_busy():
-    used = Usage(12.0, 1.0, 14.0, 30.0).since(Usage(2.0, 0.5, 4.0, 15.0))
-    assert used.cores() == {"client": 0.05, "server": 1.0, "others": pytest.approx(0.45), "machine": 1.5}
-    alone = Usage(2.0, 1.0, None, None).since(Usage(1.0, 0.5, None, None))
-    assert alone.cores() == {"client": 0.5, "server": None, "others": None, "machine": None}
-    assert usage().client > 0
 
 
 def test_prompts_are_heldout_ones_or_those_of_a_file(tmp_path):

@@ -36,9 +36,8 @@ def test_so_many_clients_ask_until_enough_is_complete(server, clients):
     figures = summarize(done)
     assert figures["requests"] == pytest.approx(12, abs=1)
     assert figures["tokens"] == pytest.approx(12 * 8, abs=8 * clients)
-    assert (figures["tokens_per_request"], figures["prompt_tokens_per_request"]) == (8, 3)
+    assert figures["tokens_per_request"] == 8
     assert (figures["errors"], figures["tokens_from"], figures["inter_token_of"]) == (0, "usage", "token")
-    assert figures["cores_busy"]["client"] > 0
 
 
 def test_first_answers_are_cut_at_different_lengths(server):

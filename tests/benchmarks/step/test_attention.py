@@ -4,7 +4,6 @@ from benchmarks.step.attention import least_bytes
 
 
 def test_least_bytes_count_every_row_once():
-    lengths, nodes, heads, kv_heads, dim, dim_v = [3, 0], 2, 4, 2, 8, 6
-    key_rows = [length + nodes for length in lengths]
-    traffic = sum(rows * kv_heads * (dim + dim_v) for rows in key_rows) + 2 * nodes * heads * (dim + dim_v)
-    assert least_bytes(lengths, nodes, heads, kv_heads, dim, dim_v, itemsize=2) == 2 * traffic
+    context, nodes, batch, heads, kv_heads, row = 3, 2, 5, 4, 2, 16
+    keys, queries = batch * (context + nodes) * kv_heads * row, batch * nodes * heads * row
+    assert least_bytes(context, nodes, batch, heads, kv_heads, row) == 2 * keys + 2 * queries

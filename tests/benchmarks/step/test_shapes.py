@@ -38,7 +38,7 @@ def test_random_weights_are_repeatable_tied_and_sane(tiny_config):
     assert torch.equal(first.model.rotary_emb.inv_freq, LlamaForCausalLM(tiny_config).model.rotary_emb.inv_freq)
 
 
-def test_both_sides_of_the_baseline_have_the_same_weights(tiny_config):
+def test_both_sides_of_a_comparison_have_the_same_weights(tiny_config):
     base = random_base(tiny_config, torch.float32, CPU, seed=3)
     theirs = random_model(tiny_config, torch.float32, CPU, seed=3)
     ids = torch.arange(9)[None]

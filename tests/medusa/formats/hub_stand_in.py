@@ -7,10 +7,8 @@ verify, and a redirect on reading. Uploads by Xet are a protocol of their own, w
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -32,57 +30,51 @@ class Repository:
 
     private: bool
     branches: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, dict[str, bytes | tuple[str]]] = field(default_factory=dict)
+    commits: dict[str, dict] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
-    def commit(self, branch: str, files: dict[str, bytes | tuple[str]], message: str) -> str:
+    def commit(self, branch, files, message):
         sha = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
         self.commits[sha], self.branches[branch] = files, sha
         self.messages.append(message)
         return sha
 
-    def resolve(self, revision: str) -> str:
+    def at(self, revision):
+        """The hash of a commit, and its files."""
         sha = self.branches.get(revision, revision)
         if sha not in self.commits:
             raise RefusalError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return sha
+        return sha, self.commits[sha]
 
 
+@dataclass
 class HubStandIn:
-    """What the server holds, and what it was asked.
+    """What the server holds."""
 
-    Attributes:
-        repositories: By name.
-        large: Content of the LFS store, by hash.
-        uploaded: Hashes in the order of their uploads.
-        requests: Method and path of every request.
-        broken: Status that every request gets instead of an answer; 0 = none.
-    """
+    url: str
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    """By name."""
+    large: dict[str, bytes] = field(default_factory=dict)
+    """Content of the LFS store, by hash."""
+    uploaded: list[str] = field(default_factory=list)
+    """Hashes in the order of their uploads."""
+    broken: int = 0
+    """Status that every request gets instead of an answer; 0 = none."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.repositories: dict[str, Repository] = {}
-        self.large: dict[str, bytes] = {}
-        self.uploaded: list[str] = []
-        self.requests: list[str] = []
-        self.broken = 0
-
-    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+    def files(self, name, revision="main"):
         """Contents of a repository."""
-        repository = self.repositories[name]
-        files = repository.commits[repository.resolve(revision)]
-        return {path: self.content(entry) for path, entry in files.items()}
+        return {path: self.content(entry) for path, entry in self.repositories[name].at(revision)[1].items()}
 
-    def content(self, entry: bytes | tuple[str]) -> bytes:
+    def content(self, entry):
         return self.large[entry[0]] if isinstance(entry, tuple) else entry
 
-    def repository(self, name: str, user: str | None) -> Repository:
+    def repository(self, name, user):
         found = self.repositories.get(name)
         if found is None or (found.private and user is None):
             raise RefusalError(404 if user else 401, "RepoNotFound", "Repository not found")
         return found
 
-    def create(self, user: str | None, body: dict[str, Any]) -> tuple[int, Any]:
+    def create(self, user, body):
         if user is None:
             raise RefusalError(401, "", "Invalid username or password.")
         if (owner := body.get("organization") or user) != user:
@@ -90,53 +82,47 @@ class HubStandIn:
         name = f"{owner}/{body['name']}"
         if name in self.repositories:
             return 409, {"error": "You already created this model repo", "url": f"{self.url}/{name}"}
-        self.repositories[name] = repository = Repository(
-            body.get("visibility") == "private" or bool(body.get("private"))
-        )
-        repository.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
+        self.repositories[name] = Repository(body.get("visibility") == "private" or bool(body.get("private")))
+        self.repositories[name].commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
         return 200, {"url": f"{self.url}/{name}", "name": name}
 
-    def info(self, name: str, repository: Repository, revision: str) -> dict[str, Any]:
-        sha = repository.resolve(revision)
-        files = repository.commits[sha]
+    def info(self, name, repository, revision):
+        sha, files = repository.at(revision)
+        card = metadata(self.content(files.get("README.md", b"")).decode())
+        siblings = [{"rfilename": path} for path in files]
         return {
-            "id": name, "sha": sha, "private": repository.private, "tags": [],
-            "siblings": [{"rfilename": path} for path in files],
-            "cardData": self.metadata(self.content(files.get("README.md", b"")).decode()),
+            "id": name, "sha": sha, "private": repository.private, "tags": [], "siblings": siblings, "cardData": card,
         }  # fmt: skip
 
-    def tree(self, repository: Repository, revision: str) -> list[dict[str, Any]]:
+    def tree(self, repository, revision):
         entries = []
-        for path, entry in repository.commits[repository.resolve(revision)].items():
+        for path, entry in repository.at(revision)[1].items():
             content = self.content(entry)
             entries.append({"type": "file", "path": path, "size": len(content), "oid": git_hash(content)})
             if isinstance(entry, tuple):
                 entries[-1]["lfs"] = {"oid": entry[0], "size": len(content), "pointerSize": 134}
         return entries
 
-    def preupload(self, repository: Repository, revision: str, body: dict[str, Any]) -> dict[str, Any]:
-        there = repository.commits[repository.resolve(revision)]
+    def preupload(self, repository, revision, body):
+        _, there = repository.at(revision)
         answers = []
-        for file in body["files"]:
-            mode = "lfs" if file["path"].endswith(LARGE) else "regular"
-            answer = {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
-            if (entry := there.get(file["path"])) is not None:
-                answer["oid"] = entry[0] if isinstance(entry, tuple) else git_hash(entry)
-            answers.append(answer)
+        for path in (file["path"] for file in body["files"]):
+            mode = "lfs" if path.endswith(LARGE) else "regular"
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
+            if (entry := there.get(path)) is not None:
+                answers[-1]["oid"] = entry[0] if isinstance(entry, tuple) else git_hash(entry)
         return {"files": answers}
 
-    def batch(self, body: dict[str, Any]) -> dict[str, Any]:
-        def upload(item: dict[str, Any]) -> dict[str, Any]:
-            if item["oid"] in self.large:
-                return item
-            links = {kind: {"href": f"{self.url}/lfs/{kind}/{item['oid']}"} for kind in ("upload", "verify")}
-            return item | {"actions": links}
+    def batch(self, objects):
+        for item in objects:
+            if item["oid"] not in self.large:
+                kinds = ("upload", "verify")
+                item["actions"] = {kind: {"href": f"{self.url}/lfs/{kind}/{item['oid']}"} for kind in kinds}
+        return {"transfer": "basic", "objects": objects}
 
-        return {"transfer": "basic", "objects": [upload(item) for item in body["objects"]]}
-
-    def commit(self, name: str, repository: Repository, branch: str, lines: bytes) -> dict[str, Any]:
+    def commit(self, name, repository, branch, lines):
         header, *operations = [json.loads(line) for line in lines.splitlines()]
-        files = dict(repository.commits[repository.resolve(branch)])
+        files = dict(repository.at(branch)[1])
         for operation in operations:
             value = operation["value"]
             match operation["key"]:
@@ -151,28 +137,25 @@ class HubStandIn:
         sha = repository.commit(branch, files, header["value"]["summary"])
         return {"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha, "pullRequestUrl": None}
 
-    @staticmethod
-    def metadata(card: str) -> dict[str, Any]:
-        """The metadata block of a model card."""
-        _, _, rest = card.partition("---\n")
-        return yaml.safe_load(rest.partition("\n---")[0]) or {}
+
+def metadata(card):
+    """The metadata block of a model card."""
+    return yaml.safe_load(card.partition("---\n")[2].partition("\n---")[0]) or {}
 
 
-def git_hash(content: bytes) -> str:
+def git_hash(content):
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class _Handler(Handler):
-    def handle_any(self) -> None:
-        hub: HubStandIn = self.server.hub  # type: ignore[attr-defined]
-        path = urlsplit(self.path).path
+    def handle_any(self):
+        hub, parts = self.server.hub, [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        with self.server.lock:  # type: ignore[attr-defined]
-            hub.requests.append(f"{self.command} {path}")
+        with self.server.lock:
             try:
                 if hub.broken:
                     raise RefusalError(hub.broken, "", "no service")
-                self.route(hub, self.user(), [unquote(part) for part in path.strip("/").split("/")], body)
+                self.route(hub, self.user(), parts, body)
             except RefusalError as refusal:
                 status, code, words = refusal.args
                 codes = {"X-Error-Code": code} if code else {}
@@ -180,22 +163,22 @@ class _Handler(Handler):
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
 
-    def user(self) -> str | None:
+    def user(self):
         given = self.headers.get("authorization")
         if given not in (None, f"Bearer {TOKEN}"):
             raise RefusalError(401, "", "Invalid credentials in Authorization header")
         return USER if given else None
 
-    def route(self, hub: HubStandIn, user: str | None, parts: list[str], body: bytes) -> None:
+    def route(self, hub, user, parts, body):
         match self.command, *parts:
             case "POST", "api", "validate-yaml":
-                self.validate(hub, json.loads(body)["content"])
+                self.validate(json.loads(body)["content"])
             case "POST", "api", "repos", "create":
                 self.answer(*hub.create(user, json.loads(body)))
             case _, "api", "models", owner, name, *rest:
                 self.model(hub, user, f"{owner}/{name}", rest, body)
             case "POST", _, _, "info", "lfs", "objects", "batch":
-                self.answer(200, hub.batch(json.loads(body)))
+                self.answer(200, hub.batch(json.loads(body)["objects"]))
             case "PUT", "lfs", "upload", oid:
                 assert hashlib.sha256(body).hexdigest() == oid
                 hub.large[oid] = body
@@ -207,11 +190,11 @@ class _Handler(Handler):
                 assert user is None, "a token went to the store"
                 self.answer(200, hub.large[oid])
             case "GET" | "HEAD", owner, name, "resolve", revision, *path:
-                self.file(hub, hub.repository(f"{owner}/{name}", user), revision, "/".join(path))
+                self.file(hub, *hub.repository(f"{owner}/{name}", user).at(revision), "/".join(path))
             case _:
                 raise RefusalError(404, "", "no such address")
 
-    def model(self, hub: HubStandIn, user: str | None, name: str, rest: list[str], body: bytes) -> None:
+    def model(self, hub, user, name, rest, body):
         repository = hub.repository(name, user)
         if self.command == "POST" and user is None:
             raise RefusalError(401, "", "Invalid username or password.")
@@ -231,16 +214,16 @@ class _Handler(Handler):
             case "commit", branch:
                 self.answer(200, hub.commit(name, repository, branch, body))
 
-    def validate(self, hub: HubStandIn, card: str) -> None:
+    def validate(self, card):
         try:
-            metadata = hub.metadata(card)
+            warnings = [] if metadata(card) else [{"message": "empty or missing yaml metadata"}]
+            self.answer(200, {"warnings": warnings})
         except yaml.YAMLError as error:
-            return self.answer(400, {"errors": [{"message": str(error)}]})
-        return self.answer(200, {"warnings": [] if metadata else [{"message": "empty or missing yaml metadata"}]})
+            self.answer(400, {"errors": [{"message": str(error)}]})
 
-    def file(self, hub: HubStandIn, repository: Repository, revision: str, path: str) -> None:
-        sha = repository.resolve(revision)
-        if (entry := repository.commits[sha].get(path)) is None:
+    def file(self, hub, sha, files, path):
+        entry = files.get(path)
+        if entry is None:
             raise RefusalError(404, "EntryNotFound", "Entry not found")
         if isinstance(entry, tuple):
             (oid,) = entry
@@ -250,16 +233,16 @@ class _Handler(Handler):
         else:
             self.answer(200, entry, **{"X-Repo-Commit": sha, "ETag": f'"{git_hash(entry)}"'})
 
-    def answer(self, status: int, content: Any, **headers: str) -> None:
+    def answer(self, status, content, **headers):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         kind = {} if isinstance(content, bytes) else {"Content-Type": "application/json"}
         self.reply(status, kind | headers, data)
 
 
 @contextmanager
-def hub_stand_in() -> Iterator[HubStandIn]:
+def hub_stand_in():
     """A running Hub without repositories."""
     server = Server(_Handler)
-    hub = server.hub = HubStandIn(server.url)  # type: ignore[attr-defined]
+    server.hub = HubStandIn(server.url)
     with server.running():
-        yield hub
+        yield server.hub

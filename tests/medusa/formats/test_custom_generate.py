@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 import weakref
 from collections import Counter
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,12 +81,20 @@ def export(make_heads, tmp_path_factory):
             heads = make_heads(**VARIANTS[name])
             if heads.draft_ids is not None:
                 heads.draft_ids.copy_(6 * torch.arange(40) + 3)
-            known[name] = str(
-                export_heads(Export(heads), "custom-generate", tmp_path_factory.mktemp(name) / "heads-1.0")
-            )
+            directory = tmp_path_factory.mktemp(name) / "heads-1.0"
+            known[name] = str(export_heads(Export(heads), "custom-generate", directory))
         return known[name]
 
     return export_of
+
+
+@contextmanager
+def passes_of(model):
+    """Collects an entry for each pass of the model."""
+    passes = []
+    hook = model.get_decoder().register_forward_hook(lambda *_: passes.append(1))
+    yield passes
+    hook.remove()
 
 
 def both(model, directory, **options):
@@ -94,13 +104,16 @@ def both(model, directory, **options):
     expected = model.generate(**options)
     heads = {"custom_generate": directory, "trust_remote_code": True}
     model.generate(**options | heads | {"max_new_tokens": 1, "streamer": None})  # load, and test the model
-    passes = []
-    with_hook = model.get_decoder().register_forward_hook(lambda *_: passes.append(1))
     torch.manual_seed(3)
-    try:
+    with passes_of(model) as passes:
         return expected, model.generate(**options | heads), len(passes)
-    finally:
-        with_hook.remove()
+
+
+def same(model, directory, **options):
+    """The text with heads, which is the model's own."""
+    expected, text, _ = both(model, directory, **options)
+    assert torch.equal(text, expected)
+    return text
 
 
 def lucky_trees(model, texts, mask):
@@ -140,10 +153,8 @@ def test_deep_and_crooked_paths_keep_the_text(plain, export, monkeypatch, batch)
     expected = plain.generate(**options)
     mask = options.get("attention_mask", torch.ones_like(options["inputs"]))
     monkeypatch.setattr(Heads, "draft", lucky_trees(plain, expected, mask))
-    passes = []
-    with_hook = plain.get_decoder().register_forward_hook(lambda *_: passes.append(1))
-    text = code.generate(plain, heads=export(), nodes=24, **options)
-    with_hook.remove()
+    with passes_of(plain) as passes:
+        text = code.generate(plain, heads=export(), nodes=24, **options)
     assert torch.equal(text, expected)
     assert len(passes) < 20
 
@@ -153,7 +164,7 @@ def test_drafts_are_those_of_this_project(base, make_heads, plain, export, varia
     heads = load_heads(export(variant), dtype=torch.float64)
     base = base.tapped(heads.config.feature_layers)
     heads = freeze(heads, base)
-    state = types.SimpleNamespace(
+    state = SimpleNamespace(
         roots=torch.tensor([5, 77]), active=torch.tensor([True, True]),
         hidden=torch.randn(2, base.feature_size, dtype=torch.float64),
     )  # fmt: skip
@@ -189,27 +200,7 @@ def test_heads_that_know_the_text_save_passes(tmp_path):
 def test_texts_end_where_they_would(plain, export, batch):
     text = plain.generate(**BATCHES[batch], max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
     ends = text[:, 9].tolist()
-    expected, text, _ = both(plain, export(), **BATCHES[batch], eos_token_id=ends, pad_token_id=1)
-    assert torch.equal(text, expected)
-    assert text.shape[1] < 5 + MAX_NEW_TOKENS
-
-
-OPTIONS = {
-    "penalty": {"repetition_penalty": 1.7},
-    "no-repeat": {"no_repeat_ngram_size": 2},
-    "longer": {"eos_token_id": list(range(100)), "min_length": 12, "pad_token_id": 0},
-    "max-length": {"max_length": 14, "max_new_tokens": None},
-    "one-token": {"max_new_tokens": 1},
-    "sampled": {"do_sample": True, "temperature": 0.4, "top_p": 0.9, "top_k": 20},
-    "sampled-processed": {"do_sample": True, "repetition_penalty": 1.3, "min_p": 0.05},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_one_text_heeds_options_and_seed(plain, export, name):
-    """Samples too: random numbers are used as transformers uses them."""
-    expected, text, _ = both(plain, export(), **BATCHES["one"], **OPTIONS[name])
-    assert torch.equal(text, expected)
+    assert same(plain, export(), **BATCHES[batch], eos_token_id=ends, pad_token_id=1).shape[1] < 5 + MAX_NEW_TOKENS
 
 
 class Biases(list):
@@ -219,35 +210,43 @@ class Biases(list):
         return scores + torch.stack([scores.new_zeros(257).index_fill_(0, torch.tensor(row), 3.0) for row in self])
 
 
-IN_BATCHES = {
-    "penalty": OPTIONS["penalty"],
-    "longer": OPTIONS["longer"],
-    "max-length": OPTIONS["max-length"],
-    "allowed": {"prefix_allowed_tokens_fn": lambda row, text: range(50 * row + int(text[-1]) // 9, 255)},
-    "own-processor": {"logits_processor": LogitsProcessorList([Biases([[5], [70], [200]])])},
+ANYWHERE = {
+    "penalty": {"repetition_penalty": 1.7},
+    "longer": {"eos_token_id": list(range(100)), "min_length": 12, "pad_token_id": 0},
+    "max-length": {"max_length": 14, "max_new_tokens": None},
 }
+OPTIONS = {
+    "one": ANYWHERE | {
+        "no-repeat": {"no_repeat_ngram_size": 2},
+        "one-token": {"max_new_tokens": 1},
+        "sampled": {"do_sample": True, "temperature": 0.4, "top_p": 0.9, "top_k": 20},
+        "sampled-processed": {"do_sample": True, "repetition_penalty": 1.3, "min_p": 0.05},
+    },
+    "padded": ANYWHERE | {
+        "allowed": {"prefix_allowed_tokens_fn": lambda row, text: range(50 * row + int(text[-1]) // 9, 255)},
+        "own-processor": {"logits_processor": LogitsProcessorList([Biases([[5], [70], [200]])])},
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", IN_BATCHES)
-def test_batches_heed_options(plain, export, name):
-    expected, text, _ = both(plain, export(), **BATCHES["padded"], **IN_BATCHES[name])
-    assert torch.equal(text, expected)
+@pytest.mark.parametrize(("batch", "name"), [(batch, name) for batch in OPTIONS for name in OPTIONS[batch]])
+def test_options_and_seed_are_heeded(plain, export, batch, name):
+    """Samples too: random numbers are used as transformers uses them."""
+    same(plain, export(), **BATCHES[batch], **OPTIONS[batch][name])
 
 
 @pytest.mark.parametrize("place", ["argument", "configuration", "model"])
 def test_stop_strings(plain, export, tokenizer, monkeypatch, place):
     prompt = tokenizer("abc", return_tensors="pt")
-    answer = tokenizer.decode(plain.generate(**prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[0, 3:])
-    options = {"tokenizer": tokenizer}
-    if place == "argument":
-        options["stop_strings"] = answer[10:12]
-    elif place == "configuration":
-        options["generation_config"] = GenerationConfig(stop_strings=[answer[10:12]])
-    else:
-        monkeypatch.setattr(plain.generation_config, "stop_strings", [answer[10:12]])
-    expected, text, _ = both(plain, export(), **prompt, **options)
-    assert torch.equal(text, expected)
-    assert text.shape[1] < 20
+    stop = tokenizer.decode(plain.generate(**prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[0, 3:])[10:12]
+    options = {
+        "argument": {"stop_strings": stop},
+        "configuration": {"generation_config": GenerationConfig(stop_strings=[stop])},
+        "model": {},
+    }[place]
+    if place == "model":
+        monkeypatch.setattr(plain.generation_config, "stop_strings", [stop])
+    assert same(plain, export(), **prompt, **options, tokenizer=tokenizer).shape[1] < 20
 
 
 def test_what_is_returned(plain, export):
@@ -263,20 +262,11 @@ def test_what_is_returned(plain, export):
 
 
 def test_streamers_get_the_same(plain, export):
-    class Streamer:
-        def __init__(self):
-            self.got = []
-
-        def put(self, value):
-            self.got.append(value.tolist())
-
-        def end(self):
-            self.got.append("end")
-
-    ours, theirs = Streamer(), Streamer()
-    options = BATCHES["one"] | {"max_new_tokens": 20, "do_sample": False}
-    plain.generate(**options, streamer=theirs)
-    plain.generate(**options, streamer=ours, custom_generate=export(), trust_remote_code=True)
+    ours, theirs = (SimpleNamespace(got=[]) for _ in range(2))
+    for streamer, heads in ((theirs, {}), (ours, {"custom_generate": export(), "trust_remote_code": True})):
+        streamer.put = lambda value, got=streamer.got: got.append(value.tolist())
+        streamer.end = partial(streamer.got.append, "end")
+        plain.generate(**BATCHES["one"], max_new_tokens=20, do_sample=False, streamer=streamer, **heads)
     assert ours.got == theirs.got
 
 
@@ -447,16 +437,8 @@ def test_families(family, small_heads):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        (
-            "mpt",
-            {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
-            "verify trees: attention of layer . differs",
-        ),
-        (
-            "gpt_neo",
-            GPT_NEO | {"attention_types": [[["global", "local", "global"], 1]]},
-            "layer 2 differs",
-        ),
+        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64}, "attention of layer . differs"),
+        ("gpt_neo", GPT_NEO | {"attention_types": [[["global", "local", "global"], 1]]}, "layer 2 differs"),
         ("bloom", {"n_layer": 3, "n_head": 4}, "cannot verify trees"),
         ("mamba", {}, "is not a decoder with attention"),
         ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 5}, "cannot verify trees"),

@@ -16,11 +16,13 @@ from tests.medusa.formats.stored import load_config
 DIM, VOCAB = 4, 6
 
 
-def one_sentence(error):
-    text = str(error.value)
-    assert "\n" not in text
-    assert "weights_only" not in text, "no advice to load what is not safe"
-    return text
+def refused(directory, message, reads=(load_heads,)):
+    """Heads are refused, in one sentence."""
+    for read in reads:
+        with pytest.raises(ValueError, match=message) as error:
+            read(directory)
+        assert "\n" not in str(error.value)
+        assert "weights_only" not in str(error.value), "no advice to load what is not safe"
 
 
 def write(directory, name):
@@ -33,10 +35,7 @@ def test_truncated_files(tmp_path, name):
     whole = path.read_bytes()
     for length in {0, 1, 7, 8, 9, 60, *range(100, len(whole) - 1, 251), len(whole) - 1}:
         path.write_bytes(whole[:length])
-        for read in (load_config, load_heads):
-            with pytest.raises(ValueError, match=rf"heads file \(.*{name}\) is damaged: ") as error:
-                read(tmp_path)
-            one_sentence(error)
+        refused(tmp_path, rf"heads file \(.*{name}\) is damaged: ", (load_config, load_heads))
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -70,10 +69,7 @@ class Bomb:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
     path, mark = write(tmp_path, "medusa_lm_head.pt"), tmp_path / "mark"
     torch.save(original_heads(3, 1, DIM, VOCAB).state_dict() | {"bomb": Bomb(mark)}, path)
-    for read in (load_config, load_heads):
-        with pytest.raises(ValueError, match="pickle of more than tensors and could run code: it is not load") as error:
-            read(tmp_path)
-        one_sentence(error)
+    refused(tmp_path, "pickle of more than tensors and could run code: it is not load", (load_config, load_heads))
     assert not mark.exists()
     torch.load(path, weights_only=False)
     assert mark.exists(), "the bomb works where it is loaded"
@@ -87,25 +83,22 @@ def test_other_pickles_are_not_even_opened(tmp_path, way):
             pickle.dump(Bomb(mark), file)
         else:
             torch.save(Bomb(mark), file, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match="is damaged: torch") as error:
-        load_heads(tmp_path)
-    one_sentence(error)
+    refused(tmp_path, "is damaged: torch")
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("value", [[torch.zeros(1)], {"0.0.linear.weight": 3}, {0: torch.zeros(1)}, None])
 def test_a_pickle_of_something_else(tmp_path, value):
     torch.save(value, write(tmp_path, "medusa_lm_head.pt"))
-    with pytest.raises(ValueError, match="does not hold tensors by name"):
-        load_heads(tmp_path)
+    refused(tmp_path, "does not hold tensors by name")
 
 
 def without(*names):
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def having(**tensors):
-    return lambda held: held | {name.replace("_", "."): tensor for name, tensor in tensors.items()}
+def having(name, *shape, dtype=torch.float32):
+    return lambda held: held | {name: torch.zeros(shape, dtype=dtype)}
 
 
 @pytest.mark.parametrize(
@@ -115,24 +108,22 @@ def having(**tensors):
         (without("0.0.linear.weight", "1.0.linear.weight", "2.0.linear.weight"), "layers or heads are missing"),
         (lambda tensors: {}, "layers or heads are missing"),
         (without("1.1.weight"), "some heads have an output layer and some have none"),
-        (having(**{"1_0_linear_weight": torch.zeros(DIM, DIM + 1)}), "not square matrices of one size"),
-        (having(**{"1_0_linear_weight": torch.zeros(())}), "not square matrices of one size"),
-        (having(**{"0_0_linear_weight": torch.zeros(())}), "not square matrices of one size"),
-        (having(**{"1_0_linear_bias": torch.zeros(DIM + 1)}), "biases do not fit the weights"),
-        (having(**{"1_1_weight": torch.zeros(VOCAB + 1, DIM)}), "output layers do not fit the weights"),
-        (having(**{"1_1_weight": torch.zeros(DIM)}), "output layers do not fit the weights"),
-        (having(**{"1_0_linear_weight": torch.zeros(DIM, DIM).int()}), "weights are not floating point numbers"),
-        (having(model_norm_weight=torch.zeros(DIM)), r"not one of Medusa heads \('model\.norm\.weight'\)"),
-        (having(**{"99999_0_linear_weight": torch.zeros(DIM, DIM)}), "not one of Medusa heads"),
-        (having(**{"5_0_linear_weight": torch.zeros(DIM, DIM)}), "layers or heads are missing"),
+        (having("1.0.linear.weight", DIM, DIM + 1), "not square matrices of one size"),
+        (having("1.0.linear.weight"), "not square matrices of one size"),
+        (having("0.0.linear.weight"), "not square matrices of one size"),
+        (having("1.0.linear.bias", DIM + 1), "biases do not fit the weights"),
+        (having("1.1.weight", VOCAB + 1, DIM), "output layers do not fit the weights"),
+        (having("1.1.weight", DIM), "output layers do not fit the weights"),
+        (having("1.0.linear.weight", DIM, DIM, dtype=torch.int32), "weights are not floating point numbers"),
+        (having("model.norm.weight", DIM), r"not one of Medusa heads \('model\.norm\.weight'\)"),
+        (having("99999.0.linear.weight", DIM, DIM), "not one of Medusa heads"),
+        (having("5.0.linear.weight", DIM, DIM), "layers or heads are missing"),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, harm, message):
     state = original_heads(3, 1, DIM, VOCAB).state_dict()
     write_original(tmp_path, harm(state), "medusa_lm_head.safetensors")
-    with pytest.raises(ValueError, match=message) as error:
-        load_heads(tmp_path)
-    one_sentence(error)
+    refused(tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +143,14 @@ def test_token_maps_that_do_not_fit(tmp_path, token_map, message, own):
     names = ["lm_heads.0.weight", "lm_heads.1.weight"] if own else ["lm_head.weight"]
     tensors |= {name: torch.zeros(VOCAB, DIM) for name in names} | {"token_map": token_map}
     write_vllm(tmp_path, tensors, num_heads=2, num_hidden_layers=1, vocab_size=VOCAB, original_lm_head=not own)
-    with pytest.raises(ValueError, match=message) as error:
-        load_heads(tmp_path)
-    one_sentence(error)
+    refused(tmp_path, message)
 
 
 @pytest.mark.parametrize("values", ["{", "[]", "3", '"x"', "\udcff", "[" * 100_000])
 def test_damaged_configs(tmp_path, values):
     write(tmp_path, "medusa_lm_head.pt")
     (tmp_path / "config.json").write_bytes(values.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"heads config \(.*config\.json\) is not (valid JSON|a JSON object)") as error:
-        load_heads(tmp_path)
-    one_sentence(error)
+    refused(tmp_path, r"heads config \(.*config\.json\) is not (valid JSON|a JSON object)")
 
 
 @pytest.mark.parametrize("key", ["base_model_name_or_path", "medusa_num_heads", "medusa_num_layers", "version"])
@@ -176,8 +163,7 @@ def test_odd_values_in_a_config_are_no_crash(tmp_path, key, value):
 def test_a_vocabulary_that_is_none_is_refused(tmp_path):
     state = original_heads(3, 1, DIM, None).state_dict()
     write_original(tmp_path, state, version="2", vocab_size="many")
-    with pytest.raises(ValueError, match=r"vocab_size \('many'\) must be a whole number"):
-        load_heads(tmp_path)
+    refused(tmp_path, r"vocab_size \('many'\) must be a whole number")
 
 
 def test_missing_files(tmp_path):
@@ -190,21 +176,20 @@ def test_missing_files(tmp_path):
         load_heads(tmp_path)
 
 
+def change_config(directory, **values):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 @pytest.mark.parametrize("key", ["base", "architecture", "base_adapter"])
 @pytest.mark.parametrize("value", [3, [], {}])
 def test_odd_values_in_a_native_config_are_one_sentence(make_heads, tmp_path, key, value):
-    config = save_heads(make_heads(), tmp_path) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
-    with pytest.raises(ValueError, match=rf"{key} \(.*\) must be text") as error:
-        load_heads(tmp_path)
-    one_sentence(error)
+    change_config(save_heads(make_heads(), tmp_path), **{key: value})
+    refused(tmp_path, rf"{key} \(.*\) must be text")
 
 
 @pytest.mark.parametrize("outside", ["/etc", "..", "adapter/../../other"])
 def test_an_adapter_is_never_taken_from_elsewhere(make_heads, tmp_path, outside):
     """An export would copy whatever is there, and a push publish the copy."""
-    config = save_heads(make_heads(), tmp_path / "heads") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_adapter": outside}))
-    with pytest.raises(ValueError, match="names an adapter outside of the heads' directory") as error:
-        load_heads(tmp_path / "heads")
-    one_sentence(error)
+    change_config(save_heads(make_heads(), tmp_path / "heads"), base_adapter=outside)
+    refused(tmp_path / "heads", "names an adapter outside of the heads' directory")

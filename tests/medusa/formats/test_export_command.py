@@ -144,9 +144,11 @@ def test_a_base_of_another_size_is_refused(saved, tmp_path, capsys, name):
     assert not (tmp_path / "out").exists()
 
 
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
 def truncate(heads):
-    path = heads / "medusa_lm_head.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    (heads / WEIGHTS).write_bytes((heads / WEIGHTS).read_bytes()[:-100])
 
 
 def rewrite(**values):
@@ -157,11 +159,18 @@ def rewrite(**values):
     return damage
 
 
+def replace(name, text):
+    return lambda heads: (heads / name).write_text(text)
+
+
+def remove(name):
+    return lambda heads: (heads / name).unlink()
+
+
 def poison(heads):
-    path = heads / "medusa_lm_head.safetensors"
-    tensors = load_file(path)
+    tensors = load_file(heads / WEIGHTS)
     tensors["0.0.linear.bias"][3] = float("nan")
-    save_file(tensors, path)
+    save_file(tensors, heads / WEIGHTS)
 
 
 def poison_output(heads):
@@ -169,12 +178,12 @@ def poison_output(heads):
 
 
 DAMAGES = {
-    "truncated": (truncate, "medusa_lm_head.safetensors) is damaged"),
-    "no config": (lambda heads: (heads / "config.json").unlink(), "has no config.json"),
-    "no JSON": (lambda heads: (heads / "config.json").write_text("{"), "is not valid JSON"),
-    "another model": (lambda heads: (heads / "config.json").write_text("{}"), "is not of a known format"),
-    "no weights": (lambda heads: (heads / "medusa_lm_head.safetensors").unlink(), "is not of a known format"),
-    "not a number": (poison, "weight holds|holds numbers that are not finite"),
+    "truncated": (truncate, f"{WEIGHTS}) is damaged"),
+    "no config": (remove("config.json"), "has no config.json"),
+    "no JSON": (replace("config.json", "{"), "is not valid JSON"),
+    "another model": (replace("config.json", "{}"), "is not of a known format"),
+    "no weights": (remove(WEIGHTS), "is not of a known format"),
+    "not a number": (poison, "0.0.linear.bias holds numbers that are not finite"),
     "head count": (rewrite(medusa_num_heads=2), "says medusa_num_heads 2; the tensors hold 3"),
     "no base": (rewrite(base_model_name_or_path=""), "do not name their base"),
     "shipped layer": (poison_output, "tensor lm_heads.0.weight holds numbers that are not finite"),
@@ -192,7 +201,7 @@ def test_inspect_tells_what_is_wrong(saved, tmp_path, capsys, damage):
     assert run("inspect", heads, "--json", report) == 1
     shown = capsys.readouterr()
     (problem,) = json.loads(report.read_text())["problems"]
-    assert any(words in problem for words in said.split("|"))
+    assert said in problem
     assert f"PROBLEM          {problem}\n" in shown.out
     assert shown.err == ""
     tensors = {tensor["name"]: tensor["shape"] for tensor in json.loads(report.read_text())["tensors"]}
@@ -208,9 +217,8 @@ def test_inspect_sees_what_else_loading_needs(saved, tmp_path, capsys):
     assert run("inspect", heads) == 1
     assert "adapter) does not exist and the heads need it" in capsys.readouterr().out
     rewrite(base_adapter="")(heads)
-    (heads / "calibration.json").write_text("{")
-    assert run("inspect", heads) == 1
-    assert "calibration.json) is not valid JSON" in capsys.readouterr().out
+    (heads / "calibration.json").write_text("{")  # older heads have one, and nothing reads it
+    assert run("inspect", heads) == 0
 
 
 @pytest.mark.parametrize("name", ["universal", "vllm"])
@@ -253,17 +261,8 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
                 cwd=ROOT, env=variables, capture_output=True, text=True, check=False,
             )  # fmt: skip
 
-        options = (
-            "--format",
-            "universal",
-            "--out",
-            tmp_path / "out",
-            "--push",
-            "tester/heads",
-            "--private",
-            "--message",
-            "A test",
-        )
+        push = ("--push", "tester/heads", "--private", "--message", "A test")
+        options = ("--format", "universal", "--out", tmp_path / "out", *push)
         pushed = medusa("--heads", saved["shared"], *options)
         assert pushed.returncode == 0, pushed.stderr
         assert pushed.stdout == f"universal: {tmp_path / 'out'}\n{hub.url}/tester/heads\n"

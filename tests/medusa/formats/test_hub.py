@@ -83,15 +83,11 @@ def test_heads_keep_their_provenance_when_they_are_pushed_again(hub, model, base
     assert json.loads(hub.files(REPO)["provenance.json"]) == {"note": "second"}
 
 
-def test_an_unchanged_push_uploads_and_commits_nothing(hub, heads_directory):
+def test_a_push_is_one_commit_of_what_has_changed(hub, heads_directory, make_heads):
     push(heads_directory, REPO)
     before = dict(hub.repositories[REPO].commits), list(hub.uploaded)
     assert push(heads_directory, REPO) == f"{hub.url}/{REPO}"
-    assert (hub.repositories[REPO].commits, hub.uploaded) == before
-
-
-def test_a_changed_push_is_one_commit_of_what_changed(hub, heads_directory, make_heads):
-    push(heads_directory, REPO)
+    assert (hub.repositories[REPO].commits, hub.uploaded) == before, "nothing has"
     save_heads(make_heads(), heads_directory, {"note": "changed"})
     push(heads_directory, REPO, message="Again")
     assert len(hub.uploaded) == 1
@@ -154,27 +150,17 @@ def test_a_directory_is_taken_as_it_is(heads_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "empty")  # the clone may hold runs of its own
     assert fetch_heads(heads_directory) == heads_directory
     assert fetch_heads(str(heads_directory)) == heads_directory
-    for nothing in (
-        tmp_path / "nothing",
-        Path("user/heads"),
-        "./user/heads",
-        "runs/demo/heads",
-        "heads",
-        "user/../heads",
-    ):
+    elsewhere = "./user/heads", "runs/demo/heads", "heads", "user/../heads"
+    for nothing in (tmp_path / "nothing", Path("user/heads"), *elsewhere):
         with pytest.raises(FileNotFoundError, match=r"does not exist; train heads first .* or a Hub id"):
             fetch_heads(nothing)
 
 
-def test_only_files_of_heads_are_downloaded(hub, heads_directory):
+def test_files_of_heads_are_downloaded_and_kept_for_a_time_without_the_hub(hub, heads_directory):
     (heads_directory / "pytorch_model.bin").write_bytes(b"a whole base")
     push(heads_directory, REPO)
-    assert not (fetch_heads(REPO) / "pytorch_model.bin").exists()
-
-
-def test_without_the_hub_the_cache_serves(hub, heads_directory):
-    push(heads_directory, REPO)
     fetched = on_disk(fetch_heads(REPO))
+    assert "pytorch_model.bin" not in fetched
     hub.broken = 503
     assert on_disk(fetch_heads(REPO)) == fetched
 

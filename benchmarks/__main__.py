@@ -1,0 +1,36 @@
+"""``medusa-bench``: what a decode step costs on this machine, beside what it could cost at best."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.arguments import build_parser
+from data.arguments import exit_status, show_messages
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        Exit status: 0 done, 1 failure, 2 wrong use, 130 Ctrl-C.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    options = build_parser().parse_args(words, argparse.Namespace(words=words))
+    show_messages()
+
+    def run() -> None:
+        from benchmarks.run.command import run as compare  # imports torch, which help and wrong use do without
+        from benchmarks.run.command import tune
+        from benchmarks.step.command import attention, step
+
+        for name in ("json", "picture", "markdown", "out"):
+            if path := getattr(options, name, None):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
+        {"run": compare, "tune": tune, "step": step, "attention": attention}[options.command](options)
+
+    return exit_status(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The command line of ``medusa-bench``; flags that other commands have too mean the same there."""
+
+import argparse
+
+from data import EMBEDDED
+from data.arguments import at_least
+from medusa.sampling import sources
+from serve.model_options import ATTENTION
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra")
+EPILOG = """\
+OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
+
+  medusa-bench tune --drafters hybrid,heads,prompt-lookup --out tuned.json
+  medusa-bench run --batch 1,8 --temperature 0 0.8 --picture run.png
+  medusa-bench run --shape llama-1b --peers peers
+  medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands."""
+    text = "Drafters beside plain decoding and other engines; what a decode step costs beside what it could at best."
+    parser = argparse.ArgumentParser(
+        "medusa-bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,tune,step,attention}")
+    for name, text, add_flags in (
+        ("run", "drafters and rules beside plain decoding, transformers and other engines", _add_run),
+        ("tune", "who drafts best here and how much, beside plain decoding and what auto finds", _add_tune),
+        ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
+        ("attention", "attention of one layer per backend, beside the memory's bound", _add_attention),
+    ):
+        add_flags(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+    return parser
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_model(command)
+    text = "random weights of a known shape and random prompts instead, plainly unless --methods says otherwise"
+    add("--shape", metavar="NAME", help=text)
+    text = "drafters, each perhaps with a rule: heads auto:typical (default: all that gain; LOSSY auto:typical above 0)"
+    add("--methods", nargs="+", metavar="NAME[:RULE]", help=text)
+    text = "greedy (0) or sampled, one run each (default: 0)"
+    add("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help=text)
+    add("--batch", type=_numbers, default=[1], metavar="B,...", help="prompts that share a call (default: 1)")
+    text = "also measure, greedily, the engines in DIR that benchmarks/peers/setup.sh has filled"
+    add("--peers", metavar="DIR", help=text)
+    _add_report(command)
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_model(command)
+    add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases bring (default: off)")
+    text = "who is tried, names of drafters with commas between them (default: all that there are)"
+    add("--drafters", type=_drafters, metavar="NAME,...", help=text)
+    text = "tree sizes with the root (default: 2,4,6,8,12)"
+    add("--nodes", type=_numbers, default=[2, 4, 6, 8, 12], metavar="N,...", help=text)
+    add("--temperature", type=float, nargs=1, default=[0.0], metavar="T", help="sample at T (default: 0, greedy)")
+    add("--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)")
+    text = "also measure transformers' own generate, with prompt lookup, early exit and the draft model"
+    add("--transformers", action="store_true", help=text)
+    add("--out", metavar="FILE", help="also write the best settings there, for --settings")
+    _add_report(command)
+    command.set_defaults(shape=None)
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    """Which model completes which prompts."""
+    add = command.add_argument
+    add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none where --base is given)")
+    add("--base", metavar="NAME", help="base (default: the one that the heads name)")
+    add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
+    add("--questions", metavar="FILE", help=f"{QUESTIONS} (default: held-out prompts of the repository)")
+    add("--count", type=at_least(1), default=12, metavar="N", help="prompts that are answered (default: %(default)s)")
+    text = "tokens per answer (default: %(default)s)"
+    add("--max-new-tokens", type=at_least(1), default=128, metavar="N", help=text)
+    _add_rounds(command, rounds=3)
+    _add_place(command)
+    add("--markdown", metavar="FILE", help="also write the tables there, as Markdown")
+
+
+def _add_step(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_subject(command)
+    _add_heads(command)
+    _add_sizes(command, "; 1 is always among them")
+    text = "PROJECT the speed with T tokens per step, as trained heads have them elsewhere (default: no projection)"
+    add("--tokens-per-step", type=float, metavar="T", help=text)
+    add("--profile", action="store_true", help="also say where the time of a plain step goes")
+    _add_measuring(command, rounds=10)
+
+
+def _add_attention(command: argparse.ArgumentParser) -> None:
+    _add_subject(command)
+    _add_sizes(command)
+    _add_measuring(command, rounds=10)
+
+
+def _add_sizes(command: argparse.ArgumentParser, note: str = "") -> None:
+    text = f"tree sizes with the root{note} (default: powers of two up to 128)"
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128]
+    command.add_argument("--nodes", type=_numbers, default=sizes, metavar="N,...", help=text)
+
+
+def _add_subject(command: argparse.ArgumentParser) -> None:
+    """Which base is measured."""
+    add = command.add_mutually_exclusive_group().add_argument
+    text = "embedded, smollm2, a directory or a Hub id (default: %(default)s)"
+    add("--base", default=EMBEDDED, metavar="NAME", help=text)
+    text = "random weights of a known shape instead, as qwen3-0.6b, llama-1b, llama-8b"
+    add("--shape", metavar="NAME", help=text)
+    _add_place(command)
+
+
+def _add_heads(command: argparse.ArgumentParser) -> None:
+    """What a whole step needs; heads have random weights, since only their shape takes time."""
+    add = command.add_argument
+    add("--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)")
+    text = "LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)"
+    add("--int8", action="store_true", help=text)
+    add("--architecture", choices=ARCHITECTURES, default="recurrent", help="of the heads (default: %(default)s)")
+    text = "heads, the depth of trees (default: %(default)s)"
+    add("--num-heads", type=at_least(1), default=5, metavar="K", help=text)
+    text = "tokens that heads can draft at most, 0 = all (default: %(default)s)"
+    add("--draft-vocab", type=at_least(0), default=0, metavar="N", help=text)
+    text = "layers that heads read (default: %(default)s)"
+    add("--feature-layers", type=at_least(0), default=0, metavar="N", help=text)
+
+
+def _add_place(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: %(default)s)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)")
+
+
+def _add_measuring(command: argparse.ArgumentParser, rounds: int) -> None:
+    add = command.add_argument
+    add("--batch", type=_numbers, default=[1], metavar="B,...", help="sequences decoded together (default: 1)")
+    text = "cached tokens of each sequence (default: %(default)s)"
+    add("--context", type=at_least(1), default=512, metavar="L", help=text)
+    _add_rounds(command, rounds)
+    add("--seed", type=at_least(0), default=0, metavar="N", help="of all random numbers (default: %(default)s)")
+    _add_report(command)
+
+
+def _add_rounds(command: argparse.ArgumentParser, rounds: int) -> None:
+    text = "measured repetitions; medians count (default: %(default)s)"
+    command.add_argument("--rounds", type=at_least(1), default=rounds, metavar="N", help=text)
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="also write the report there")
+    command.add_argument("--picture", metavar="FILE", help="also draw it, as PNG")
+
+
+def _numbers(text: str) -> list[int]:
+    return sorted({at_least(1)(part.strip()) for part in text.split(",")})
+
+
+def _drafters(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    try:
+        for name in names:
+            sources(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return names

@@ -1,1 +1,0 @@
-"""``medusa-bench``: what a decode step costs, and what it could cost at best."""

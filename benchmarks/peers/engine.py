@@ -1,0 +1,150 @@
+"""Other engines with the same weights: processes that complete token ids, asked in turn."""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.peers.copies import CHECKPOINT, GGUF, OPENVINO, copies_of
+from benchmarks.process import Process
+
+logger = logging.getLogger(__name__)
+
+SCRIPTS = Path(__file__).parent / "engines"
+PLAIN, LOOKUP, MEDUSA = "plain", "prompt-lookup", "medusa"
+MODES = {
+    "openvino": (PLAIN, LOOKUP),
+    "llamacpp": (PLAIN, LOOKUP),
+    "vllm": (PLAIN, LOOKUP, MEDUSA),
+}
+"""What each engine can be measured with."""
+BATCHING = ("vllm",)
+"""Engines that are given several prompts at once."""
+
+
+class Place(NamedTuple):
+    """Where an engine is: its interpreter, its script, its copy of the model."""
+
+    python: str
+    script: str
+    model: str
+
+
+def places(environments: Path, base: str) -> dict[str, Place]:
+    """The engines with their copies of a base; one that is not there is left out, and the log says so.
+
+    Args:
+        environments: The directory that benchmarks/peers/setup.sh has filled.
+        base: Name of a base or shape.
+
+    Raises:
+        ValueError: There are no copies of this base, or they are of other weights.
+    """
+    copies = copies_of(environments, base)
+    known = {
+        "openvino": Place(str(environments / "openvino/bin/python"), "openvino_genai_.py", str(copies / OPENVINO)),
+        "llamacpp": Place(str(environments / "llamacpp/bin/python"), "llamacpp.py", str(copies / GGUF)),
+        "vllm": Place(str(environments / "vllm/bin/python"), "vllm_.py", str(copies / CHECKPOINT)),
+    }
+    for name, place in list(known.items()):
+        for path in (place.python, place.model):
+            if not Path(path).exists():
+                logger.warning("engine %s is left out: %s is missing", name, path)
+                known.pop(name, None)
+    return known
+
+
+class Engine:
+    """One engine in one mode, loaded, and stopped until it is asked.
+
+    Args:
+        name: Whose ``place`` it is.
+        mode: One of its ``MODES``.
+        place: Where it is.
+        log: File that gets what it says.
+        room: Most tokens of a prompt and its answer.
+        heads: Directory of the heads that ``MEDUSA`` drafts with.
+
+    Raises:
+        RuntimeError: It ends before it is ready; its last words are in the message.
+    """
+
+    def __init__(self, name: str, mode: str, place: Place, log: Path, room: int, heads: Path | None = None) -> None:
+        self.name, self.mode = name, mode
+        words = [
+            place.python,
+            str(SCRIPTS / place.script),
+            place.model,
+            mode,
+            str(room),
+            *([str(heads)] if heads else []),
+        ]
+        path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        self.process = Process(f"engine {name} ({mode})", words, log, _same_processors() | path, piped=True)
+        self.version: str = self._answer()["version"]
+        self.process.pause()
+
+    def complete(self, prompts: Sequence[list[int]], new: int, eos: Sequence[int]) -> list[list[int]]:
+        """Answers to prompts that share a batch, greedily, of ``new`` tokens at most; those of ``eos`` end them.
+
+        Raises:
+            RuntimeError: The engine has ended; its last words are in the message.
+        """
+        self.process.resume()
+        try:
+            self.process.pipes[0].write(json.dumps({"prompts": list(prompts), "new": new, "eos": list(eos)}) + "\n")
+            self.process.pipes[0].flush()
+        except BrokenPipeError:
+            raise self.process.failure() from None
+        outputs: list[list[int]] = self._answer()["outputs"]
+        self.process.pause()
+        return outputs
+
+    def _answer(self) -> dict[str, Any]:
+        line = self.process.pipes[1].readline()
+        if not line:
+            raise self.process.failure()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def engines(
+    environments: Path, base: str, room: int, modes: Mapping[str, Sequence[str]], heads: Path | None = None
+) -> Iterator[list[Engine]]:
+    """Engines with copies of a base, each in these modes, until the end of the block.
+
+    Args:
+        environments, base: As ``places`` takes them.
+        room, heads: As ``Engine`` takes them.
+        modes: By name; ``MEDUSA`` only where there are heads.
+
+    Raises:
+        ValueError, RuntimeError: As ``places`` and ``Engine`` say.
+    """
+    with ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else stopped processes outlive this one
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        found = []
+        for name, place in places(environments, base).items():
+            for mode in modes[name]:
+                if mode != MEDUSA or heads is not None:
+                    log = environments / f"{name}-{mode}.log"
+                    found.append(Engine(name, mode, place, log, room, heads if mode == MEDUSA else None))
+                    stack.callback(found[-1].process.close)
+        yield found
+
+
+def _same_processors() -> dict[str, str]:
+    """As many threads as torch has here, where this process may run."""
+    threads = torch.get_num_threads()
+    cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else range(threads)
+    bound = ",".join(map(str, cores))
+    return {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": "2"}

@@ -1,0 +1,91 @@
+"""Reports as pictures: lines, or bars side by side, in one field or several."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COLOURS = ("#2864a8", "#e08a1e", "#3a8f4d", "#8a4fa3", "#a83232", "#1a9aa0", "#b0568a", "#7a6a2f", "#5b6fd0", "#555555")
+BARS = 0.8
+"""Width of a group of bars."""
+
+
+class Line(NamedTuple):
+    """Points of a line, or a bar for each of them; ``x`` of bars are names."""
+
+    x: Sequence[Any]
+    y: Sequence[float]
+    style: str = "o-"
+    reach: Sequence[tuple[float, float]] | None = None
+    """Low and high end of each bar's interval."""
+
+
+class Field(NamedTuple):
+    """One pair of axes."""
+
+    lines: Mapping[str, Line]
+    below: str
+    beside: str
+    bars: bool = False
+    doubling: bool = False
+    """The horizontal axis is logarithmic, with a tick for each value."""
+    from_zero: bool = True
+    """The vertical axis begins at 0; otherwise it is logarithmic."""
+
+
+def draw(title: str, fields: Sequence[Field], path: str | Path, columns: int = 1) -> None:
+    """Draw fields into a PNG file.
+
+    Raises:
+        ImportError: There is no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = -(-len(fields) // columns)
+    figure, places = pyplot.subplots(
+        rows, columns, figsize=(max(9, 5 * columns), 4.4 * rows), layout="constrained", squeeze=False
+    )
+    for axes, field in zip(places.flat, fields, strict=False):
+        (_draw_bars if field.bars else _draw_lines)(axes, field)
+        axes.set_xlabel(field.below)
+        axes.set_ylabel(field.beside)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(field.lines) > 1:
+            axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(title, fontsize=10, wrap=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_lines(axes: Any, field: Field) -> None:
+    for place, (name, line) in enumerate(field.lines.items()):
+        axes.plot(line.x, line.y, line.style, color=COLOURS[place % len(COLOURS)], label=name, markersize=4)
+    if field.doubling:
+        ticks = sorted({x for line in field.lines.values() for x in line.x})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(bottom=0) if field.from_zero else axes.set_yscale("log")
+
+
+def _draw_bars(axes: Any, field: Field) -> None:
+    names = list(dict.fromkeys(x for line in field.lines.values() for x in line.x))
+    width = BARS / len(field.lines)
+    for place, (name, line) in enumerate(field.lines.items()):
+        shift = (place - (len(field.lines) - 1) / 2) * width
+        ends = None
+        if line.reach is not None:
+            pairs = list(zip(line.y, line.reach, strict=True))
+            ends = [[y - low for y, (low, _) in pairs], [high - y for y, (_, high) in pairs]]
+        bars = axes.bar(
+            [names.index(x) + shift for x in line.x],
+            line.y,
+            width,
+            color=COLOURS[place % len(COLOURS)],
+            label=name,
+            yerr=ends,
+        )
+        if len(field.lines) == 1:
+            axes.bar_label(bars, fmt="{:.0f}", padding=3)
+    axes.set_xticks(range(len(names)), names, rotation=25, ha="right")

@@ -1,1 +1,0 @@
-"""Acceptance traces of trained heads, and replays of them through the steps of any shape."""

@@ -1,0 +1,103 @@
+"""What every report says beside its figures, and where it goes: JSON, tables, a picture."""
+
+import argparse
+import logging
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table as Shown
+
+from benchmarks.picture import Field, draw
+from medusa.files import replace_file, write_json
+from train.provenance import device_name, software
+
+logger = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+WIDTH = 180
+"""Columns where the output is no terminal."""
+
+
+class Table(NamedTuple):
+    """Cells below headings."""
+
+    title: str
+    headings: Sequence[str]
+    cells: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
+        """From rows of a report: each column has a heading, and how a row fills the cells below it ("{ms:.2f}")."""
+        return cls(
+            title, [name for name, _ in columns], [[cell.format_map(row) for _, cell in columns] for row in rows]
+        )
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        lines = [self.headings, ["---"] * len(self.headings), *self.cells]
+        return f"**{self.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def shown(self) -> Shown:
+        """The table on a screen."""
+        table = Shown(title=self.title, title_justify="left")
+        for place, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if place else "left", overflow="fold")
+        for line in self.cells:
+            table.add_row(*line)
+        return table
+
+
+def environment(program: str, words: Sequence[str], device: torch.device) -> Report:
+    """The command, the machine and the versions that figures belong to."""
+    return {
+        "command": shlex.join([*program.split(), *words]),
+        "device": str(device),
+        "device_name": device_name(device),
+        "threads": None if device.type == "cuda" else torch.get_num_threads(),
+        **software(),
+    }
+
+
+def machine(report: Mapping[str, Any]) -> str:
+    """In one line, where it was measured."""
+    threads = f", {report['threads']} threads" if report["threads"] else ""
+    dtype = f", {report['dtype']}" if "dtype" in report else ""
+    return f"{report['device_name']}{threads}{dtype}"
+
+
+def publish(
+    options: argparse.Namespace, report: Report, tables: Sequence[Table], title: str = "", fields: Sequence[Field] = ()
+) -> None:
+    """Write the report, show it, draw it, as the flags ask for.
+
+    Args:
+        options: ``json``, ``markdown`` and ``picture`` name files; those that a command does not know are left out.
+        report: All figures.
+        tables: What is shown of them.
+        title: Of the picture.
+        fields: What is drawn.
+    """
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    written = {name: getattr(options, name, None) for name in ("json", "markdown", "picture")}
+    if path := written["json"]:
+        write_json(Path(path), report)
+    if path := written["markdown"]:
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+        head = [f"`{report['command']}`", f"{machine(report)}; {versions}."]
+        text = "\n\n".join([*head, *(table.markdown() for table in tables)])
+        replace_file(Path(path), lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+    for table in tables:
+        console.print(table.shown())
+    if path := written["picture"]:
+        try:
+            draw(title, fields, path)
+        except ImportError as error:  # on a bare machine the figures count
+            logger.warning("no picture: %s", error)
+            written["picture"] = None
+    if any(written.values()):
+        console.print(f"written: {', '.join(str(path) for path in written.values() if path)}", soft_wrap=True)

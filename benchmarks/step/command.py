@@ -1,0 +1,149 @@
+"""``medusa-bench step`` and ``attention``: from flags to the report."""
+
+import argparse
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.machine import choose_device
+from benchmarks.picture import Field, Line
+from benchmarks.report import Report, Table, environment, machine, publish
+from benchmarks.step.attention import measure_attention
+from benchmarks.step.rig import PLAIN, Rig, Sizes
+from benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
+from benchmarks.step.step import measure_steps
+from data import resolve_base_name
+from medusa import BaseModel, Batch, MedusaModel
+from medusa.base import smollm2
+from medusa.base.checkpoint import choose_dtype
+from medusa.loading.self_test import choose_decoding, fuse
+
+STEP = [
+    ("B", "{batch}"), ("N", "{nodes}"), ("verify ms", "{verify_ms:.2f}"), ("over N = 1", "{verify_overhead:.2f}x"),
+    ("step ms", "{step_ms:.2f}"), ("over N = 1", "{step_overhead:.2f}x"), ("rows/s", "{rows_per_s:.0f}"),
+    ("bound ms", "{roofline_ms:.2f}"), ("of bandwidth", "{roofline_share:.0%}"),
+]  # fmt: skip
+PROJECTED = [("PROJECTED tokens/s", "{projected_tokens_per_s:.1f}"), ("over N = 1", "{projected_speedup:.2f}x")]
+ATTENTION = [
+    ("backend", "{backend}"), ("B", "{batch}"), ("N", "{nodes}"), ("", "{mode}"), ("ms per layer", "{ms:.4f}"),
+    ("bound ms", "{bound_ms:.4f}"), ("of bandwidth", "{share_of_bound:.0%}"),
+]  # fmt: skip
+PROFILED_STEPS = 10
+BELOW = "N, tree nodes with the root (1 = plain decoding)"
+
+
+def step(options: argparse.Namespace) -> None:
+    """Whole steps by tree size and batch; heads have random weights, since only their shape takes time."""
+    model = _with_random_heads(options)
+    base = model.base
+    figures = measure_steps(model, _sizes(options), options.tokens_per_step)
+    figures |= {"heads": _heads(options), "attention": base.attention.name, "int8": base.int8, "fused": base.fused}
+    if options.profile:
+        batch = Rig(model, options.batch[0], options.context, options.seed).begin(PLAIN)
+        figures["profile"] = _profile(batch, base.device)
+    report = _report(options, base.dtype, base.device, figures)
+    title = f"step: {_title(report)}"
+    columns = STEP
+    if report["tokens_per_step"]:
+        columns = [*STEP, *PROJECTED]
+        title += f"\nPROJECTED: with {report['tokens_per_step']} tokens per step, which trained heads have elsewhere"
+    if options.profile:
+        print(report["profile"])
+    lines = {}
+    for batch in options.batch:
+        rows = [row for row in report["rows"] if row["batch"] == batch]
+        nodes = [row["nodes"] for row in rows]
+        for key, label, style in (
+            ("step_ms", "whole step", "o-"), ("verify_ms", "without its draft", "--"), ("roofline_ms", "bound", ":"),
+        ):  # fmt: skip
+            lines[f"B = {batch}, {label}"] = Line(nodes, [row[key] for row in rows], style)
+    field = Field(lines, BELOW, "ms", doubling=True)
+    publish(options, report, [Table.of(title, columns, report["rows"])], title, [field])
+
+
+def attention(options: argparse.Namespace) -> None:
+    """Attention of one layer by backend."""
+    device = choose_device(options.device)
+    name = options.shape or resolve_base_name(options.base)
+    try:
+        config = shape_config(name) if options.shape else AutoConfig.from_pretrained(smollm2.locate(name))
+    except OSError as error:
+        raise ValueError(f"base ({name}) cannot be loaded: {error}; name another with --base") from error
+    dtype = given_dtype(options) or choose_dtype(torch.bfloat16, device)
+    figures = measure_attention(config.get_text_config(), dtype, device, _sizes(options))
+    report = _report(options, dtype, device, figures)
+    missing = "".join(f"; without {name}: {reason}" for name, reason in report["missing"].items())
+    title = f"attention: {_title(report)}"
+    lines = {}
+    for batch, backend in sorted({(row["batch"], row["backend"]) for row in report["rows"]}):
+        rows = [row for row in report["rows"] if (row["batch"], row["backend"]) == (batch, backend)]
+        nodes = [row["nodes"] for row in rows]
+        lines[f"B = {batch}, {backend}"] = Line(nodes, [row["ms"] for row in rows])
+        lines[f"B = {batch}, bound"] = Line(nodes, [row["bound_ms"] for row in rows], ":")
+    tables = [Table.of(title + missing, ATTENTION, report["rows"])]
+    publish(options, report, tables, title, [Field(lines, BELOW, "ms per layer", doubling=True)])
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(options.nodes, options.batch, options.context, options.rounds, options.seed)
+
+
+def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
+    """A base and random heads for it, as ``MedusaModel.from_pretrained`` would have them.
+
+    Raises:
+        ValueError: The base does not verify trees.
+    """
+    disable_progress_bar()
+    device, dtype = choose_device(options.device), given_dtype(options)
+    if options.shape:
+        config = shape_config(options.shape)
+        base = random_base(config, dtype, device, options.seed, options.attention, options.int8)
+    else:
+        how: dict[str, Any] = {"pack": True, "int8": options.int8, "attention": options.attention}
+        base = choose_decoding(BaseModel.load(resolve_base_name(options.base), dtype=dtype, device=device, **how))
+        if base.decoding != "tree":
+            raise ValueError(f"base ({options.base}) does not verify trees, see above; name another with --base")
+    drafted = min(options.draft_vocab, base.vocab_size)
+    heads = random_heads(base, options.architecture, options.num_heads, options.seed, options.feature_layers, drafted)
+    return MedusaModel(fuse(base.tapped(heads.config.feature_layers)), heads)
+
+
+def _profile(batch: Batch, device: torch.device) -> str:
+    """Where the time of plain steps goes, as torch's profiler sees it: on a GPU by kernel, on a CPU by operator."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            batch.step()
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=12))
+
+
+def _heads(options: argparse.Namespace) -> str:
+    heads = f"{options.num_heads} {options.architecture}, random"
+    heads += f", drafting {options.draft_vocab} tokens" if options.draft_vocab else ""
+    return heads + (f", reading {options.feature_layers} layers" if options.feature_layers else "")
+
+
+def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.device, figures: Report) -> Report:
+    return {
+        "kind": options.command,
+        "base": options.shape or options.base,
+        "weights": "random" if options.shape else "real",
+        "dtype": str(dtype).removeprefix("torch."),
+        **environment("medusa-bench", options.words, device),
+        **figures,
+    }
+
+
+def _title(report: Report) -> str:
+    """What was measured, and where."""
+    ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", fused pass" if report.get("fused") else "")
+    ways += ", steps as graphs" if report.get("graph") else ""
+    return (
+        f"{report['base']} ({report['weights']} weights){ways}, {report['context']} cached tokens; {machine(report)};\n"
+        f"memory {report['bandwidth_gb_per_s']:.1f} GB/s ({report['bandwidth_method']})"
+    )

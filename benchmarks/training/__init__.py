@@ -1,1 +1,0 @@
-"""Benchmarks of the trainer: `python -m benchmarks.training {loss,speed,cache}`."""

@@ -1,0 +1,72 @@
+"""Which blocks each sequence of a pool has: one line per sequence, on the host and where kernels read it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LINES = 128
+"""Lines at first; it doubles."""
+
+
+class BlockTables:
+    """Lines of block numbers. Line 0 belongs to nobody and says block 0 everywhere.
+
+    Args:
+        device: Where kernels read it.
+
+    Attributes:
+        epoch: Grows whenever the table moves to other memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = torch.zeros(LINES, 8, dtype=torch.int64)
+        self._device, self._copy = device, self._host if device.type == "cpu" else self._host.to(device)
+        self._free = list(range(LINES - 1, 0, -1))
+        self._changed = False
+        self.epoch = 0
+
+    def open(self) -> int:
+        """A line for one more sequence."""
+        if not self._free:
+            lines = len(self._host)
+            self._move(2 * lines, self._host.shape[1])
+            self._free = list(range(2 * lines - 1, lines - 1, -1))
+        return self._free.pop()
+
+    def close(self, line: int) -> None:
+        """The sequence has gone."""
+        self._free.append(line)
+
+    @torch.inference_mode()
+    def write(self, line: int, first: int, blocks: Sequence[int]) -> None:
+        """A sequence has these blocks from its ``first``-th on."""
+        self.reach(first + len(blocks))
+        self._host[line, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int64)
+        self._changed = True
+
+    def reach(self, blocks: int) -> None:
+        """Have lines of at least so many blocks."""
+        if blocks > self._host.shape[1]:
+            self._move(len(self._host), max(blocks, 2 * self._host.shape[1]))
+
+    @torch.inference_mode()
+    def tensor(self) -> Tensor:
+        """[lines, W] int64 as it is now, at the same place until ``epoch`` changes."""
+        if self._changed and self._copy is not self._host:
+            self._copy.copy_(self._host)
+        self._changed = False
+        return self._copy
+
+    def of(self, lines: Sequence[int]) -> Tensor:
+        """[S, W] int64 of some sequences."""
+        first, count, table = lines[0], len(lines), self.tensor()
+        if list(lines) == list(range(first, first + count)):
+            return table[first : first + count]
+        return table[torch.tensor(lines, device=self._device)]
+
+    def _move(self, lines: int, width: int) -> None:
+        moved = torch.zeros(lines, width, dtype=torch.int64)
+        moved[: self._host.shape[0], : self._host.shape[1]] = self._host
+        self._host, self.epoch, self._changed = moved, self.epoch + 1, True
+        self._copy = moved if self._device.type == "cpu" else torch.zeros_like(moved, device=self._device)

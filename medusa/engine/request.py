@@ -1,0 +1,88 @@
+"""One request, from the moment it is added until it has ended: what it asks for, what is cached, what it has said."""
+
+from dataclasses import dataclass
+
+from medusa.acceptance import BuiltRule
+from medusa.cache import CachedSequence
+from medusa.engine.constraint import Constraint
+from medusa.engine.output import Completion, Output
+from medusa.sampling import SamplingParams, Speculation
+
+
+@dataclass(eq=False)
+class Request:
+    """Everything else about a request follows from these.
+
+    Attributes:
+        prompt: Token ids.
+        params: How tokens are chosen.
+        speculation: How they are drafted.
+        rule: What follows from both.
+        completion: Grows by what it says.
+        constraint: What it may say; None = anything.
+        client: Who asks; of those that wait, who has fewest requests under way comes first.
+        priority: Lower numbers come first, whoever asks.
+        number: Its place among all requests by arrival.
+        sequence: What is cached of its text; None while it waits and when it has ended.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    speculation: Speculation
+    rule: BuiltRule
+    completion: Completion
+    constraint: Constraint | None = None
+    client: str = ""
+    priority: int = 0
+    number: int = 0
+    sequence: CachedSequence | None = None
+
+    @property
+    def output(self) -> Output:
+        """What it has said so far."""
+        return self.completion.output
+
+    @property
+    def active(self) -> bool:
+        """Whether it has not ended."""
+        return self.completion.active
+
+    @property
+    def text(self) -> list[int]:
+        """Token ids of the prompt and of what it has said."""
+        return self.prompt + self.output.tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return len(self.prompt) + len(self.output.tokens)
+
+    @property
+    def cached(self) -> CachedSequence:
+        """``sequence`` of a request that is under way."""
+        assert self.sequence is not None, "the request is under way"
+        return self.sequence
+
+    @property
+    def missing(self) -> int:
+        """Tokens of its text that must be computed before it can decode."""
+        return self.length - self.cached.length
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who keeps its place when there is not room for all: the smallest first."""
+        return self.priority, self.number
+
+    @property
+    def drafting(self) -> tuple[object, ...]:
+        """What requests with one drafter have in common."""
+        wanted = self.speculation
+        name = wanted.drafter if isinstance(wanted.drafter, str) else id(wanted.drafter)
+        return wanted.heads, name, wanted.nodes, wanted.tree
+
+    def close(self) -> None:
+        """Give back what is cached, which others may find from now on; it may begin again later."""
+        if self.sequence is not None:
+            self.sequence.remember(self.text)
+            self.sequence.close()
+            self.sequence = None

@@ -1,0 +1,131 @@
+"""Who is computed next: requests wait for room, then their texts are computed in chunks beside the steps of others.
+
+Room is given as it is needed and not for the longest text that a request may come to. When there is none left, the
+request that came last gives its blocks back and waits again; it goes on later with the same text.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from medusa.base.model import BaseModel
+from medusa.cache import BlockPool, CachedSequence
+from medusa.engine.config import EngineConfig
+from medusa.engine.prefill import Chunk
+from medusa.engine.request import Request
+
+
+class Scheduler:
+    """The requests of a batch that do not decode.
+
+    Args:
+        pool: Where keys and values stand.
+        config: Limits.
+        base: With one that decodes plainly, a chunk is one token; with one that predicts several tokens by a layer of
+            its own, that layer needs all texts computed again.
+    """
+
+    def __init__(self, pool: BlockPool, config: EngineConfig, base: BaseModel) -> None:
+        self.pool, self._config, self._recall = pool, config, base.mtp is None
+        self._chunk = 1 if base.decoding == "plain" else config.chunk
+        self._waiting: list[Request] = []
+        self._prompts: deque[Request] = deque()
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them."""
+        yield from self._waiting
+        yield from self._prompts
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait, a new one or one that has lost its room."""
+        self._waiting.append(request)
+
+    def drop(self) -> None:
+        """Let those go that have ended."""
+        for request in self._prompts:
+            if not request.active:
+                request.close()
+        self._waiting = [request for request in self._waiting if request.active]
+        self._prompts = deque(request for request in self._prompts if request.active)
+
+    def schedule(self, decoding: Sequence[Request]) -> list[Chunk]:
+        """The chunks of texts that the next pass computes; requests whose text is then complete leave.
+
+        Args:
+            decoding: The requests that decode meanwhile.
+        """
+        if not self._waiting and not self._prompts:
+            return []
+        self._admit(decoding)
+        chunks, budget = list[Chunk](), self._config.pass_tokens
+        while self._prompts:
+            request = self._prompts[0]
+            size = min(request.missing, self._chunk)
+            if chunks and size > budget:
+                break
+            chunks.append(Chunk(request, size))
+            budget -= size
+            self._prompts.popleft()
+        return chunks
+
+    def put_back(self, request: Request) -> None:
+        """More of its text is missing: behind the others, so that long ones take turns."""
+        self._prompts.append(request)
+
+    def preempt(self, needed: int, decoding: Sequence[Request], chunks: Sequence[Chunk]) -> Request | None:
+        """Who gives its blocks back where so many are needed at once; None where there is room.
+
+        One that is alone in its pool always finds room, see ``BlockPool.check``; beside another batch it may have to
+        wait.
+        """
+        if needed <= self.pool.available:
+            return None
+        under_way = [*decoding, *(chunk.request for chunk in chunks), *self._prompts]
+        last = max(under_way, key=lambda request: request.order)
+        if last in self._prompts:
+            self._prompts.remove(last)
+        return last
+
+    def _admit(self, decoding: Sequence[Request]) -> None:
+        """Let requests begin as long as there is room for their texts and a block more for each that decodes."""
+        under_way = [*decoding, *self._prompts]
+        clients = Counter(request.client for request in under_way)
+        owed = sum(request.cached.missing(request.length) for request in self._prompts) + len(under_way)
+        held_up = list[Request]()
+        while self._waiting and len(under_way) < (self._config.max_requests or len(under_way) + 1):
+            request = min(self._waiting, key=lambda one: (one.priority, clients[one.client], one.number))
+            text = request.text
+            if self._computed_by_another(text):
+                held_up.append(request)
+            else:
+                needed = self.pool.needed(text[:-1], len(text)) + 1
+                if owed + needed > self.pool.available:
+                    break
+                owed += needed
+                self._begin(request, text)
+                clients[request.client] += 1
+                under_way.append(request)
+            self._waiting.remove(request)
+        self._waiting = held_up + self._waiting
+
+    def _begin(self, request: Request, text: list[int]) -> None:
+        request.sequence = CachedSequence(self.pool)
+        if self._recall:
+            found = request.sequence.recall(text[:-1])  # the last token's logits are needed
+            if not request.output.tokens:
+                request.output.cached_tokens = found
+        self._prompts.append(request)
+
+    def _computed_by_another(self, text: list[int]) -> bool:
+        """Whether a text under way fills the first block that is not known of this one: it is computed once."""
+        if not self._recall or not self._prompts:
+            return False
+        end = self.pool.known(text[:-1]) + self.pool.size
+        beginning = text[:end]
+        return end < len(text) and any(
+            request.length >= end and request.text[:end] == beginning for request in self._prompts
+        )

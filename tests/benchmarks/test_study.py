@@ -1,0 +1,60 @@
+"""Variants of a recipe, trained and compared."""
+
+import json
+
+import pytest
+
+from benchmarks.study import main
+from tests.train.jobs import write_recipe
+
+VARIANTS = "one: {heads.architecture: medusa}\ntwo: {heads.architecture: recurrent, optim.loss: kl}\n"
+
+
+@pytest.fixture
+def words(tmp_path, base_directory, samples, heldout):
+    evaluate = {"prompts": 2, "max_new_tokens": 6}
+    sections = {"data": {"heldout": str(heldout)}, "optim": {"steps": 6}, "evaluate": evaluate}
+    recipe = write_recipe(tmp_path / "recipe.yaml", base_directory, samples, sections)
+    (tmp_path / "variants.yaml").write_text(VARIANTS)
+    return ["--recipe", str(recipe), "--variants", str(tmp_path / "variants.yaml"), "--out", str(tmp_path / "out")]
+
+
+def test_variants_are_trained_once_and_compared(words, tmp_path, capsys):
+    assert main([*words, "--seeds", "2"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [row["variant"] for row in report["rows"]] == list(report["variants"]) == ["one", "two"]
+    for row in report["rows"]:
+        steps = [figures["heldout_tokens_per_step"] for figures in row["figures"]]
+        assert len(steps) == 2
+        assert row["tokens_per_step"] == sum(steps) / 2 >= 1
+        assert len(row["top1"].split(", ")) == 3
+    assert "| two |" in (tmp_path / "out" / "report.md").read_text()
+    assert len(list((tmp_path / "out").glob("hidden-*"))) == 1, "runs that read the same layers share hidden states"
+    weights = tmp_path / "out" / "two" / "seed-1" / "heads" / "heads.safetensors"
+    trained = weights.stat().st_mtime_ns
+    assert main([*words, "--seeds", "2"]) == 0
+    assert weights.stat().st_mtime_ns == trained
+
+
+def test_the_designs_of_the_repository_are_recipes(samples, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("benchmarks.study.train", lambda words: asked.append(words) or 7)
+    assert main(["--out", str(tmp_path), "--recipe.data.train", str(samples)]) == 7, "a run that fails ends the study"
+    assert asked[0][-1] == str(tmp_path / "medusa-ce" / "seed-0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--only nothing", "variant (nothing) is not in"),
+        ("--recipe.optim.speed 3", "variant (one): unknown key optim.speed"),
+        ("--sedes 2", "argument (--sedes) is unknown"),
+        ("--recipe nowhere.yaml", "nowhere.yaml"),
+        ("--variants nowhere.yaml", "cannot be read"),
+        ("--recipe.evaluate.prompts 0", "are what variants are compared on"),
+    ],
+)
+def test_wrong_use_is_one_message(words, tmp_path, wrong, message, capsys):
+    assert main([*words, *wrong.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,27 @@
+"""Decoding keeps no memory of requests that have ended."""
+
+import gc
+
+import pytest
+import torch
+
+
+def live_tensor_bytes():
+    """Bytes of all storages that a tensor in Python holds, each counted once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.layout == torch.strided and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["hybrid", "prompt-lookup", None])
+def test_live_tensors_do_not_grow_with_completions(model, drafter):
+    found = []
+    for number in range(30):
+        model.generate([[5, 6, 7], [8, 9]], max_new_tokens=60, drafter=drafter, seed=[number, number + 1])
+        found.append(live_tensor_bytes())
+    assert abs(found[-1] - found[9]) < 4000

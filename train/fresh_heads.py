@@ -1,0 +1,77 @@
+"""Heads before their first step, and which tokens they can draft: the most frequent ones of what they learn.
+
+Shapes: V vocabulary.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from data import resolve_base_name
+from data.packing import PackedRows
+from medusa.base.model import BaseModel
+from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from train.config import Recipe
+from train.workers import Workers
+
+LOGGER = logging.getLogger("train")
+
+
+def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Workers) -> DraftHeads:
+    """Heads of the recipe's shape; the seed decides their weights.
+
+    Args:
+        recipe: the recipe.
+        base: the base, with the layers tapped that heads read.
+        packed: training rows.
+        workers: this process among all, which call it together.
+    """
+    torch.manual_seed(recipe.optim.seed)
+    shape = recipe.heads
+    heads = build_heads(
+        HeadsConfig(
+            hidden_size=base.hidden_size,
+            vocab_size=base.vocab_size,
+            num_heads=shape.num_heads,
+            num_layers=shape.num_layers,
+            own_lm_heads=shape.own_lm_heads,
+            base=resolve_base_name(recipe.base.name),
+            base_source=base.source,
+            architecture=shape.architecture,
+            feature_layers=base.feature_layers,
+            rank=shape.rank,
+            draft_vocab_size=shape.draft_vocab,
+        )
+    )
+    if heads.draft_ids is not None:
+        heads.draft_ids.copy_(most_frequent_tokens(packed, shape.draft_vocab, base.vocab_size, workers))
+    heads.init_from_base(base.lm_head_weight)
+    return heads
+
+
+def most_frequent_tokens(
+    packed: PackedRows, size: int, vocab_size: int, workers: Workers, rows_at_a_time: int = 1024
+) -> Tensor:
+    """The tokens that are supervised most often, lower ids first where they are equally frequent.
+
+    The same for any number of processes, each of which counts its share of the rows; all of them call it.
+
+    Args:
+        packed: training rows.
+        size: number of tokens; where fewer are supervised the lowest other ids fill up.
+        vocab_size: V.
+        workers: this process among all.
+        rows_at_a_time: rows that are counted at a time; all of them may be larger than memory.
+
+    Returns:
+        int64 [size] token ids, ascending.
+    """
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for rows in torch.arange(workers.rank, len(packed), workers.world_size).split(rows_at_a_time):
+        counts_V += torch.bincount(packed.input_ids[rows][packed.loss_mask[rows]].long(), minlength=vocab_size)
+    counts_V = workers.total(counts_V)
+    chosen = counts_V.argsort(descending=True, stable=True)[:size].sort().values
+    share = float(counts_V[chosen].sum() / counts_V.sum().clamp(min=1))
+    LOGGER.info("heads draft %d of %d tokens, %.2f %% of the supervised ones", size, vocab_size, 100 * share)
+    return chosen

@@ -1,0 +1,97 @@
+"""Medusa-1: the base stays frozen, so positions of many rows are mixed and hidden states may come from the disk.
+
+Shapes: M kept positions, K heads.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.packing import PackedRows
+from medusa.base.model import BaseModel
+from medusa.heads import DraftHeads
+from train.blocks import Block
+from train.config import Recipe
+from train.features import BasePass, HiddenStates
+from train.hidden_cache import HiddenCache
+from train.losses import HeadsLoss
+from train.workers import Workers
+
+
+class Medusa1:
+    """What a run trains and what each step feeds it, seen from one process; `Medusa2` has the same face.
+
+    Args:
+        recipe: the recipe.
+        base: the base; `Medusa2` adds adapters to it.
+        heads: fresh heads.
+        packed: training rows.
+        workers: this process among all.
+        total: steps of the run.
+
+    Attributes:
+        module: Its forward pass returns the loss, and per column the summed loss and the count of right answers;
+            `heads` are its heads.
+        groups: Parameters that share a learning rate; the first group are the heads.
+    """
+
+    def __init__(
+        self, recipe: Recipe, base: BaseModel, heads: DraftHeads, packed: PackedRows, workers: Workers, total: int
+    ) -> None:
+        self.module = HeadsLoss(heads, base, recipe.engine.loss_rows, recipe.optim.loss)
+        self.groups = [list(heads.parameters())]
+        self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
+        num_heads, cache = recipe.heads.num_heads, recipe.cache
+        passes = BasePass(base, packed, num_heads, recipe.optim.micro_rows, together=recipe.base.shard)
+        self._states: HiddenStates = passes
+        self._cache: HiddenCache | None = None
+        if cache.mode != "online":
+            directory = Path(cache.directory or Path(recipe.run) / "hidden")
+            self._states = self._cache = HiddenCache(directory, base, packed, num_heads, passes, cache.shard_mb * 10**6)
+        self._hidden_size = base.hidden_size
+        self._last: Block | None = None
+
+    def prepare(self) -> None:
+        """Do what must be done before the first step that this process makes: fill the cache of hidden states."""
+        if self._cache is not None and self._recipe.cache.mode == "offline":
+            workers, rows = self._workers, torch.arange(len(self._packed))
+            mine = rows[workers.rank :: workers.world_size]  # whatever is there already, all lack about as many
+            self._cache.fill(mine, self._recipe.optim.micro_rows, shown=workers.rank == 0)
+            workers.wait()
+
+    def label_counts(self, step: int) -> Tensor:
+        """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
+        return self._block(step).label_counts(step)
+
+    def micro_batches(self, step: int, weights_K: Tensor) -> Iterator[tuple[tuple[Any, ...], bool]]:
+        """Inputs of the module's forward passes, and whether they are the step's last; as many on every process.
+
+        Kept positions, as many as make `loss_rows` rows of logits.
+        """
+        size = max(1, self._recipe.engine.loss_rows // self._recipe.heads.num_heads)
+        for batch, last in self._block(step).micro_batches(step, self._states, size):
+            yield (*batch[:3], weights_K, *batch[3:]), last
+
+    def flush(self) -> None:
+        """Write what is in memory only; a checkpoint follows."""
+        if self._cache is not None:
+            self._cache.flush()
+
+    def save_adapter(self, directory: Path) -> str:
+        """Write how the base was changed beside the heads; returns where, or "" if the base is what it was."""
+        return ""
+
+    def _block(self, step: int) -> Block:
+        """The block of a step; a new one when the last is used up."""
+        optim, workers = self._recipe.optim, self._workers
+        first = step - step % optim.mix_steps
+        if self._last is None or self._last.first != first:
+            self._last = None  # its hidden states go before the next ones come
+            self._last = Block(
+                optim, self._packed, self._recipe.heads.num_heads, first, min(optim.mix_steps, self._total - first),
+                workers.rank, workers.world_size, self._hidden_size,
+            )  # fmt: skip
+        return self._last
