@@ -119,7 +119,7 @@ class Draft:
     sizes: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
-    @cached_property
+    @property
     def row_sizes(self) -> Sequence[int]:
         """Nodes of each tree, whether they differ or not."""
         batch, nodes = self.tokens.shape

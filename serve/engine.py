@@ -54,6 +54,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._counted = True
         self._turned = time.monotonic()
 
     @property
@@ -136,14 +137,16 @@ class Engine:
             self._deliver()
 
     def _receive(self, wait: bool) -> None:
-        """Do what has arrived; without work, wait for it."""
+        """Do what has arrived; without work, wait for it, and count the blocks of the KV cache once meanwhile."""
         try:
             if wait:
                 self._inbox.get(timeout=IDLE)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
-            pass
+            if wait and not self._counted:
+                self._counted = True
+                self._pool.check_integrity()
 
     def _take(self, job: Job) -> None:
         """Check a request and let it wait for room."""
@@ -180,6 +183,7 @@ class Engine:
             return
         job.batch, job.request, job.ticket.output = self._batch, request, request.output
         self._of[request] = job
+        self._counted = False
 
     def _cancel(self, ticket: Ticket) -> None:
         self._inbox.put(lambda: self._withdraw(ticket, "abort"))
@@ -205,7 +209,7 @@ class Engine:
         """One step of a batch; an error costs its requests, and not the engine."""
         if not len(batch):
             return
-        began = time.monotonic()
+        began, preempted = time.monotonic(), batch.preemptions
         try:
             grown = batch.step()
         except Exception as error:
@@ -220,7 +224,7 @@ class Engine:
         for request, pieces in grown.items():
             if request in self._of:
                 self._tell(self._of[request], pieces, now)
-        self.metrics.stepped(len(grown), now - began)
+        self.metrics.stepped(len(grown), now - began, batch.preemptions - preempted)
 
     def _tell(self, job: Job, pieces: Sequence[Piece], now: float) -> None:
         """Hand a request what it has grown by."""

@@ -48,6 +48,7 @@ class Metrics:
         self._generated = self._counter("generation_tokens", "Tokens of completions")
         self._success = self._counters("request_success", "Requests that have ended, by reason", "finished_reason")
         self._refused = self._counters("request_refused", "Requests that were not taken, by reason", "reason")
+        self._preemptions = self._counter("num_preemptions", "Times that a request lost its room and waited again")
         self._asked = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
         self._found = self._counter("prefix_cache_hits", "Prompt tokens that were found there")
         self._drafts = self._counter("spec_decode_num_drafts", "Steps of requests")
@@ -114,8 +115,9 @@ class Metrics:
         self._whole.observe(now - job.arrived)
         self._recent.append(now)
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """The engine has made a step."""
+    def stepped(self, rows: int, seconds: float, preemptions: int) -> None:
+        """The engine has made a step, before which so many requests lost their room."""
+        self._preemptions.inc(preemptions)
         if rows:
             self._steps.observe(seconds)
 

@@ -15,8 +15,8 @@ class EngineSettings:
     max_waiting: int = flag(256, "requests that wait for that; more get status 429", at_least(0), "N")
     cache_tokens: int | None = flag(
         None,
-        "positions of the KV cache: a request waits until its longest completion fits; memory is used when they are"
-        " written (default: 40 %% of the memory)",
+        "positions of the KV cache; where they run out, the request that came last waits and goes on later; memory is"
+        " used when they are written (default: 40 %% of the memory)",
         at_least(1),
         "N",
     )

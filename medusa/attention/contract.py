@@ -117,6 +117,9 @@ class TreePlan:
     Attributes:
         drafts: The trees: of some sequences each, in order. Their rows follow one another, those of a tree in order.
         sizes: [S] nodes of each tree, numbers of the host.
+        firsts: [S + 1] where the rows of each tree begin, and R; likewise.
+        tokens: [R] int64.
+        parents: [R] int64 index of each row's parent among the rows of its tree, smaller than its own; 0 for a root.
         lengths: [S] int64 on the device, L of every sequence.
         kv_length: At least every L + n_s: a number of the host; with a fixed one here all shapes are fixed.
         table: Where cached positions and rows stand.
@@ -142,6 +145,8 @@ class TreePlan:
         self.backend = backend
         self.spans = spans or {}
         self.gathered = False
+        self.firsts = [0, *accumulate(self.sizes)]
+        self.tokens, self.parents = (self._rows([getattr(x, name) for x in drafts]) for name in ("tokens", "parents"))
         self._made: dict[Hashable, Any] = {}
 
     def once(self, form: Hashable, make: Callable[[], T]) -> T:
@@ -181,27 +186,12 @@ class TreePlan:
     @property
     def rows(self) -> int:
         """R."""
-        return sum(self.sizes)
-
-    @cached_property
-    def firsts(self) -> list[int]:
-        """[S + 1] where the rows of each tree begin, and R."""
-        return [0, *accumulate(self.sizes)]
+        return self.firsts[-1]
 
     @cached_property
     def uniform(self) -> int | None:
         """Nodes of all trees where these are equal; None where they differ."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
-
-    @cached_property
-    def tokens(self) -> Tensor:
-        """[R] int64."""
-        return self._rows([draft.tokens for draft in self.drafts])
-
-    @cached_property
-    def parents(self) -> Tensor:
-        """[R] int64 index of each row's parent among the rows of its tree, smaller than its own; 0 for a root."""
-        return self._rows([draft.parents for draft in self.drafts])
 
     @cached_property
     def depths(self) -> Tensor:

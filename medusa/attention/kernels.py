@@ -23,9 +23,9 @@ def split_kernel(
     lengths,  # [S] integers, L
     table,  # [S, blocks of each] integers by stride
     words,  # [R, width] int32 ancestor bits
-    depths,  # [R] integers; read only where there is a window
-    partial,  # out [splits, R, H, Dv] float32
-    partial_lse,  # out [splits, R, H] float32, to base 2; -inf where a split has nothing for a row
+    depths,  # [R] int32; read only where there is a window
+    partial,  # out [splits, Hkv, R * g, Dv] float32
+    partial_lse,  # out [splits, Hkv, R * g] float32, to base 2; -inf where a split has nothing for a row
     q_row,
     q_head,
     table_stride,
@@ -60,8 +60,7 @@ def split_kernel(
     row = tl.load(work + 1) + tl.arange(0, BLOCK_M)
     is_row = row < nodes * GROUPS
     node = row // GROUPS
-    at = first_row + node
-    q_at = at * q_row + (head * GROUPS + row % GROUPS) * q_head
+    q_at = (first_row + node) * q_row + (head * GROUPS + row % GROUPS) * q_head
     dim, dim_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q = tl.load(query + q_at[:, None] + dim[None, :], mask=is_row[:, None] & (dim < DIM)[None, :], other=0.0)
     q = q.to(tl.float32) if UPCAST else q
@@ -80,9 +79,11 @@ def split_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # The table is read a turn ahead: keys whose addresses come from memory in the same turn would be fetched later.
+    block = _blocks(table, low, high, SIZE, BLOCK_N)
     for start in range(low, dense, BLOCK_N):
-        column = start + tl.arange(0, BLOCK_N)
-        place = (tl.load(table + column // SIZE).to(tl.int64) * SIZE + column % SIZE) * kv_heads
+        place = _places(block, start, SIZE, BLOCK_N) * kv_heads
+        block = _blocks(table, start + BLOCK_N, high, SIZE, BLOCK_N)
         k = tl.load(key + place[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
         v = tl.load(value + place[:, None] * DIM_V + dim_v[None, :], mask=(dim_v < DIM_V)[None, :], other=0.0)
         top, total, acc = _accumulate(q, k, v, None, top, total, acc, scaling, softcap, UPCAST)
@@ -90,20 +91,33 @@ def split_kernel(
     for start in tl.range(dense, high, BLOCK_N, num_stages=EDGE_STAGES):
         column = start + tl.arange(0, BLOCK_N)
         is_key = column < end  # what lies behind is never read: it may hold anything
-        block = tl.load(table + column // SIZE, mask=is_key, other=0).to(tl.int64)
-        place = (block * SIZE + column % SIZE) * kv_heads
+        place = _places(block, start, SIZE, BLOCK_N) * kv_heads
+        block = _blocks(table, start + BLOCK_N, high, SIZE, BLOCK_N)
         k_mask, v_mask = is_key[:, None] & (dim < DIM)[None, :], is_key[:, None] & (dim_v < DIM_V)[None, :]
         k = tl.load(key + place[:, None] * DIM + dim[None, :], mask=k_mask, other=0.0)
         v = tl.load(value + place[:, None] * DIM_V + dim_v[None, :], mask=v_mask, other=0.0)
         visible = _visible(column, node, is_row, length, nodes, words, width, depths, window)
         top, total, acc = _accumulate(q, k, v, visible, top, total, acc, scaling, softcap, UPCAST)
 
-    out = ((split.to(tl.int64) * rows + at) * kv_heads + head) * GROUPS + row % GROUPS
+    out = ((split * kv_heads + head).to(tl.int64) * rows + first_row) * GROUPS + row
     found = total > 0
     total = tl.where(found, total, 1.0)
     tl.store(partial_lse + out, tl.where(found, top + tl.log2(total), float("-inf")), mask=is_row)
     written = (is_row & found)[:, None] & (dim_v < DIM_V)[None, :]
     tl.store(partial + out[:, None] * DIM_V + dim_v[None, :], acc / total[:, None], mask=written)
+
+
+@triton.jit
+def _blocks(table, start, end, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int32: the block of each position from ``start`` on, 0 from ``end`` on."""
+    column = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + column // SIZE, mask=column < end, other=0).to(tl.int32)
+
+
+@triton.jit
+def _places(block, start, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int64: where positions from ``start`` on stand, a multiple of BLOCK_N; that and SIZE are powers of two."""
+    return block.to(tl.int64) * SIZE + start % SIZE + tl.arange(0, BLOCK_N) % SIZE
 
 
 @triton.jit
@@ -115,8 +129,8 @@ def _visible(column, node, is_row, length, nodes, words, width, depths, window):
     word = tl.load(words + word_at, mask=is_row[:, None] & in_tree[None, :], other=0)
     visible = (other < 0)[None, :] | (((word >> (other & 31)[None, :]) & 1) != 0)
     if window is not None:
-        position = tl.load(depths + node, mask=is_row, other=0).to(tl.int32) + length
-        key_position = tl.where(in_tree, tl.load(depths + other, mask=in_tree, other=0).to(tl.int32) + length, column)
+        position = tl.load(depths + node, mask=is_row, other=0) + length
+        key_position = tl.where(in_tree, tl.load(depths + other, mask=in_tree, other=0) + length, column)
         visible = visible & (position[:, None] - key_position[None, :] < window)
     return visible
 
@@ -141,26 +155,28 @@ def _accumulate(q, k, v, visible, top, total, acc, scaling, softcap, UPCAST: tl.
     return new_top, total, acc
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def merge_kernel(
-    partial,  # [splits, R * H, Dv] float32
-    partial_lse,  # [splits, R * H] float32
+    partial,  # [splits, Hkv, rows, Dv] float32
+    partial_lse,  # [splits, Hkv, rows] float32
     sinks,  # [H], None = no sinks
-    out,  # [R * H, Dv]
-    heads,
+    out,  # [R, H, Dv]
+    rows,  # R * g
     splits,
+    GROUPS: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One row under one head: the outputs of its splits, weighted by how much of the softmax each of them saw."""
-    row, rows = tl.program_id(0), tl.num_programs(0)
+    """One row: the outputs of its splits, weighted by how much of the softmax each of them saw."""
+    row, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
-    at = split.to(tl.int64) * rows + row
+    head = kv_head * GROUPS + row % GROUPS
+    at = (split * kv_heads + kv_head).to(tl.int64) * rows + row
     lse = tl.load(partial_lse + at, mask=split < splits, other=float("-inf"))
     top = tl.max(lse, 0)
     if sinks is not None:
-        sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
     weights = tl.exp2(lse - top)
     total = tl.sum(weights, 0)
@@ -169,4 +185,5 @@ def merge_kernel(
     seen = (lse > float("-inf"))[:, None] & (dim < DIM_V)[None, :]
     parts = tl.load(partial + at[:, None] * DIM_V + dim[None, :], mask=seen, other=0.0)
     result = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(out + row.to(tl.int64) * DIM_V + dim, result.to(out.dtype.element_ty), mask=dim < DIM_V)
+    out_at = ((row // GROUPS).to(tl.int64) * kv_heads * GROUPS + head) * DIM_V
+    tl.store(out + out_at + dim, result.to(out.dtype.element_ty), mask=dim < DIM_V)

@@ -22,7 +22,7 @@ HOPPER, AMPERE = 227 << 10, 99 << 10
 """Bytes of shared memory that a program can have. From the one on tensor cores read operands from there (Hopper, large
 Blackwells); with less than the other Triton uses no tensor cores (Turing: 64 KiB)."""
 REGISTERS = 1 << 13
-"""Numbers of a block of rows (rows x D) beyond which registers spill, where operands are read from there."""
+"""Numbers of a block of rows (rows x D) beyond which four warps' registers spill, where operands are read from there."""
 READING = 64
 """Rows that a block of rows costs beside its own, since it reads every key: mixed trees get blocks in between."""
 MOST_ROWS = 128
@@ -90,7 +90,7 @@ def _tiles(block: int, dim: int, wide: bool) -> Iterator[Tile]:
     while block >= 16:
         for keys, stages in ((64, 3), (32, 3), (32, 2), (16, 2)):
             if keys <= 32 or block * dim <= REGISTERS:
-                yield Tile(block, keys, 4 if block <= 64 else 8, stages)
+                yield Tile(block, keys, 8 if block > 64 or block * dim > REGISTERS else 4, stages)
         block //= 2
 
 
@@ -102,11 +102,11 @@ def shared_bytes(tile: Tile, dim: int, itemsize: int, shared_memory: int = HOPPE
         dim: The larger of D and Dv, a power of two.
         itemsize: Bytes of an element.
         shared_memory: Of the device: operands that are read from registers leave shared memory a stage earlier.
-        window: The layer has a sliding window: masks of all blocks stand there too.
+        window: The layer has a sliding window: masks of all blocks, positions and places stand there too.
     """
     in_flight = tile.stages if shared_memory >= HOPPER else max(1, tile.stages - 1)
     blocks = itemsize * (tile.rows * dim + 2 * in_flight * tile.keys * dim + tile.rows * tile.keys)
-    mask = 4 * (tile.rows + 1) * tile.keys if window else 0
+    mask = 4 * (tile.rows + 1 + 2 * tile.stages) * tile.keys if window else 0
     return max(blocks + mask, 4 * tile.rows * dim)  # the result takes their place
 
 
@@ -149,9 +149,11 @@ class TritonAttention:
         """Head sizes that do not fit, dtypes that the kernel does not know, and what could not be launched before."""
         if query.dtype not in self.dtypes:
             return f"its kernel does not compute in {query.dtype}"
-        dim = max(query.shape[-1], value.shape[-1])
+        dim, size = max(query.shape[-1], value.shape[-1]), key.shape[1]
         if dim > MAX_DIM:
             return f"head size ({dim}) exceeds {MAX_DIM}"
+        if size & (size - 1):
+            return f"blocks of the cache ({size} positions) are no power of two"
         return self._refused.get(_kind(query, key, value, scoring))
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -175,18 +177,19 @@ class TritonAttention:
     ) -> Tensor:
         (rows, heads, dim), (_, size, kv_heads, dim_v) = query.shape, value.shape
         groups = heads // kv_heads
-        work = plan.once(("work", tile.rows, groups), lambda: row_blocks(plan, tile.rows, groups))
+        work = plan.once(("blocks of rows", tile.rows, groups), lambda: row_blocks(plan, tile.rows, groups))
+        depths = plan.once("depths in int32", lambda: plan.depths.to(torch.int32))
         reach, window = plan.kv_length, scoring.window
         if window is not None:
             reach = min(reach, window + max(plan.sizes))
         splits = choose_splits(len(work) * kv_heads, triton.cdiv(reach, tile.keys), self.processors)
-        partial = query.new_empty(splits, rows, heads, dim_v, dtype=torch.float32)
-        partial_lse = query.new_empty(splits, rows, heads, dtype=torch.float32)
+        partial = query.new_empty(splits, kv_heads, rows * groups, dim_v, dtype=torch.float32)
+        partial_lse = query.new_empty(splits, kv_heads, rows * groups, dtype=torch.float32)
         out = query.new_empty(rows, heads, dim_v)
         block_dv = max(16, triton.next_power_of_2(dim_v))
         with torch.cuda.device_of(query):  # Triton launches on the current device
             split_kernel[(len(work), kv_heads, splits)](
-                query, key, value, work, plan.lengths, plan.table.blocks, plan.words, plan.depths, partial, partial_lse,
+                query, key, value, work, plan.lengths, plan.table.blocks, plan.words, depths, partial, partial_lse,
                 *query.stride()[:2], plan.table.blocks.stride(0), rows, plan.words.shape[1], kv_heads,
                 scoring.scaling, scoring.softcap, window,
                 GROUPS=groups, DIM=dim, DIM_V=dim_v, SIZE=size,
@@ -194,9 +197,9 @@ class TritonAttention:
                 BLOCK_M=tile.rows, BLOCK_N=tile.keys, UPCAST=self._interpreted,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-            merge_kernel[(rows * heads,)](
-                partial, partial_lse, scoring.sinks, out, heads, splits,
-                DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_S=triton.next_power_of_2(splits),
+            merge_kernel[(rows * groups, kv_heads)](
+                partial, partial_lse, scoring.sinks, out, rows * groups, splits,
+                GROUPS=groups, DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_S=triton.next_power_of_2(splits),
                 num_warps=1 if splits <= 16 else 4,
             )  # fmt: skip
         return out

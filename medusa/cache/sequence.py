@@ -69,7 +69,7 @@ class CachedSequence:
             PoolFullError: There are none left.
         """
         missing = self.missing(places)
-        if missing:
+        if missing > 0:
             new = self.pool.take(missing)
             self.pool.tables.write(self.line, len(self._blocks), new)
             self._blocks += new

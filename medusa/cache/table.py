@@ -50,11 +50,11 @@ class BlockTables:
         if blocks > self._host.shape[1]:
             self._move(len(self._host), max(blocks, 2 * self._host.shape[1]))
 
-    @torch.inference_mode()
     def tensor(self) -> Tensor:
         """[lines, W] int64 as it is now, at the same place until ``epoch`` changes."""
         if self._changed and self._copy is not self._host:
-            self._copy.copy_(self._host)
+            with torch.inference_mode():
+                self._copy.copy_(self._host)
         self._changed = False
         return self._copy
 

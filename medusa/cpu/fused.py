@@ -133,7 +133,7 @@ class FusedPass:
         keys, values = self._cached(pool)
         at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
         out = torch.empty(firsts[-1], at.width, dtype=self._dtype)
-        at.threads, at.batch = torch.get_num_threads(), len(lengths)
+        at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
         at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
         at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
         at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]

@@ -158,7 +158,9 @@ def _early_exit(context: Context, nodes: int) -> Drafter:
 
 HEADS = Need(lambda parts: parts.heads is not None, "heads and there are none", "load heads")
 SMALL = Need(
-    lambda parts: parts.draft_model is not None, "a draft model and there is none", "load one (draft_model=, --draft-model)"
+    lambda parts: parts.draft_model is not None,
+    "a draft model and there is none",
+    "load one (draft_model=, --draft-model)",
 )
 LAYER = Need(
     lambda parts: parts.base.mtp is not None,

@@ -188,7 +188,7 @@ class Batch:
             ahead = self._nodes * (self._steps.ahead if self._steps is not None else 1)
             needed = sum(request.cached.missing(request.cached.length + ahead) for request in self._decoding)
             needed += sum(chunk.request.cached.missing(chunk.request.cached.length + chunk.size) for chunk in chunks)
-            last = self._scheduler.preempt(needed, self._decoding, chunks)
+            last = self._scheduler.preempt(needed, self._decoding)
             if last is None:
                 return chunks
             chunks = [chunk for chunk in chunks if chunk.request is not last]
@@ -217,8 +217,8 @@ class Batch:
         """See what chunks have brought: blocks that others may find, or the first tokens."""
         for chunk in chunks:
             chunk.request.cached.remember(chunk.request.text)
-            if not chunk.ends:
-                self._scheduler.put_back(chunk.request)
+            if chunk.ends:
+                self._scheduler.finish(chunk.request)
         ending = [chunk for chunk in chunks if chunk.ends]
         if not ending:
             return

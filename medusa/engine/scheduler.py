@@ -53,7 +53,7 @@ class Scheduler:
         self._prompts = deque(request for request in self._prompts if request.active)
 
     def schedule(self, decoding: Sequence[Request]) -> list[Chunk]:
-        """The chunks of texts that the next pass computes; requests whose text is then complete leave.
+        """The chunks of texts that the next pass computes; long texts take turns.
 
         Args:
             decoding: The requests that decode meanwhile.
@@ -62,21 +62,20 @@ class Scheduler:
             return []
         self._admit(decoding)
         chunks, budget = list[Chunk](), self._config.pass_tokens
-        while self._prompts:
-            request = self._prompts[0]
+        for request in list(self._prompts):
             size = min(request.missing, self._chunk)
             if chunks and size > budget:
                 break
             chunks.append(Chunk(request, size))
             budget -= size
-            self._prompts.popleft()
+            self._prompts.rotate(-1)
         return chunks
 
-    def put_back(self, request: Request) -> None:
-        """More of its text is missing: behind the others, so that long ones take turns."""
-        self._prompts.append(request)
+    def finish(self, request: Request) -> None:
+        """All of its text is computed: it decodes from now on."""
+        self._prompts.remove(request)
 
-    def preempt(self, needed: int, decoding: Sequence[Request], chunks: Sequence[Chunk]) -> Request | None:
+    def preempt(self, needed: int, decoding: Sequence[Request]) -> Request | None:
         """Who gives its blocks back where so many are needed at once; None where there is room.
 
         One that is alone in its pool always finds room, see ``BlockPool.check``; beside another batch it may have to
@@ -84,8 +83,7 @@ class Scheduler:
         """
         if needed <= self.pool.available:
             return None
-        under_way = [*decoding, *(chunk.request for chunk in chunks), *self._prompts]
-        last = max(under_way, key=lambda request: request.order)
+        last = max([*decoding, *self._prompts], key=lambda request: request.order)
         if last in self._prompts:
             self._prompts.remove(last)
         return last

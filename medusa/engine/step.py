@@ -85,7 +85,8 @@ def verify(
         What was accepted, the hidden states [B, N, F] at the nodes, and the next state.
     """
     draft, hidden_RF = plan.drafts[0], base.run(pool, plan)
-    drafted = sum(draft.row_sizes)
+    count = draft.tokens.shape[0]
+    drafted = plan.firsts[count]
     if chunks:
         logits_RV = take_chunks(base, hidden_RF[drafted:], hidden_RF[:drafted], chunks)
     else:
@@ -93,7 +94,6 @@ def verify(
     hidden_BNF, logits_BNV = draft.spread(hidden_RF[:drafted]), draft.spread(logits_RV)
     accepted = _judge(draft, hidden_BNF, logits_BNV, rule, state, reader)
     if draft.depth > 0:  # otherwise the root alone, which stands where it belongs
-        count = len(draft.tokens)
         commit(pool, plan.table.blocks[:count], plan.lengths[:count], accepted.path, accepted.counts)
     return accepted, hidden_BNF, _next(state, accepted)
 

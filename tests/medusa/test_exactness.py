@@ -4,6 +4,7 @@ The same comparisons are made with the reference backend, where they must fail: 
 """
 
 import os
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -19,7 +20,7 @@ from medusa.cpu.native import kernels
 from medusa.loading import exactness
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams
-from tests.medusa.attention_cases import FEATURES, Case, make
+from tests.medusa.attention_cases import FEATURES, Case, make, path
 from tests.medusa.passes import prefill
 
 CPU = torch.device("cpu")
@@ -142,19 +143,20 @@ def exact():
 def test_a_row_of_a_tree_is_the_row_of_its_path(exact, case, dtype):
     """Each node once more as the last row of a chain whose keys stand at their positions; nothing else in the batch."""
     layer = make(case, dtype)
-    together = layer.run(exact)
-    for b, length in enumerate(case.lengths):
-        parents = layer.draft.parents[b].tolist()
-        for node in range(case.nodes):
-            nodes = [node]
-            while nodes[0]:
-                nodes.insert(0, parents[nodes[0]])
-            alone = make(Case(**{**vars(case), "nodes": len(nodes), "lengths": (length,), "shape": "chain"}), dtype)
-            alone.scoring = layer.scoring
-            alone.query = layer.query[b : b + 1, :, nodes]
-            rows = [*range(length), *(length + index for index in nodes)]
-            alone.key, alone.value = layer.key[b : b + 1, :, rows], layer.value[b : b + 1, :, rows]
-            assert torch.equal(alone.run(exact)[0, :, -1], together[b, :, node])
+    together, first = layer.run(exact), 0
+    for sequence, (length, (parents, _)) in enumerate(zip(case.lengths, layer.trees(), strict=True)):
+        for node in range(len(parents)):
+            nodes = path(parents, node)
+            alone = make(replace(case, nodes=len(nodes), lengths=(length,), shape="chain"), dtype)
+            alone.scoring, alone.query = layer.scoring, layer.query[[first + one for one in nodes]]
+            ours, theirs = (one.places(place, at) for one, place, at in (
+                (alone, 0, torch.arange(length + len(nodes))),
+                (layer, sequence, torch.tensor([*range(length), *(length + one for one in nodes)])),
+            ))  # fmt: skip
+            for name in ("key", "value"):
+                getattr(alone, name).flatten(0, 1)[ours] = getattr(layer, name).flatten(0, 1)[theirs]
+            assert torch.equal(alone.run(exact)[-1], together[first + node])
+        first += len(parents)
 
 
 def test_threads_change_nothing(exact):
