@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.arguments import exit_status
 from medusa.budget.bound import CARDS, FREE, MULTIPLIES, READS, Card, free_nodes, step_work
-from medusa.budget.plan import CONTEXTS, Plan, in_words, make_plan
+from medusa.budget.plan import CONTEXTS, Plan, graph_bytes, in_words, make_plan, pass_bytes
 from medusa.budget.shape import Shape, read_shape
 from serve.plan import engine_limits
 from serve.settings import EngineSettings
@@ -54,9 +54,11 @@ def tables(shape: Shape) -> str:
             bounds.append([card.name, str(requests), f"{context // 1024}k", *cells, free])
         for requests in REQUESTS:
             plan = _plan(shape, requests, max(NODES), card.memory)
-            cells = [in_words(size) for size in (plan.activations, plan.graphs, plan.cache)] if plan else ["-"] * 3
-            counts = [str(plan.fitting(context) if plan else 0) for context in CONTEXTS]
-            fits.append([card.name, str(requests), *cells, *counts])
+            cells = ["-"] * (3 + len(CONTEXTS))
+            if plan:
+                sizes = (pass_bytes(shape, plan.limits), graph_bytes(shape, plan.limits), plan.cache)
+                cells = [*map(in_words, sizes), *(str(plan.fitting(context)) for context in CONTEXTS)]
+            fits.append([card.name, str(requests), *cells])
     shares = f"{READS:.0%} of a card's bandwidth and {MULTIPLIES:.0%} of its products"
     weights = in_words(shape.weight_bytes)
     titled = {

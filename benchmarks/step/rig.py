@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.machine import SAMPLE_SECONDS
-from medusa import Batch, Draft, MedusaModel, Request, SamplingParams, Speculation, Tree
+from medusa import Batch, Draft, EngineConfig, MedusaModel, Request, SamplingParams, Speculation, Tree
 from medusa.cache import BLOCK, CachedSequence
 from medusa.clock import seconds
 from medusa.drafters import Drafter
@@ -99,7 +99,8 @@ class Rig:
         self.model, self._room, self._device = model, room, base.device
         self._prompts = torch.randint(base.vocab_size, (batch, context), generator=generator).tolist()
         # Memory for all at once, with blocks to spare: later batches find the prompts in it.
-        self._pool = base.new_pool(batch * (context + room + 2 * nodes + 4 * BLOCK))
+        trees = max(EngineConfig().tree_reserve, 2 * nodes)
+        self._pool = base.new_pool(batch * (context + room + trees + 2 * BLOCK))
         self._batch, self._requests = model.batch(self._pool), list[Request]()
 
     def begin(self, speculation: Speculation) -> Batch:

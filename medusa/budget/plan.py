@@ -59,14 +59,8 @@ class Plan:
     limits: Limits
     memory: int
     """Of the device."""
-    kept_free: int
-    """For driver or system, libraries, and what cannot be used; an estimate."""
-    activations: int
-    """Of the largest pass."""
-    graphs: int
-    """Of recorded steps; an estimate."""
     cache: int
-    """Left for the KV cache."""
+    """For the KV cache."""
 
     @property
     def block_bytes(self) -> int:
@@ -90,12 +84,13 @@ class Plan:
     def table(self) -> str:
         """The plan in some lines of text."""
         shape, limits = self.shape, self.limits
+        steps = f"estimate: {limits.buckets} buckets of {limits.computed:,} requests"
         lines = [
             ("weights", shape.weight_bytes, f"{shape.bits} bits a weight of the layers"),
             ("heads", limits.head_bytes, ""),
-            ("activations", self.activations, f"of {limits.rows:,} rows, the largest pass"),
-            ("recorded steps", self.graphs, f"estimate: {limits.buckets} buckets of {limits.computed:,} requests"),
-            ("kept free", self.kept_free, "estimate: system, libraries, fragmentation"),
+            ("activations", pass_bytes(shape, limits), f"of {limits.rows:,} rows, the largest pass"),
+            ("recorded steps", graph_bytes(shape, limits), steps),
+            ("kept free", int(KEPT_FREE * self.memory), "estimate: system, libraries, fragmentation"),
             ("KV cache", self.cache, f"{self.blocks:,} blocks of {limits.block} = {self.positions:,} positions"),
         ]
         counted = sorted({tokens for tokens in (*CONTEXTS, shape.context) if tokens <= shape.context})
@@ -122,35 +117,33 @@ def make_plan(shape: Shape, limits: Limits, memory: int, cache: int | None = Non
     Raises:
         ValueError: The weights do not fit, or leave no room for the rest.
     """
-    kept_free = int(KEPT_FREE * memory)
-    usable, weights = memory - kept_free, f"weights ({in_words(shape.weight_bytes)})"
+    usable, weights = memory - int(KEPT_FREE * memory), f"weights ({in_words(shape.weight_bytes)})"
     if shape.weight_bytes > usable:
         raise ValueError(
             f"{weights} of {shape.name} exceed the memory that can be used ({in_words(usable)}); take fewer bits a"
             f" weight than {shape.bits}, a larger device, or spread the base over at least"
             f" {math.ceil(1.1 * shape.weight_bytes / usable)}"
         )
-    activations, graphs = pass_bytes(shape, limits, limits.rows), graph_bytes(shape, limits)
+    activations, graphs = pass_bytes(shape, limits), graph_bytes(shape, limits)
     left = usable - shape.weight_bytes - limits.head_bytes - activations - graphs
-    wanted = (cache or limits.block) // limits.block + 1
-    block_bytes = limits.block * shape.cached_bytes
-    if left < wanted * block_bytes:
+    wanted = ((cache or limits.block) // limits.block + 1) * limits.block * shape.cached_bytes
+    if left < wanted:
         raise ValueError(
             f"{weights}, activations ({in_words(activations)}) and recorded steps ({in_words(graphs)}) of"
             f" {shape.name} leave {in_words(max(0, left))} of {in_words(usable)}, too little for"
             f" {cache or limits.block:,} positions of the KV cache ({shape.cached_bytes:,} bytes each); let fewer than"
             f" {limits.requests} requests decode together (--max-batch), or take a larger device"
         )
-    return Plan(shape, limits, memory, kept_free, activations, graphs, wanted * block_bytes if cache else left)
+    return Plan(shape, limits, memory, wanted if cache else left)
 
 
-def pass_bytes(shape: Shape, limits: Limits, rows: int) -> int:
+def pass_bytes(shape: Shape, limits: Limits, rows: int | None = None) -> int:
     """Bytes of what a pass holds at its largest moment, attention by a kernel that keeps no scores.
 
-    Beside its rows these are logits of every node of every tree, drawn from in float32.
+    Beside its rows (None = the largest pass's) these are logits of every node of every tree, drawn from in float32.
     """
     logits = shape.vocabulary * (shape.itemsize + COPIES * FLOAT32)
-    return rows * shape.row_bytes + limits.computed * limits.nodes * logits
+    return (rows or limits.rows) * shape.row_bytes + limits.computed * limits.nodes * logits
 
 
 def graph_bytes(shape: Shape, limits: Limits) -> int:
