@@ -116,7 +116,7 @@ def _blocks(table, start, end, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _places(block, start, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: where positions from ``start`` on stand, a multiple of BLOCK_N; that and SIZE are powers of two."""
+    """[BLOCK_N] int64: where positions stand from ``start`` on, a multiple of BLOCK_N. Sizes are powers of two."""
     return block.to(tl.int64) * SIZE + start % SIZE + tl.arange(0, BLOCK_N) % SIZE
 
 

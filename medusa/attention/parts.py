@@ -59,7 +59,8 @@ class Part:
 
     def take(self, rows: Tensor) -> Tensor:
         """[S, N, ...] of rows [R, ...]."""
-        return (rows if self.rows is None else rows[self.rows]).unflatten(0, (-1, self.nodes))
+        own = rows if self.rows is None else rows[self.rows]
+        return own.view(-1, self.nodes, *rows.shape[1:])
 
     def gather(self, arena: Tensor) -> Tensor:
         """[S, P, Hkv, D] of keys or values [blocks, size, Hkv, D]; 0 where nothing has been written."""

@@ -22,7 +22,7 @@ HOPPER, AMPERE = 227 << 10, 99 << 10
 """Bytes of shared memory that a program can have. From the one on tensor cores read operands from there (Hopper, large
 Blackwells); with less than the other Triton uses no tensor cores (Turing: 64 KiB)."""
 REGISTERS = 1 << 13
-"""Numbers of a block of rows (rows x D) beyond which four warps' registers spill, where operands are read from there."""
+"""Numbers of a block of rows (rows x D) beyond which four warps' registers spill, where these hold operands too."""
 READING = 64
 """Rows that a block of rows costs beside its own, since it reads every key: mixed trees get blocks in between."""
 MOST_ROWS = 128

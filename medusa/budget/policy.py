@@ -19,7 +19,7 @@ RECENT = 15
 """Steps of an arm whose median says how long one takes usually."""
 LATE = 2.0
 """A step that something else held up counts so many times the usual seconds at most."""
-MARGIN = 1.1
+MARGIN = 1.05
 """Another arm must be so much faster than this one and than plain decoding: the luck of a few steps is not enough."""
 
 
@@ -106,17 +106,17 @@ class Policy:
         return PLAIN_WAIT if self.arm == PLAIN else FIRST_WAIT
 
     def _next(self) -> Arm:
-        """By turns plain decoding, the other drafters, and the sizes beside this one."""
-        others, beside = [PLAIN], []
+        """By turns plain decoding, the sizes beside this one, and the other drafters."""
+        others = [PLAIN]
         for ladder in self._ladders:
             if self.arm == PLAIN:
                 others.append(ladder[0])
             elif self.arm in ladder:
                 place = ladder.index(self.arm)
-                beside = ladder[max(0, place - 1) : place + 2]
+                others += ladder[max(0, place - 1) : place + 2]
             else:
                 others.append(self._best(ladder))
-        others = [arm for arm in (*others, *beside) if arm != self.arm]
+        others.remove(self.arm)
         self._turns += 1
         return others[(self._turns - 1) % len(others)]
 

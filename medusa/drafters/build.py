@@ -115,8 +115,8 @@ def _ngram(context: Context, nodes: int) -> Drafter:
 
 def _heads(context: Context, nodes: int) -> Drafter:
     heads, base, tree = _heads_of(context, nodes)
-    warmth = 0.0 if context.drawn else context.noise.temperature  # beside draws, what is chosen may not know the noise
-    return HeadsDrafter(heads, base, nodes, tree, context.parts.host_decides, temperature=warmth)
+    heat = 0.0 if context.drawn else context.noise.temperature  # beside draws, what is chosen may not know the noise
+    return HeadsDrafter(heads, base, nodes, tree, context.parts.host_decides, temperature=heat)
 
 
 def _heads_sampled(context: Context, nodes: int) -> Drafter:
@@ -145,9 +145,8 @@ def _mtp(context: Context, nodes: int) -> Drafter:
 
 
 def _written(writer: Writer, cost: float, context: Context, nodes: int, stream: int = DRAFT) -> Drafter:
-    vocab_size, width = context.parts.base.vocab_size, 1 if context.chain else WIDTH
-    host_decides, noise, drawn = context.parts.host_decides, context.noise, context.drawn
-    return ModelDrafter(writer, vocab_size, nodes, cost, host_decides, noise, drawn, width, stream)
+    parts, noise, drawn, width = context.parts, context.noise, context.drawn, 1 if context.chain else WIDTH
+    return ModelDrafter(writer, parts.base.vocab_size, nodes, cost, parts.host_decides, noise, drawn, width, stream)
 
 
 def _early_exit(context: Context, nodes: int) -> Drafter:

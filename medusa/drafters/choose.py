@@ -77,6 +77,26 @@ class Drafters:
         drafters._kept = OrderedDict()
         return drafters
 
+    def choices(
+        self, speculation: Speculation | None = None, batch: int = 1, rule: BuiltRule | None = None
+    ) -> dict[str, Sequence[int]]:
+        """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding.
+
+        Args:
+            speculation: What a request asks for; None = nothing special.
+            batch: Sequences that share a pass.
+            rule: Of the request; None = greedy.
+        """
+        speculation, rule = speculation or Speculation(), rule or build_rule()
+        name = speculation.drafter
+        if self.parts.base.decoding == "plain":
+            return {}
+        if name is not None:
+            return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES}
+        found = self._everyone(batch, speculation.heads)
+        # The text for a seed must not depend on who is fastest.
+        return {one: sizes for one, sizes in found.items() if not is_drawn(one, rule.name)}
+
     def names(self, heads: str | None = None) -> list[str]:
         """Drafters that requests may name, several of them joined by "+"."""
         parts = self._parts(heads)
@@ -122,7 +142,7 @@ class Drafters:
         if speculation.nodes is not None or speculation.tree is not None:
             return self._given(speculation, rule)
 
-        choices = self._choices(speculation, batch, rule)
+        choices = self.choices(speculation, batch, rule)
         if not choices:
             return self._plain
 
@@ -153,7 +173,7 @@ class Drafters:
         name, arm, steps = speculation.drafter, self._arm(drafter), output.steps - 1  # the first was the prompt's
         left_open = speculation.nodes is None and speculation.tree is None
         if left_open and arm is not None and steps > 0 and not self.parts.host_decides:
-            choices = self._choices(speculation, batch, rule)
+            choices = self.choices(speculation, batch, rule)
             policy = self._policy(choices, speculation.heads, batch, rule)
             policy.observe(arm, len(output.tokens) - 1, output.seconds, steps)
         if isinstance(name, str) and "ngram" in sources(name):
@@ -164,7 +184,7 @@ class Drafters:
         always_drawn = name is not None and is_drawn(name, "greedy")
         speculation, rule = Speculation(drafter=name), build_rule(SamplingParams(temperature=float(always_drawn)))
         self.check(speculation, rule)
-        choices = self._choices(speculation, 1, rule)
+        choices = self.choices(speculation, 1, rule)
         if not choices:
             return "auto: plain decoding"
         first, sizes = next(iter(choices.items()))
@@ -173,17 +193,6 @@ class Drafters:
         if name is not None and len(sizes) == 1:
             return f"auto: at most {sizes[0]} nodes for {name}, fewer where guesses are unlikely"
         return f"auto, batch of 1: {self._policy(choices, None, 1, rule)}"
-
-    def _choices(self, speculation: Speculation, batch: int, rule: BuiltRule) -> dict[str, Sequence[int]]:
-        """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding."""
-        name = speculation.drafter
-        if self.parts.base.decoding == "plain":
-            return {}
-        if name is not None:
-            return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES}
-        found = self._everyone(batch, speculation.heads)
-        # The text for a seed must not depend on who is fastest.
-        return {one: sizes for one, sizes in found.items() if not is_drawn(one, rule.name)}
 
     def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
         """Who may draft where nobody is named."""

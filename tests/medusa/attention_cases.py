@@ -48,6 +48,11 @@ class Case:
         return (self.nodes,) * len(self.lengths) if isinstance(self.nodes, int) else self.nodes
 
     @property
+    def ends(self) -> list[int]:
+        """Positions of each sequence, those of its tree among them."""
+        return [length + nodes for length, nodes in zip(self.lengths, self.sizes, strict=True)]
+
+    @property
     def shapes(self) -> tuple[str, ...]:
         """Shape of each tree."""
         return (self.shape,) * len(self.lengths) if isinstance(self.shape, str) else self.shape
@@ -89,6 +94,26 @@ class Layer:
         """[P] where positions of a sequence stand."""
         blocks_1W = self.table.blocks[sequence, None]
         return BlockTable(blocks_1W, self.table.size).places(positions_P[None])[0]
+
+    def alone(self, sequence: int) -> "Layer":
+        """The rows of one tree; each draft's are of one size."""
+        trees = [(draft, b) for draft in self.drafts for b in range(len(draft.tokens))]
+        draft, b = trees[sequence]
+        part = replace(draft, tokens=draft.tokens[b, None], parents=draft.parents[b, None])
+        sizes = [size for draft in self.drafts for size in draft.row_sizes]
+        return replace(
+            self, drafts=[part], lengths=self.lengths[sequence, None], query=self.query.split(sizes)[sequence],
+            table=self.table._replace(blocks=self.table.blocks[sequence, None]),
+        )  # fmt: skip
+
+    def adopt(self, other: "Layer") -> None:
+        """Take over another layer's trees, queries, keys and values, each sequence into the blocks that it has here."""
+        self.drafts, self.query, self.scoring = other.drafts, other.query, other.scoring
+        for sequence, (length, (parents, _)) in enumerate(zip(self.lengths.tolist(), self.trees(), strict=True)):
+            end = length + len(parents)
+            places = self.places(sequence, torch.arange(end, device=self.query.device))
+            for own, theirs in ((self.key, other.key), (self.value, other.value)):
+                own.flatten(0, 1)[places] = other.side_by_side(theirs, sequence, end)
 
     def trees(self) -> list[tuple[list[int], list[int]]]:
         """Parents and depths of each tree."""
@@ -165,11 +190,10 @@ def make_drafts(case: Case, generator: torch.Generator, device: str) -> list[Dra
 
 def make_table(case: Case, generator: torch.Generator, device: str) -> tuple[BlockTable, int]:
     """Blocks of each sequence, shuffled, and how many blocks there are; where a sequence has none, somebody else's."""
-    ends = [length + nodes for length, nodes in zip(case.lengths, case.sizes, strict=True)]
-    needed = [-(-end // case.size) for end in ends]
+    needed = [-(-end // case.size) for end in case.ends]
     order = torch.randperm(sum(needed) + HIDDEN, generator=generator)
-    width, hidden = -(-(max(ends) + HIDDEN) // case.size), order[sum(needed) :]
-    table = hidden[torch.randint(HIDDEN, (len(ends), width), generator=generator)]
+    width, hidden = -(-(max(case.ends) + HIDDEN) // case.size), order[sum(needed) :]
+    table = hidden[torch.randint(HIDDEN, (len(needed), width), generator=generator)]
     for sequence, blocks in enumerate(order[: sum(needed)].split(needed)):
         table[sequence, : len(blocks)] = blocks
     return BlockTable(table.to(device), case.size), len(order)
@@ -184,11 +208,11 @@ def make(case: Case, dtype: torch.dtype, poison: float = float("nan"), device: s
     drafts, (table, count) = make_drafts(case, generator, device), make_table(case, generator, device)
     written = torch.zeros(count * case.size, dtype=torch.bool)
     layer = Layer(
-        drafts, torch.tensor(case.lengths, device=device), max(map(sum, zip(case.lengths, case.sizes))) + HIDDEN,
-        table, query, query, query, Scoring(case.dim**-0.5, case.window, case.softcap, sinks, case.chunk),
+        drafts, torch.tensor(case.lengths, device=device), max(case.ends) + HIDDEN, table, query, query, query,
+        Scoring(case.dim**-0.5, case.window, case.softcap, sinks, case.chunk),
     )  # fmt: skip
-    for sequence, (length, nodes) in enumerate(zip(case.lengths, case.sizes, strict=True)):
-        written[layer.places(sequence, torch.arange(length + nodes, device=device)).cpu()] = True
+    for sequence, end in enumerate(case.ends):
+        written[layer.places(sequence, torch.arange(end, device=device)).cpu()] = True
     arenas = []
     for dim in (case.dim, dim_v):
         arena = torch.randn(count * case.size, case.kv_heads, dim, generator=generator)
@@ -203,9 +227,7 @@ FEATURES = {
     "softcap": Case(softcap=1.5),
     "sinks": Case(sinks=True),
     "all": Case(window=9, softcap=1.5, sinks=True),
-    "mixed": Case(
-        nodes=(40, 1, 8, 1), shape=("chain", "star", "random", "star"), lengths=(64, 33, 0, 5), window=9, sinks=True
-    ),
+    "mixed": Case(nodes=(40, 1, 8), shape=("chain", "star", "random"), lengths=(64, 33, 0), window=9, sinks=True),
     "narrow values": Case(dim=64, dim_v=32),
     "chunks": Case(chunk=16, nodes=26, shape="chain", lengths=(40, 0)),
 }
@@ -248,5 +270,5 @@ def grid() -> list[Case]:
         rows = values["nodes"] * values["groups"]
         cases.append(Case(**values, kv_heads=1 if rows > 64 else 2))
     more = [Case(seed=seed, nodes=40) for seed in range(1, 5)]
-    sizes = [Case(seed=seed, nodes=(1, 40, 8, 26), groups=seed, lengths=(32, 31, 33, 0), size=32) for seed in (1, 4, 8)]
+    sizes = [Case(seed=seed, nodes=(1, 40, 8, 26), groups=seed, lengths=(32, 31, 33, 0)) for seed in (1, 4, 8)]
     return [*cases, *more, *sizes, Case(nodes=40, groups=4)]  # several blocks of rows for each of several key heads

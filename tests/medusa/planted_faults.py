@@ -1,7 +1,5 @@
 """What a base may do wrong over tree rows, in all layers or in one, and what is only rounded differently."""
 
-import dataclasses
-
 import torch
 
 from medusa.attention import Scoring, hook
@@ -9,8 +7,8 @@ from medusa.attention.backends import build
 from medusa.attention.contract import TreePlan
 from medusa.cache.layer import PassLayer
 
-NODES = 5
-"""Nodes of the check's tree: the passes before it are right."""
+NODES, TREES = 5, 2
+"""Nodes of the check's trees, and how many there are: the passes before it are right."""
 
 
 def plant(monkeypatch, base, kind: str, layers=None) -> None:
@@ -28,7 +26,8 @@ def plant(monkeypatch, base, kind: str, layers=None) -> None:
 
         def write(self, keys, values, *rest):
             if keys.shape[2] % NODES == 0 and self._cache.layers.index(self) in chosen:
-                keys, values = keys[:, :, [0, 2, 1, 3, 4]], values[:, :, [0, 2, 1, 3, 4]]
+                order = [first + node for first in range(0, keys.shape[2], NODES) for node in (0, 2, 1, 3, 4)]
+                keys, values = keys[:, :, order], values[:, :, order]
             return update(self, keys, values, *rest)
 
         monkeypatch.setattr(PassLayer, "update", write)
@@ -36,7 +35,7 @@ def plant(monkeypatch, base, kind: str, layers=None) -> None:
     calls, attend_rows = iter(range(1 << 30)), hook.attend_rows
 
     def attend(plan: TreePlan, query, key, value, scoring: Scoring):
-        wrong = query.shape[2] == NODES and next(calls) % base.num_layers in chosen
+        wrong = query.shape[0] == TREES * NODES and next(calls) % base.num_layers in chosen
         return (FAULTS[kind] if wrong else attend_rows)(plan, query, key, value, scoring)
 
     if kind != "position":
@@ -45,10 +44,10 @@ def plant(monkeypatch, base, kind: str, layers=None) -> None:
 
     def shift(attention, args, options):
         rows = options.get("hidden_states", args[0] if args else None)
-        if options.get("tree_plan") is None or rows.shape[1] != NODES:
+        if options.get("tree_plan") is None or rows.shape[1] != TREES * NODES:
             return None
-        rows_BN = options["tree_plan"].lengths[:, None] + torch.arange(NODES)
-        turned = base.decoder.rotary_emb(rows, position_ids=rows_BN)
+        positions_SN = options["tree_plan"].lengths[:, None] + torch.arange(NODES)
+        turned = base.decoder.rotary_emb(rows, position_ids=positions_SN.view(1, -1))
         return args, options | {"position_embeddings": turned}
 
     for layer in chosen:
@@ -56,30 +55,32 @@ def plant(monkeypatch, base, kind: str, layers=None) -> None:
         monkeypatch.setitem(base.decoder.layers[layer].self_attn._forward_pre_hooks_with_kwargs, -1, True)
 
 
-def changed(plan: TreePlan, ancestors) -> TreePlan:
-    """The same plan with other ancestors, for the reference, which reads these and not the parents."""
-    draft = dataclasses.replace(plan.draft)
-    draft.__dict__["ancestors"] = ancestors
-    return TreePlan(draft, plan.lengths, plan.kv_length, build("reference", plan.lengths.device), plan.spans)
+def changed(plan: TreePlan, ancestors_RN) -> TreePlan:
+    """The same plan with other ancestors; for the reference, which reads these and not the parents."""
+    backend = build("reference", plan.lengths.device)
+    other = TreePlan(plan.drafts, plan.lengths, plan.kv_length, plan.table, backend, plan.spans)
+    other.__dict__["ancestors"] = ancestors_RN
+    return other
 
 
 def mask(plan, *rest):
     """Rows see all rows before them, as in plain text."""
-    return attend_rows(changed(plan, torch.ones_like(plan.draft.ancestors).tril()), *rest)
+    return attend_rows(changed(plan, torch.ones_like(plan.ancestors[:NODES]).tril().repeat(TREES, 1)), *rest)
 
 
 def sibling(plan, *rest):
     """One row sees one sibling too."""
-    ancestors = plan.draft.ancestors.clone()
-    ancestors[:, 2, 1] = True
-    return attend_rows(changed(plan, ancestors), *rest)
+    ancestors_RN = plan.ancestors.clone()
+    ancestors_RN[2::NODES, 1] = True
+    return attend_rows(changed(plan, ancestors_RN), *rest)
 
 
 def hole(plan, query, key, value, scoring):
-    """The newest cached row is the one before it."""
+    """The newest cached position is the one before it."""
+    newest, before = (plan.table.places(plan.lengths[:, None] - back).flatten() for back in (1, 2))
     key, value = key.clone(), value.clone()
-    for slot, length in enumerate(plan.lengths.tolist()):
-        key[slot, :, length - 1], value[slot, :, length - 1] = key[slot, :, length - 2], value[slot, :, length - 2]
+    for arena in (key, value):
+        arena.flatten(0, 1)[newest] = arena.flatten(0, 1)[before]
     return attend_rows(plan, query, key, value, scoring)
 
 

@@ -4,6 +4,7 @@ Triton's kernels run in its interpreter, which must be chosen before anything im
 tests/medusa/test_attention_triton.py runs this file once more with TRITON_INTERPRET=1.
 """
 
+import dataclasses
 import logging
 import os
 
@@ -16,18 +17,20 @@ from medusa.attention import (
     BackendUnavailableError,
     Scoring,
     TreeAttention,
-    TreePlan,
     attend,
     backends,
     choose,
+    reference,
 )
 from medusa.attention.backends import build
 from medusa.attention.contract import pack_bits
 from medusa.attention.hook import tree_attention
+from medusa.attention.layers import rescale_queries
+from medusa.attention.reference import explicit_mask
 from medusa.attention.spans import Span
 from medusa.attention.trial import LayerShape, layer_shapes, try_out
 from medusa.tree import Draft
-from tests.medusa.attention_cases import FEATURES, THIN, Case, grid, make
+from tests.medusa.attention_cases import FEATURES, MIXED, THIN, Case, grid, make, path
 from tests.medusa.test_conformance import tiny
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,13 +58,8 @@ def dtype_of(backend: TreeAttention) -> torch.dtype:
     return WIDEST.get(backend.name, torch.float64)
 
 
-def poison_for(backend: TreeAttention) -> float:
-    """The reference multiplies hidden rows by zero; others must not read them."""
-    return 1e4 if backend.name == "reference" else float("nan")
-
-
 def check(backend: TreeAttention, case: Case, dtype: torch.dtype) -> None:
-    layer = make(case, dtype, poison_for(backend))
+    layer = make(case, dtype)
     tolerance = TOLERANCE[dtype]
     if backend.name == "reference" and (case.softcap or case.sinks):
         tolerance = max(tolerance, 5e-6)  # its softmax is float32 there
@@ -87,41 +85,78 @@ def test_half_precision(backend, dtype):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_layers_add(backend, feature):
     case = FEATURES[feature]
-    layer = make(case, dtype_of(backend), 1e4)
-    if backend.name == "flash" and feature != "sinks":
-        assert backend.objection(layer.query, layer.key, layer.value, layer.scoring) is not None
+    layer = make(case, dtype_of(backend))
+    if case.chunk is not None and backend.name != "exact":  # the reference computes these
+        out = attend(layer.plan(backend), *layer.inputs)
+        torch.testing.assert_close(out.double(), layer.expected(), atol=5e-6, rtol=5e-6)
+    elif backend.name == "flash" and feature != "sinks":
+        assert backend.objection(*layer.inputs) is not None
     else:
         check(backend, case, dtype_of(backend))
 
 
 def test_a_chain_is_causal_attention(backend):
-    layer = make(Case(nodes=26, shape="chain", lengths=(37,)), dtype_of(backend), poison_for(backend))
-    query_BHTD = torch.cat([torch.randn_like(layer.query[:, :, :1]).expand(-1, -1, 37, -1), layer.query], dim=2)
-    rows = slice(0, 37 + 26)
-    whole = torch.nn.functional.scaled_dot_product_attention(
-        query_BHTD, layer.key[:, :, rows], layer.value[:, :, rows], is_causal=True, enable_gqa=True
+    layer = make(Case(nodes=26, shape="chain", lengths=(37,)), dtype_of(backend))
+    before = torch.randn_like(layer.query[:1]).expand(37, -1, -1)
+    query_HTD = torch.cat([before, layer.query]).transpose(0, 1)
+    key_KTD, value_KTD = (layer.side_by_side(arena, 0, 37 + 26).transpose(0, 1) for arena in (layer.key, layer.value))
+    whole_1HTD = torch.nn.functional.scaled_dot_product_attention(
+        query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, enable_gqa=True
     )
-    torch.testing.assert_close(layer.run(backend), whole[:, :, 37:], atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(layer.run(backend), whole_1HTD[0, :, 37:].transpose(0, 1), atol=5e-6, rtol=5e-6)
 
 
 def test_the_order_of_siblings_does_not_matter(backend):
-    layer = make(Case(nodes=8, shape="star", lengths=(37,)), dtype_of(backend), poison_for(backend))
+    layer = make(Case(nodes=8, shape="star", lengths=(37,)), dtype_of(backend))
     order = torch.tensor([0, 5, 2, 7, 1, 6, 3, 4])
     before = layer.run(backend)
-    layer.query = layer.query[:, :, order]
-    for rows in (layer.key, layer.value):
-        rows[:, :, 37 : 37 + 8] = rows[:, :, 37 + order]
-    torch.testing.assert_close(layer.run(backend), before[:, :, order], atol=5e-6, rtol=5e-6)
+    layer.query = layer.query[order]
+    places, sources = layer.places(0, torch.arange(37, 37 + 8)), layer.places(0, 37 + order)
+    for arena in (layer.key, layer.value):
+        arena.flatten(0, 1)[places] = arena.flatten(0, 1)[sources]
+    torch.testing.assert_close(layer.run(backend), before[order], atol=5e-6, rtol=5e-6)
 
 
-def test_a_longer_bucket_changes_nothing(backend):
-    layer = make(Case(lengths=(40, 3)), dtype_of(backend), poison_for(backend))
+def test_a_larger_kv_length_changes_nothing(backend):
+    layer = make(Case(lengths=(40, 3)), dtype_of(backend))
     short = layer.run(backend)
-    for name in ("key", "value"):
-        rows_BSKD = getattr(layer, name).transpose(1, 2)
-        longer = torch.nn.functional.pad(rows_BSKD, (0, 0, 0, 0, 0, 100), value=poison_for(backend))
-        setattr(layer, name, longer.transpose(1, 2))
+    layer.kv_length += 100
+    layer.table = layer.table._replace(blocks=torch.nn.functional.pad(layer.table.blocks, (0, 4)))
     torch.testing.assert_close(layer.run(backend), short, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("case", [MIXED[0], Case(lengths=(40, 3))], ids=str)
+def test_a_tree_gets_the_same_beside_any_others(backend, case):
+    layer = make(case, dtype_of(backend))
+    together = layer.run(backend).split(case.sizes)
+    for sequence, expected in enumerate(together):
+        out = layer.alone(sequence).run(backend)
+        torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
+        assert backend.name != "exact" or torch.equal(out, expected)
+
+
+def test_trees_of_one_draft_may_differ_in_size(backend):
+    layer = make(Case(nodes=(8, 5, 1), lengths=(33, 0, 64)), dtype_of(backend))
+    expected, parents = layer.run(backend), torch.zeros(3, 8, dtype=torch.int64)
+    for sequence, (own, _) in enumerate(layer.trees()):
+        parents[sequence, : len(own)] = torch.tensor(own)
+    layer.drafts = [dataclasses.replace(Draft.of(torch.zeros_like(parents), parents, 8), sizes=(8, 5, 1))]
+    torch.testing.assert_close(layer.run(backend), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 31, 32, 33), (127, 128, 129, 5), (300, 61, 95, 260)], ids=str)
+@pytest.mark.parametrize("nodes", [1, 7, (37, 1, 8, 1)], ids=str)
+def test_where_keys_stand_changes_no_bit_of_exact_sums(nodes, lengths, dtype):
+    exact = build("exact", CPU)
+    for case in (Case(groups=3), Case(window=40, softcap=1.5, sinks=True, dim_v=32), Case(chunk=48)):
+        whole, *cut = (
+            make(dataclasses.replace(case, nodes=nodes, lengths=lengths, size=size), dtype) for size in (512, 32, 16)
+        )
+        expected = whole.run(exact)
+        for layer in cut:
+            layer.adopt(whole)
+            assert torch.equal(layer.run(exact), expected)
 
 
 def test_the_whole_model_writes_the_same_text(backend, base_directory, make_heads, caplog):
@@ -151,9 +186,8 @@ if INTERPRETED:
         assert not torch.equal(outputs[0], outputs[1]), "the splits were different ones"
 
     def test_triton_leaves_float64_to_the_reference():
-        layer = make(Case(), torch.float64, 1e4)
-        plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("triton", CPU))
-        out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+        layer = make(Case(), torch.float64)
+        out = attend(layer.plan(build("triton", CPU)), *layer.inputs)
         torch.testing.assert_close(out, layer.expected())
 
 
@@ -169,26 +203,25 @@ def test_mask_words(nodes):
 
 
 def test_a_layer_that_a_backend_objects_to_goes_to_the_reference(caplog):
-    layer = make(FEATURES["window"], torch.float64, 1e4)
-    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU))
+    layer = make(FEATURES["window"], torch.float64)
+    plan = layer.plan(build("flash", CPU))
     backends._reference.cache_clear()
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         for _ in range(3):
-            out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+            out = attend(plan, *layer.inputs)
     torch.testing.assert_close(out, layer.expected())
     assert caplog.text.count("reference instead of flash for some layers: a sliding window") == 1
 
 
 @pytest.mark.parametrize(("shorter", "handed_over"), [(0, False), (1, True)])
 def test_a_window_that_hides_nothing_is_no_window(caplog, shorter, handed_over):
-    layer = make(Case(), torch.float64, 1e4)
-    spans = {None: Span(window=layer.key.shape[2] - shorter)}
-    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], build("flash", CPU), spans)
+    layer = make(Case(), torch.float64)
+    plan = layer.plan(build("flash", CPU), spans={None: Span(window=layer.kv_length - shorter)})
     backends._reference.cache_clear()
-    inputs = (layer.query, layer.key, layer.value)
+    query_1HRD = layer.query.transpose(0, 1)[None]
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
-        out, _ = tree_attention(torch.nn.Identity(), *inputs, None, tree_plan=plan)
-    torch.testing.assert_close(out.transpose(1, 2), layer.expected())
+        out, _ = tree_attention(torch.nn.Identity(), query_1HRD, layer.key, layer.value, None, tree_plan=plan)
+    torch.testing.assert_close(out[0], layer.expected())
     assert ("instead of" in caplog.text) == handed_over
 
 
@@ -203,10 +236,10 @@ class Fake:
         return "its kernel knows no windows" if scoring.window is not None else None
 
     def attend(self, plan, query, key, value, scoring) -> torch.Tensor:
-        self.tried.append((query.shape[1] // key.shape[1], query.shape[2], query.shape[3], value.shape[3]))
+        self.tried.append((query.shape[1] // key.shape[2], query.shape[0], query.shape[2], value.shape[3]))
         if isinstance(self.error, Exception):
             raise self.error
-        return value[:, :, :1] + self.error
+        return value[0, :1, :1] + self.error
 
 
 @pytest.mark.parametrize(
@@ -301,10 +334,38 @@ def test_a_backend_whose_package_is_missing_is_refused(monkeypatch):
         choose("triton", torch.device("cuda"), torch.float32)
 
 
-def test_masks_are_built_once_and_only_where_asked_for():
-    draft = Draft.chain(torch.zeros(2, 3, dtype=torch.int64))
-    plan = TreePlan(draft, torch.tensor([4, 0]), 9, build("reference", CPU))
-    assert plan.words is plan.words
-    device = torch.device("cpu")
-    assert plan.bias(2, torch.float32, device) is plan.bias(2, torch.float32, device)
-    assert Scoring(1.0) == Scoring(scaling=1.0, window=None, softcap=None, sinks=None)
+def test_masks_are_built_once_for_all_layers_alike(monkeypatch):
+    made, visible = [], reference._visible
+    monkeypatch.setattr(reference, "_visible", lambda *args: made.append(args) or visible(*args))
+    layer = make(MIXED[0], torch.float64)
+    plan = layer.plan(build("reference", CPU))
+    for window in (None, 9, None, 9):
+        attend(plan, *layer.inputs[:3], layer.scoring._replace(window=window))
+    assert len(made) == 2 * len(set(plan.sizes))
+
+
+@pytest.mark.parametrize("shape", ["random", "chain"])
+def test_families_that_take_a_mask_with_each_call_get_it(shape):
+    layer = make(Case(lengths=(5,), shape=shape), torch.float64)
+    mask = explicit_mask(layer.plan(build("reference", CPU)), torch.float32, CPU)
+    assert (mask.dtype, mask.shape) == (torch.float32, (1, 1, 8, layer.kv_length))
+    assert set(mask.unique().tolist()) == {0.0, float("-inf")}
+    ((parents, _),) = layer.trees()
+    for node in range(8):
+        seen = (mask[0, 0, node] == 0).nonzero().flatten().tolist()
+        assert seen == [*range(5), *(5 + ancestor for ancestor in path(parents, node))]
+
+
+@pytest.mark.parametrize("rope", [True, False])
+def test_queries_are_scaled_by_positions_and_not_by_rows(rope):
+    """As Llama 4 does in layers without rotary positions, which take their rows for positions 0, 1, 2, ..."""
+    layer, module = make(MIXED[0], torch.float64), torch.nn.Identity()
+    module.attn_temperature_tuning, module.use_rope, module.floor_scale, module.attn_scale = True, rope, 4, 0.5
+    plan = layer.plan(build("reference", CPU))
+
+    def scaled(positions_R):
+        return layer.query * (torch.log1p(torch.floor((positions_R + 1.0) / 4)) * 0.5 + 1)[:, None, None]
+
+    by_rows = scaled(torch.arange(plan.rows))
+    right = by_rows if rope else scaled(plan.positions)
+    torch.testing.assert_close(rescale_queries(module, by_rows, plan), right, atol=1e-6, rtol=1e-6)

@@ -14,6 +14,7 @@ from medusa.attention.flash import FlashAttention
 from tests.medusa.attention_cases import FEATURES, THIN, Case, make
 
 CUDA = torch.device("cuda")
+PAGES = [Case(lengths=(255, 256, 257, 0), size=256), Case(nodes=(1, 40, 1), lengths=(300, 3, 0), size=256)]
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -45,12 +46,20 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """flash-attn 2.8.3: q [B, T, H, D], caches [B, S, Hkv, D]; returns [B, T, H, D] and log-sum-exp [B, H, T]."""
+    """flash-attn 2.8.3: q [B, T, H, D], caches [B, S, Hkv, D], or [blocks, size, Hkv, D] with a table [B, W]; returns
+    [B, T, H, D] and log-sum-exp [B, H, T].
+    """
     assert not causal
     assert window_size == (-1, -1), "not imitated"
     check_tensors(q, k_cache, v_cache)
-    if cache_seqlens.dtype != torch.int32 or cache_seqlens.shape != q.shape[:1] or k_cache.shape[0] != q.shape[0]:
+    if cache_seqlens.dtype != torch.int32 or cache_seqlens.shape != q.shape[:1]:
         raise RuntimeError("seqlens_k must have dtype int32 and one entry per sequence")
+    if block_table is not None:
+        if block_table.dtype != torch.int32 or block_table.stride(-1) != 1 or k_cache.shape[1] % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        k_cache, v_cache = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
+    if k_cache.shape[0] != q.shape[0]:
+        raise RuntimeError("one cache per sequence")
     parts = [
         prefix_attention(q[b], k_cache[b, :length], v_cache[b, :length], softmax_scale, softcap)
         for b, length in enumerate(cache_seqlens.tolist())
@@ -97,7 +106,7 @@ def backend(request, monkeypatch) -> FlashAttention:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("case", [*THIN, FEATURES["sinks"], Case(lengths=(0, 0)), Case(lengths=(0,))], ids=str)
+@pytest.mark.parametrize("case", [*THIN, *PAGES, FEATURES["sinks"], Case(lengths=(0, 0)), Case(lengths=(0,))], ids=str)
 def test_prefix_and_tree_merge_to_the_whole(backend, case, dtype):
     layer = make(case, dtype)
     torch.testing.assert_close(
@@ -117,8 +126,21 @@ def test_an_old_package_that_cannot_cap_scores_is_not_asked_to(monkeypatch):
 
     install(monkeypatch, {"flash_attn_with_kvcache": old})
     layer = make(FEATURES["softcap"], torch.float16)
-    objection = FlashAttention(CUDA).objection(layer.query, layer.key, layer.value, layer.scoring)
+    objection = FlashAttention(CUDA).objection(*layer.inputs)
     assert objection == "this flash kernel does not cap scores"
+
+
+@pytest.mark.parametrize(("size", "paged"), [(32, False), (256, True), (512, True)])
+def test_the_package_reads_blocks_in_place_where_it_can(monkeypatch, size, paged):
+    tables = []
+
+    def note(*args, block_table=None, **options):
+        tables.append(block_table)
+        return flash_attn_with_kvcache(*args, block_table=block_table, **options)
+
+    install(monkeypatch, {"flash_attn_with_kvcache": note})
+    make(Case(size=size), torch.float16).run(FlashAttention(CUDA))
+    assert [table is not None for table in tables] == [paged]
 
 
 @pytest.mark.parametrize("interface", [None, {}])
@@ -140,6 +162,6 @@ def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch, interface
 )
 def test_layers_that_kernels_refuse_are_not_given_to_them(backend, case, dtype, reason):
     layer = make(case, dtype)
-    objection = backend.objection(layer.query, layer.key, layer.value, layer.scoring)
+    objection = backend.objection(*layer.inputs)
     assert objection is not None
     assert re.search(reason, objection)

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
-from medusa.attention import BackendUnavailableError, TreePlan, attend, backends, choose  # noqa: E402
+from medusa.attention import BackendUnavailableError, attend, backends, choose  # noqa: E402
 from medusa.attention import triton as backend_module  # noqa: E402
 from medusa.attention.contract import KernelError  # noqa: E402
 from medusa.attention.kernels import merge_kernel, split_kernel  # noqa: E402
@@ -26,23 +26,26 @@ from medusa.attention.triton import (  # noqa: E402
     MAX_SPLITS,
     Tile,
     TritonAttention,
+    choose_rows,
     choose_splits,
     choose_tile,
+    row_blocks,
     shared_bytes,
 )
 from tests.medusa.attention_cases import Case, make  # noqa: E402
 from tests.medusa.test_conformance import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-"""Bytes that one program can have: Turing, A100, other Amperes (A10), Ada (L4), Hopper, Blackwell for desks."""
-HOPPER = 90
-FEW = {HOPPER: 64}
+SHARED_MEMORY = {
+    75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
+"""Bytes that one program can have: Turing, A100, other Amperes (A10), Ada (L4), Hopper, Blackwells (large, desk)."""
+HOPPER, BLACKWELL = 90, 100
+FEW = {HOPPER: 64, BLACKWELL: 64}
 """Bytes of a thread's registers that may spill: a loop's worth would be thousands."""
 SOME = 128
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
-AXES = {"q": ("batch", "head", "node"), "k": ("batch", "head", "row"), "v": ("batch", "head", "row")}
-STRIDES = [f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes]
+STRIDES = ["q_row", "q_head"]
 
 
 def run_interpreted(marks: str, file: str = "test_attention.py", names: str = "triton") -> None:
@@ -93,16 +96,15 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def compile_split(dtype: str, dim: int, rows: int, everything: bool, card: int):
-    tile = choose_tile(rows, dim, ITEMSIZE[dtype], SHARED_MEMORY[card], window=everything)
-    types = dict.fromkeys(["query", "key", "value"], f"*{dtype}") | dict.fromkeys(
-        [*STRIDES, "nodes", "kv_heads"], "i32"
-    )
-    types |= {"lengths": "*i64", "words": "*i32", "depths": "*i32", "partial": "*fp32", "partial_lse": "*fp32"}
-    types |= {"scaling": "fp32", "softcap": "fp32", "window": "i32"}
+    tile = choose_tile(choose_rows([rows]), dim, ITEMSIZE[dtype], SHARED_MEMORY[card], window=everything)
+    types = dict.fromkeys(["query", "key", "value"], f"*{dtype}")
+    types |= dict.fromkeys([*STRIDES, "table_stride", "rows", "width", "kv_heads", "window"], "i32")
+    types |= dict.fromkeys(["work", "words", "depths"], "*i32") | dict.fromkeys(["lengths", "table"], "*i64")
+    types |= {"partial": "*fp32", "partial_lse": "*fp32", "scaling": "fp32", "softcap": "fp32"}
     block = triton.next_power_of_2(dim)
     constants: dict[str, object] = {
-        "GROUPS": 4, "DIM": dim, "DIM_V": dim, "BLOCK_D": block, "BLOCK_DV": block, "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.keys, "UPCAST": False,
+        "GROUPS": 4, "DIM": dim, "DIM_V": dim, "SIZE": 32, "BLOCK_D": block, "BLOCK_DV": block,
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "UPCAST": False,
     }  # fmt: skip
     constants |= {} if everything else {"softcap": None, "window": None}
     return cross_compile(split_kernel, types, constants, card, num_warps=tile.warps, num_stages=tile.stages)
@@ -112,8 +114,9 @@ def check_split(dtype: str, dim: int, rows: int, everything: bool = False, card:
     compiled, spilled = compile_split(dtype, dim, rows, everything, card)
     assert 0 < compiled.metadata.shared <= SHARED_MEMORY[card]
     assert spilled <= FEW.get(card, SOME)
-    if card == HOPPER and dtype != "fp32" and rows >= 64:
-        assert "wgmma" in compiled.asm["ptx"], "the tensor cores' fast path"
+    if card in FEW and dtype != "fp32" and rows >= 64:
+        fast = {HOPPER: "wgmma", BLACKWELL: "tcgen05.mma"}[card]
+        assert fast in compiled.asm["ptx"], "the tensor cores' fast path"
         assert "cp.async" in compiled.asm["ptx"], "keys and values arrive while others are computed"
 
 
@@ -141,6 +144,13 @@ def test_every_tile_compiles_for_hopper(rows, dim, everything):
     check_split(("fp16", "bf16")[(ROWS.index(rows) + DIMS.index(dim) + everything) % 2], dim, rows, everything)
 
 
+def test_the_table_does_not_shorten_the_pipeline():
+    """Two blocks of keys and two of values are on their way while a third is computed."""
+    compiled, _ = compile_split("bf16", 128, 256, False, HOPPER)
+    tile = choose_tile(128, 128, 2)
+    assert compiled.metadata.shared >= 2 * tile.stages * tile.keys * 128 * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
@@ -149,7 +159,9 @@ def test_float32_compiles_for_hopper(dim, everything):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("card", "dim"), [(75, 128), (80, 128), *((c, 256) for c in SHARED_MEMORY if c != HOPPER)])
+@pytest.mark.parametrize(
+    ("card", "dim"), [(75, 128), (80, 128), (BLACKWELL, 128), *((c, 256) for c in SHARED_MEMORY if c != HOPPER)]
+)
 def test_every_tile_fits_every_card(card, dim):
     """The largest heads, with windows, in blocks of a step and of a prefill; compiling all sizes takes half an hour."""
     for rows in (32, 256):
@@ -163,7 +175,7 @@ def test_tiles_stay_within_any_limit(limit, dim):
     before = 0
     for rows in (1, 2, 16, 17, 64, 100, 256, 10_000):
         for itemsize, window in ((2, False), (2, True), (4, False)):
-            tile = choose_tile(rows, dim, itemsize, limit, window)
+            tile = choose_tile(choose_rows([rows]), dim, itemsize, limit, window)
             width = max(16, triton.next_power_of_2(dim))
             assert shared_bytes(tile, width, itemsize, limit, window) <= limit
             assert all(size >= 16 and size.bit_count() == 1 for size in tile[:2])
@@ -172,9 +184,37 @@ def test_tiles_stay_within_any_limit(limit, dim):
 
 
 def test_what_hopper_gets_is_what_it_always_got():
-    assert choose_tile(256, 128, 2) == Tile(128, 64, 8, 3)
-    assert choose_tile(4, 256, 2) == Tile(16, 32, 4, 2)
-    assert choose_tile(256, 64, 4) == Tile(16, 32, 4, 1)
+    assert choose_tile(128, 128, 2) == Tile(128, 64, 8, 3)
+    assert choose_tile(16, 256, 2) == Tile(16, 32, 4, 2)
+    assert choose_tile(128, 64, 4) == Tile(16, 32, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block"),
+    [
+        ([4], 16),
+        ([17] * 48, 32),
+        ([64], 64),
+        ([65, 65], 128),
+        ([2048], 128),
+        ([2048, *[4] * 8], 128),  # a chunk of a prompt and a few plain rows: mostly the chunk's
+        ([2048, *[4] * 48], 64),
+        ([64, *[4] * 48], 16),
+    ],
+    ids=str,
+)
+def test_blocks_of_rows_hold_a_tree_and_do_not_waste_on_many_small_ones(rows, block):
+    assert choose_rows(rows) == block
+
+
+@pytest.mark.parametrize("nodes", [(8, 8), (8, 1, 40)], ids=str)
+def test_every_row_is_in_one_block(nodes):
+    plan = make(Case(nodes=nodes, lengths=(5, 0, 33)[: len(nodes)]), torch.float32).plan(None)
+    rows = []
+    for sequence, first, start, size in row_blocks(plan, 16, groups=4).tolist():
+        assert (start, size) == (plan.firsts[sequence], nodes[sequence])
+        rows += [4 * start + row for row in range(first, min(first + 16, 4 * size))]
+    assert rows == list(range(4 * sum(nodes)))
 
 
 class Launcher:
@@ -204,12 +244,12 @@ def refusing(monkeypatch):
 
 def test_a_kernel_that_cannot_be_launched_leaves_its_layers_to_the_reference(refusing, caplog):
     backend, launcher = refusing
-    layer = make(Case(), torch.float32, 1e4)
-    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
+    layer = make(Case(), torch.float32)
+    plan = layer.plan(backend)
     backends._reference.cache_clear()
     with caplog.at_level(logging.INFO, "medusa.attention.backends"):
         for _ in range(3):
-            out = attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+            out = attend(plan, *layer.inputs)
             torch.testing.assert_close(out.double(), layer.expected(), atol=5e-6, rtol=5e-6)
     assert launcher.launches == 1, "it is not tried again"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -218,21 +258,20 @@ def test_a_kernel_that_cannot_be_launched_leaves_its_layers_to_the_reference(ref
 
 def test_layers_of_other_sizes_stay_with_the_kernel(refusing):
     backend, launcher = refusing
-    large, small = (make(Case(dim=dim), torch.float32, 1e4) for dim in (64, 32))
+    large, small = (make(Case(dim=dim), torch.float32) for dim in (64, 32))
     for layer in (large, small, small):
-        plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
-        attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+        attend(layer.plan(backend), *layer.inputs)
     assert launcher.launches == 3
 
 
 def test_while_a_graph_is_captured_nothing_else_is_computed_instead(refusing, monkeypatch):
     """A graph must hold what has run before; the recorder then goes on eagerly, since this is a RuntimeError."""
     backend, _ = refusing
-    layer = make(Case(), torch.float32, 1e4)
-    plan = TreePlan(layer.draft, layer.lengths, layer.key.shape[2], backend)
+    layer = make(Case(), torch.float32)
+    plan = layer.plan(backend)
     monkeypatch.setattr(backends, "_capturing", lambda query: True)
     with pytest.raises(KernelError, match="cannot be launched") as error:
-        attend(plan, layer.query, layer.key, layer.value, layer.scoring)
+        attend(plan, *layer.inputs)
     assert isinstance(error.value, RuntimeError)
 
 
@@ -246,7 +285,7 @@ def test_the_trial_finds_what_cannot_be_launched(refusing):
 @pytest.mark.parametrize(("splits", "warps", "dim"), [(16, 1, 256), (MAX_SPLITS, 4, 256)])
 def test_the_merge_compiles_for_hopper(splits, warps, dim):
     types = {"partial": "*fp32", "partial_lse": "*fp32", "sinks": "*bf16", "out": "*bf16"}
-    types |= dict.fromkeys(["rows", "kv_heads", "splits"], "i32")
+    types |= dict.fromkeys(["rows", "splits"], "i32")
     constants = {"GROUPS": 4, "DIM_V": dim, "BLOCK_DV": dim, "BLOCK_S": splits}
     compiled, spilled = cross_compile(merge_kernel, types, constants, num_warps=warps)
     assert compiled.metadata.shared <= min(SHARED_MEMORY.values())

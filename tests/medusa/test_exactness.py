@@ -3,8 +3,8 @@
 The same comparisons are made with the reference backend, where they must fail: sums there depend on where keys stand.
 """
 
+import dataclasses
 import os
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +20,8 @@ from medusa.cpu.native import kernels
 from medusa.loading import exactness
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams
-from tests.medusa.attention_cases import FEATURES, Case, make, path
+from medusa.tree import Draft
+from tests.medusa.attention_cases import FEATURES, MIXED, Case, make, path
 from tests.medusa.passes import prefill
 
 CPU = torch.device("cpu")
@@ -139,24 +140,22 @@ def exact():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [Case(groups=3, lengths=(300, 127, 0)), *FEATURES.values()], ids=str)
+@pytest.mark.parametrize("case", [Case(groups=3, lengths=(300, 127, 0)), *MIXED, *FEATURES.values()], ids=str)
 def test_a_row_of_a_tree_is_the_row_of_its_path(exact, case, dtype):
-    """Each node once more as the last row of a chain whose keys stand at their positions; nothing else in the batch."""
+    """Each node once more as the last row of a chain whose keys stand at their positions; nothing else in the pass."""
     layer = make(case, dtype)
-    together, first = layer.run(exact), 0
+    queries, outputs = (rows.split(case.sizes) for rows in (layer.query, layer.run(exact)))
     for sequence, (length, (parents, _)) in enumerate(zip(case.lengths, layer.trees(), strict=True)):
         for node in range(len(parents)):
             nodes = path(parents, node)
-            alone = make(replace(case, nodes=len(nodes), lengths=(length,), shape="chain"), dtype)
-            alone.scoring, alone.query = layer.scoring, layer.query[[first + one for one in nodes]]
-            ours, theirs = (one.places(place, at) for one, place, at in (
-                (alone, 0, torch.arange(length + len(nodes))),
-                (layer, sequence, torch.tensor([*range(length), *(length + one for one in nodes)])),
-            ))  # fmt: skip
-            for name in ("key", "value"):
-                getattr(alone, name).flatten(0, 1)[ours] = getattr(layer, name).flatten(0, 1)[theirs]
-            assert torch.equal(alone.run(exact)[-1], together[first + node])
-        first += len(parents)
+            places = layer.places(sequence, torch.tensor([*range(length), *(length + index for index in nodes)]))
+            alone = dataclasses.replace(
+                layer, drafts=[Draft.chain(torch.zeros(1, len(nodes), dtype=torch.int64))],
+                lengths=torch.tensor([length]), kv_length=len(places), query=queries[sequence][nodes],
+                table=BlockTable(torch.zeros(1, 1, dtype=torch.int64), len(places)),
+                key=layer.key.flatten(0, 1)[places][None], value=layer.value.flatten(0, 1)[places][None],
+            )  # fmt: skip
+            assert torch.equal(alone.run(exact)[-1], outputs[sequence][node])
 
 
 def test_threads_change_nothing(exact):

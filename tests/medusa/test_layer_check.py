@@ -31,14 +31,22 @@ def deep(request) -> BaseModel:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_faults_are_found(deep, kind, layer, monkeypatch):
-    """Trees are refused; a fault that chains have too lets the base decode plainly, at most."""
+    """Trees are refused, or masks travel with each call, where no plan reaches the fault.
+
+    A fault that chains have too lets the base decode plainly, at most.
+    """
     plant(monkeypatch, deep, kind, None if layer is None else [layer])
-    assert choose_decoding(deep).decoding != "tree"
+    assert found(choose_decoding(deep), kind)
+
+
+def found(base, kind):
+    return base.decoding != "tree" or (base.explicit_mask and kind != "row")
 
 
 def test_equally_right_passes_are_not_refused(deep, monkeypatch):
     plant(monkeypatch, deep, "rounding")
-    assert choose_decoding(deep).decoding == "tree"
+    chosen = choose_decoding(deep)
+    assert (chosen.decoding, chosen.explicit_mask) == ("tree", False)
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
@@ -56,7 +64,7 @@ def real(request, smollm2_directory) -> BaseModel:
 )
 def test_faults_in_one_layer_of_real_weights_are_found(real, kind, layer, monkeypatch):
     plant(monkeypatch, real, kind, [layer])
-    assert choose_decoding(real).decoding != "tree"
+    assert found(choose_decoding(real), kind)
 
 
 @pytest.mark.slow
@@ -65,12 +73,13 @@ def test_real_weights_verify_trees(real, kind, monkeypatch):
     """Also where every operation around attention rounds otherwise than over plain text."""
     if kind != "nothing":
         plant(monkeypatch, real, kind)
-    assert choose_decoding(real).decoding == "tree"
+    chosen = choose_decoding(real)
+    assert (chosen.decoding, chosen.explicit_mask) == ("tree", False)
 
 
 def test_a_base_without_any_right_way_names_the_layer(deep):
     def scale(attention, args, options, output):
-        return output if options.get("tree_plan") is None else (output[0] * 1.2, *output[1:])
+        return output if options.get("past_key_values") is None else (output[0] * 1.2, *output[1:])
 
     hook = deep.decoder.layers[3].self_attn.register_forward_hook(scale, with_kwargs=True)
     try:

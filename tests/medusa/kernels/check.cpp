@@ -2,6 +2,7 @@
 // precision, and rows that must not depend on what stands beside them. Prints the flavour, then "ok".
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <random>
 
 #include "kernels.cpp"
@@ -55,11 +56,12 @@ template <class T> static void check_attention(int64_t groups, int64_t dim, int6
     const auto query = numbers<T>(nodes * heads * dim);
     auto key = numbers<T>(room * kv * dim), value = numbers<T>(room * kv * dim);
     const auto run = [&](const std::vector<int64_t>& parents, const T* query, const T* key, const T* value, int threads) {
-        const int64_t count = parents.size(), step = kv * dim;
-        const int64_t shape[] = {1, heads, kv, count, dim, dim, 0, 0, count, count * heads * dim, dim, heads * dim,
-                                 room * step, dim, step, room * step, dim, step, 0, 0};
+        const int64_t count = parents.size(), firsts[] = {0, count}, size = 16;
+        std::vector<int64_t> blocks(room / size + 1);
+        std::iota(blocks.begin(), blocks.end(), 0);
+        const Layer layer{1, heads, kv, dim, dim, &length, parents.data(), firsts, {blocks.data(), 0, size}, 0, 0, heads * dim, dim, nullptr, 0.1f, 0.f};
         std::vector<T> out(count * heads * dim);
-        REQUIRE(medusa_attention(TYPE<T>, threads, shape, &length, parents.data(), nullptr, query, key, value, out.data(), nullptr, 0.1f, 0.f) == DONE);
+        REQUIRE(medusa_attention(TYPE<T>, threads, &layer, query, key, value, out.data()) == DONE);
         return out;
     };
     const int64_t row = heads * dim, step = kv * dim;
