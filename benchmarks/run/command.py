@@ -21,8 +21,6 @@ from benchmarks.step.shapes import given_dtype, random_base, random_model, shape
 from data import resolve_base_name, shipped_heads
 from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
-from medusa.drafters.build import missing
-from medusa.drafters.choose import UNNAMED
 from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
 from medusa.io.settings_file import save_settings
@@ -66,7 +64,7 @@ def tune(options: argparse.Namespace) -> None:
     model = _model(options, int8=options.int8, mtp=options.mtp)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
-    usual = [name for name in (*UNNAMED, "prompt-lookup", "heads") if missing(name, model.drafters.parts) is None]
+    usual = dict.fromkeys([*model.drafters.choices(), *(["heads"] if model.heads else [])])
     ways = {
         f"{name} {nodes}": Speculation(drafter=name, nodes=nodes)
         for name in options.drafters or usual for nodes in options.nodes if nodes > 1
