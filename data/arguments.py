@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,14 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size as 80GB (1e9 bytes each), 24GiB (2^30 bytes each), or a plain number as 8e9."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"size ({text}) must be a positive number of bytes, as 80GB, 24GiB or 8e9")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("kmgt".index(match[2]) + 1 if match[2] else 0))
 
 
 def exit_status(action: Callable[[], object]) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from data.arguments import show_messages
 from serve.flags import add_flags, from_flags
 from serve.model_options import ModelOptions
+from serve.plan import DryRun, show_plan
 from serve.settings import ApiSettings, EngineSettings, Network
 
 if TYPE_CHECKING:
@@ -88,10 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 at the end, 1 for a failure, 2 for wrong use.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    add_flags(parser.add_argument_group("plan"), DryRun)
+    args = parser.parse_args(argv)
     show_messages()
     logging.getLogger("serve").setLevel(logging.INFO)
     try:
+        if args.dry_run:
+            return show_plan(args)
         import uvicorn
 
         app = build_app(args)

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.limit < 1:
         parser.error(f"--limit ({options.limit}) must be at least 1 second")
     out = Path(options.out).resolve()
-    chosen = {name: part for name, part in parts(out, WORK).items() if not options.only or name in options.only}
+    chosen = {name: part for name, part in parts(WORK).items() if not options.only or name in options.only}
     try:
         if options.dry_run:
             for name, part in chosen.items():
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", default="runs/gpu-check", metavar="DIR", help="where logs and report.json go")
     add("--limit", type=int, default=480, metavar="SECONDS", help="for all parts together")
-    add("--only", nargs="+", choices=list(parts(Path(), WORK)), metavar="PART", help="these parts alone")
+    add("--only", nargs="+", choices=list(parts(WORK)), metavar="PART", help="these parts alone")
     add("--dry-run", action="store_true", help="only say what would run")
     return parser
 
@@ -141,6 +141,9 @@ def check(
             results[name] = run_part(part, out / f"{name}.log", min(part.limit, left), environment)
         report["parts"][name] = asdict(results[name])  # after every part: what was found survives an end from outside
         (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for name, part in chosen.items():
+        if part.details is not None and results[name].report:
+            print(f"\n{part.details(results[name].report)}")
     print(f"\nlogs and report.json: {out}\n\n{table(results)}")
     outcomes = {result.result for result in results.values()}
     return 0 if "passed" in outcomes <= {"passed", NO_GPU} else 1

@@ -64,7 +64,7 @@ def tune(options: argparse.Namespace) -> None:
     model = _model(options, int8=options.int8, mtp=options.mtp)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
-    usual = dict.fromkeys([*model.drafters.choices(None, 1), *(["heads"] if model.heads else [])])
+    usual = dict.fromkeys([*model.drafters.choices(), *(["heads"] if model.heads else [])])
     ways = {
         f"{name} {nodes}": Speculation(drafter=name, nodes=nodes)
         for name in options.drafters or usual for nodes in options.nodes if nodes > 1

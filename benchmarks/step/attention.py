@@ -1,6 +1,7 @@
 """``medusa-bench attention``: tree attention of one layer per backend, beside the bytes that no backend can avoid."""
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -14,6 +15,8 @@ from benchmarks.step.rig import Sizes, typical_tree
 from benchmarks.step.shapes import key_heads
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
 from medusa.attention.backends import build
+from medusa.attention.contract import BlockTable
+from medusa.cache import BLOCK
 from medusa.clock import alternate
 from medusa.tree import Draft
 
@@ -118,14 +121,16 @@ class _Layer:
         tokens_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
         self._draft = Draft.of(tokens_BN, tree.parents.to(device).expand(batch, -1), tree.depth)
         self._lengths = torch.full((batch,), sizes.context, device=device)
-        self._rows = sizes.context + nodes
+        self._places = sizes.context + nodes
+        width = -(-self._places // BLOCK)
+        self._table = BlockTable(torch.arange(batch * width, device=device).view(batch, width), BLOCK)
         self._scoring = Scoring(dim**-0.5)
         self._device = device
-        shape = (batch, self._rows, kv_heads, dim)
-        layer_bytes: int = 2 * batch * self._rows * kv_heads * dim * dtype.itemsize
+        shape = (2, batch * width, BLOCK, kv_heads, dim)
+        layer_bytes = math.prod(shape) * dtype.itemsize
         self._layers: int = max(1, min(MOST_LAYERS, LAYERS_BYTES[device.type] // layer_bytes))
-        self._query = torch.randn(batch, heads, nodes, dim, dtype=dtype, device=device, generator=generator)
-        self._keys_values = torch.randn(self._layers, 2, *shape, dtype=dtype, device=device, generator=generator)
+        self._query = torch.randn(batch * nodes, heads, dim, dtype=dtype, device=device, generator=generator)
+        self._keys_values = torch.randn(self._layers, *shape, dtype=dtype, device=device, generator=generator)
         self.least_bytes = least_bytes(sizes.context, nodes, batch, heads, kv_heads, dim * dtype.itemsize)
 
     def sample(self, backend: TreeAttention) -> tuple[Callable[[], float], str]:
@@ -145,6 +150,6 @@ class _Layer:
 
     @torch.inference_mode()
     def _step(self, backend: TreeAttention) -> None:
-        plan = TreePlan(self._draft, self._lengths, self._rows, backend)
+        plan = TreePlan([self._draft], self._lengths, self._places, self._table, backend)
         for key, value in self._keys_values:
-            attend(plan, self._query, key.transpose(1, 2), value.transpose(1, 2), self._scoring)
+            attend(plan, self._query, key, value, self._scoring)

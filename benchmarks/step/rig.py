@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.machine import SAMPLE_SECONDS
-from medusa import Draft, MedusaModel, SamplingParams, Speculation, Tree
-from medusa.cache import SlotCache
+from medusa import Batch, Draft, EngineConfig, MedusaModel, Request, SamplingParams, Speculation, Tree
+from medusa.cache import BLOCK, CachedSequence
 from medusa.clock import seconds
 from medusa.drafters import Drafter
-from medusa.engine.batch import Batch
 from medusa.state import DecodeState
 
 STEPS = 4
@@ -67,7 +66,7 @@ class FreeDrafter(Drafter):
             torch.zeros(1, tree.nodes - 1, dtype=torch.int64).to(device),
         )
 
-    def propose(self, state: DecodeState, _: SlotCache | None = None, /) -> Draft:
+    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
         """The tree below the roots."""
         batch = len(state.roots)
         tokens_BN = torch.cat([state.roots[:, None], self._tokens.expand(batch, -1)], dim=1)
@@ -82,12 +81,13 @@ class Rig:
         batch: Sequences B.
         context: Cached tokens L of each.
         seed: Of the tokens.
+        nodes: Of the largest tree.
 
     Raises:
         ValueError: The context, and what steps write behind it, exceed the base's context length.
     """
 
-    def __init__(self, model: MedusaModel, batch: int, context: int, seed: int = 0) -> None:
+    def __init__(self, model: MedusaModel, batch: int, context: int, seed: int = 0, nodes: int = 1) -> None:
         base, depth = model.base, model.heads.config.num_heads if model.heads else 0
         room = (MOST_ROWS * STEPS + 4) * (depth + 1)  # with steps before and ahead of those that are timed
         if context + room > base.context_length:
@@ -98,13 +98,18 @@ class Rig:
         generator = torch.Generator().manual_seed(seed)
         self.model, self._room, self._device = model, room, base.device
         self._prompts = torch.randint(base.vocab_size, (batch, context), generator=generator).tolist()
-        self._pool = base.new_pool()  # later batches find the prompts in it
+        # Memory for all at once, with blocks to spare: later batches find the prompts in it.
+        trees = max(EngineConfig().tree_reserve, 2 * nodes)
+        self._pool = base.new_pool(batch * (context + room + trees + 2 * BLOCK))
+        self._batch, self._requests = model.batch(self._pool), list[Request]()
 
     def begin(self, speculation: Speculation) -> Batch:
-        """A batch of which every sequence has its first token."""
+        """A batch of which every sequence has its first token; the one before has ended."""
+        for request in self._requests:  # what its steps were recorded over is free again
+            self._batch.remove(request)
         batch, params = self.model.batch(self._pool), SamplingParams(max_new_tokens=self._room, ignore_eos=True)
-        waiting = [batch.add(prompt, params, speculation) for prompt in self._prompts]
-        while not all(completion.output.tokens for completion in waiting):
+        self._batch, self._requests = batch, [batch.add(prompt, params, speculation) for prompt in self._prompts]
+        while not all(request.output.tokens for request in self._requests):
             batch.step()
         return batch
 

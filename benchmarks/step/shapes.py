@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
-from medusa.cpu.int8 import Int8Linear, round_linears
+from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
 
 WEIGHT_STD = 0.02
@@ -132,29 +132,6 @@ def fill(module: nn.Module, seed: int = 0) -> None:
         device = parameter.device
         generators.setdefault(device, torch.Generator(device).manual_seed(seed))
         parameter.uniform_(-bound, bound, generator=generators[device])
-
-
-def weight_bytes(base: BaseModel) -> int:
-    """Bytes of the weights that a pass over a few rows reads: all but an input embedding of its own.
-
-    Of a mixture of experts all are counted, although a few rows need not read all.
-    """
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(base.model.config))
-    model.tie_weights()
-    embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    read = [weight for weight in model.parameters() if weight is output or weight is not embeddings]
-    layers = [module for module in base.model.modules() if isinstance(module, Int8Linear)]
-    rounded = sum(layer.in_features * layer.out_features for layer in layers)
-    size: int = base.dtype.itemsize
-    return size * sum(int(weight.numel()) for weight in read) - (size - 1) * rounded
-
-
-def kv_bytes_per_token(base: BaseModel) -> int:
-    """Bytes of keys and values of one cached token, all layers."""
-    config = base.model.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * key_heads(config) * dim * base.dtype.itemsize)
 
 
 def key_heads(config: Any) -> int:

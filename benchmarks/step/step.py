@@ -11,8 +11,9 @@ from typing import Any
 
 from benchmarks.machine import Key, bandwidth_samples, best_bandwidth, ratio
 from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
-from benchmarks.step.shapes import kv_bytes_per_token, weight_bytes
 from medusa import MedusaModel, Speculation
+from medusa.budget.bound import step_work
+from medusa.budget.shape import read_shape
 from medusa.clock import alternate
 
 Times = dict[Key, list[float]]
@@ -27,7 +28,7 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
         tokens_per_step: Of trained heads; adds the speed that this shape would have with them.
 
     Returns:
-        The report's own part: bytes, bandwidth, and a row per (B, N): ``step`` is a whole step, ``verify`` one whose
+        The report's own part: bandwidth, and a row per (B, N): ``step`` is a whole step, ``verify`` one whose
         drafts cost nothing.
     """
     assert model.heads is not None, "steps draft with heads"
@@ -35,7 +36,7 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
     depth, base = model.heads.config.num_heads, model.base
     samples = bandwidth_samples(base.device)
     for batch in batches:
-        rig = Rig(model, batch, context, sizes.seed)
+        rig = Rig(model, batch, context, sizes.seed, max(nodes))
         for count in nodes:
             tree = typical_tree(count, depth)
             drafted = PLAIN if count == 1 else Speculation(tree=tree)
@@ -44,9 +45,9 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
             samples["verify", batch, count] = partial(rig.step_seconds, free)
     times = alternate(samples, sizes.rounds)
     method, bandwidth = best_bandwidth(times)
-    weights, kv_bytes = weight_bytes(base), kv_bytes_per_token(base)
+    shape = read_shape(base.model.config, base.dtype, base.int8)
     rows = [
-        _row(times, method, pass_bytes(weights, kv_bytes, batch, context), batch, count)
+        _row(times, method, step_work(shape, batch, context).bytes, batch, count)
         for batch in batches
         for count in nodes
     ]
@@ -58,8 +59,6 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
     return {
         "context": context,
         "graph": model.graphs is not None,
-        "weight_bytes": weights,
-        "kv_bytes_per_token": kv_bytes,
         "bandwidth_gb_per_s": round(bandwidth / 1e9, 2),
         "bandwidth_method": method,
         "tokens_per_step": tokens_per_step,
@@ -67,12 +66,7 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
     }
 
 
-def pass_bytes(weight_bytes: int, kv_bytes_per_token: int, batch: int, context: int) -> int:
-    """What a pass cannot avoid to read: all weights once, and ``context`` cached tokens of each sequence."""
-    return weight_bytes + batch * context * kv_bytes_per_token
-
-
-def _row(times: Times, method: str, read: int, batch: int, nodes: int) -> dict[str, Any]:
+def _row(times: Times, method: str, read: float, batch: int, nodes: int) -> dict[str, Any]:
     verify, step, bandwidths = times["verify", batch, nodes], times["step", batch, nodes], times["bandwidth", method]
     # Within a round, since a shared machine's memory is fast in one second and slow in the next.
     bounds = [read / bandwidth for bandwidth in bandwidths]
@@ -84,6 +78,7 @@ def _row(times: Times, method: str, read: int, batch: int, nodes: int) -> dict[s
         "verify_overhead": round(ratio(verify, times["verify", batch, 1]), 4),
         "step_overhead": round(ratio(step, times["step", batch, 1]), 4),
         "rows_per_s": round(batch * nodes / median(step), 1),
+        "read_bytes": round(read),
         "roofline_ms": round(1e3 * read / median(bandwidths), 4),
         "roofline_share": round(ratio(bounds, step), 4),
         "rounds_step_ms": [round(1e3 * seconds, 4) for seconds in step],

@@ -28,8 +28,8 @@ def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys)
     for row in report["rows"]:
         assert row["verify_ms"] > 0
         assert len(row["rounds_step_ms"]) == 2
-        passes = report["weight_bytes"] + row["batch"] * 16 * report["kv_bytes_per_token"]
-        assert row["roofline_ms"] == pytest.approx(passes / report["bandwidth_gb_per_s"] / 1e6, rel=0.01, abs=1e-4)
+        bound = row["read_bytes"] / report["bandwidth_gb_per_s"] / 1e6
+        assert row["roofline_ms"] == pytest.approx(bound, rel=0.01, abs=1e-4)
     assert all(row["step_overhead"] == 1.0 for row in report["rows"] if row["nodes"] == 1)
     assert "Self CPU" in report["profile"]
     assert report["command"].startswith("medusa-bench step --base")
@@ -44,7 +44,8 @@ def test_a_named_shape_runs_with_random_weights(tiny_config, monkeypatch, tmp_pa
     assert main(["step", *words, "--nodes", "4", "--json", str(tmp_path / "step.json")]) == 0
     report = json.loads((tmp_path / "step.json").read_text())
     assert (report["base"], report["weights"], report["heads"]) == ("tiny", "random", "5 medusa, random")
-    assert report["weight_bytes"] == 4 * (2 * 7744 + 64 * 32 + 32)
+    weights, logits, cached = 2 * 7680 + 64 * 32, 64, 9 * 2 * 2 * (2 * 8)
+    assert report["rows"][0]["read_bytes"] == 4 * (weights + logits + cached)
     words = ["--shape", "tiny", "--dtype", "float32", "--count", "2", "--rounds", "1", "--max-new-tokens", "3"]
     assert main(["run", *words, "--batch", "1,2", "--json", str(tmp_path / "run.json")]) == 0
     for run in json.loads((tmp_path / "run.json").read_text())["runs"]:
@@ -59,7 +60,8 @@ def test_weights_of_8_bits_are_counted_and_called_lossy(tiny_config, monkeypatch
     assert main([*words, "--dtype", "float32", "--json", str(tmp_path / "x.json")]) == 0
     rounded = 3 * 1024 * 2048 + 2 * 1024 * (256 + 128)
     report = json.loads((tmp_path / "x.json").read_text())
-    assert report["weight_bytes"] == rounded + 4 * (64 * 1024 + 3 * 1024)
+    output, logits, cached = 64 * 1024, 64, 9 * 2 * 2 * 64
+    assert report["rows"][0]["read_bytes"] == rounded + 4 * (output + logits + cached)
     assert "LOSSY" in capsys.readouterr().out
 
 

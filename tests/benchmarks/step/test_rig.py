@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.machine import ratio
 from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
-from benchmarks.step.shapes import kv_bytes_per_token
-from benchmarks.step.step import measure_steps, pass_bytes
+from benchmarks.step.step import measure_steps
 from medusa import Speculation
 from medusa.clock import alternate
 
@@ -38,11 +37,6 @@ def test_steps_write_what_plain_decoding_writes_every_time(tiny_model, speculati
 def test_a_context_that_does_not_fit_is_refused(tiny_model):
     with pytest.raises(ValueError, match=r"context \(8100 tokens\) and 180 tokens .* give a smaller --context"):
         Rig(tiny_model, batch=1, context=8100)
-
-
-def test_a_pass_reads_weights_once_and_each_cached_token(tiny):
-    assert pass_bytes(1000, 10, batch=2, context=5) == 1100
-    assert kv_bytes_per_token(tiny) == 2 * 2 * (2 * 8) * 4
 
 
 def test_a_projection_is_tokens_by_the_cost_of_a_step(tiny_model):

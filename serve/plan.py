@@ -1,0 +1,117 @@
+"""``medusa-serve --dry-run``: what a device's memory would hold, from a config alone."""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data import resolve_base_name, shipped_heads
+from data.arguments import memory_size
+from medusa.budget.plan import Limits, make_plan
+from medusa.budget.shape import read_shape
+from serve.flags import flag, from_flags
+from serve.settings import EngineSettings
+
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama", "name_or_path": "smollm2", "dtype": "bfloat16", "vocab_size": 49_152, "hidden_size": 576,
+    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+"""The published config, for machines that do not have the model: planning downloads nothing."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is planned in place of serving."""
+
+    dry_run: bool = flag(
+        False,
+        "load no weights: print what the memory would hold and how many requests fit, and exit; --base may be a"
+        " config.json too",
+    )
+    device_memory: int | None = flag(
+        None,
+        "of the GPU to plan for, as 80GB or 24GiB (default: a CPU with this machine's memory)",
+        memory_size,
+        "SIZE",
+    )
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    """Print the plan for the base, the heads and the limits that the flags of ``medusa-serve`` name.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        OSError: The heads or the config are not there.
+        ValueError: The config cannot be read, or the base does not fit.
+    """
+    import torch
+
+    from serve.engine import MEMORY
+
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    shape = read_shape(_config(args.base), dtype, args.int8)
+    on_gpu = args.device_memory is not None
+    memory = args.device_memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = engine_limits(from_flags(EngineSettings, args), recorded=on_gpu and not args.no_graph)
+    limits = replace(limits, head_bytes=shape.itemsize * _head_weights(args.heads or shipped_heads(args.base)))
+    cache = args.cache_tokens or (None if on_gpu else int(MEMORY * memory / shape.cached_bytes))
+    plan = make_plan(shape, limits, memory, cache)
+    sys.stdout.write(f"{plan.table()}\n")
+    if on_gpu and args.cache_tokens is None:
+        taken = f"without the flag the server takes {MEMORY:.0%} of what is free once the model is loaded"
+        sys.stdout.write(f"  --cache-tokens {plan.positions} uses all of it; {taken}\n")
+    return 0
+
+
+def engine_limits(settings: EngineSettings, recorded: bool = True) -> Limits:
+    """What the engine computes at most with these settings, without heads.
+
+    Args:
+        settings: Of the server.
+        recorded: Steps are recorded as graphs, on a GPU.
+    """
+    from medusa.budget.policy import SIZES
+    from medusa.cache import BLOCK
+    from medusa.engine.config import EngineConfig
+    from medusa.engine.graph import KEPT_BUCKETS
+
+    buckets = KEPT_BUCKETS + 1 if recorded else 0  # one is in use
+    reserve = EngineConfig().tree_reserve
+    return Limits(settings.max_batch, max(SIZES), settings.prefill_rows, BLOCK, reserve, buckets)
+
+
+def _head_weights(directory: str | None) -> int:
+    """How many the heads in a directory have."""
+    import torch
+
+    from medusa.formats import find_format
+    from medusa.heads import build_heads
+
+    if not directory:
+        return 0
+    with torch.device("meta"):
+        heads = build_heads(find_format(directory).read_config(Path(directory)))
+    return sum(weight.numel() for weight in heads.parameters())
+
+
+def _config(base: str | None) -> Any:
+    """The config of a base by its name, or of a config.json."""
+    from transformers import AutoConfig
+
+    from medusa.base import smollm2
+
+    if base is None:
+        raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
+    name = resolve_base_name(base)
+    if name == smollm2.HUB_ID:
+        return AutoConfig.for_model(**SMOLLM2)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config of the base ({name}) cannot be read: {reason}; give its config.json") from error
