@@ -26,7 +26,7 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool, config: EngineConfig, base: BaseModel) -> None:
         self.pool, self._config, self._recall = pool, config, base.mtp is None
-        self._chunk = 1 if base.decoding == "plain" else config.chunk
+        self._chunk = 1 if base.decoding == "plain" else min(config.chunk, config.pass_tokens)
         self._waiting: list[Request] = []
         self._prompts: deque[Request] = deque()
 
