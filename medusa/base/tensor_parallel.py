@@ -51,7 +51,9 @@ class Others(Protocol):
     def commit(self, pool: BlockPool, path_SA: Tensor, counts_S: Tensor, /) -> AbstractContextManager[None]:
         """Accepted paths of the last plan of this pool are kept."""
 
-    def hidden_states(self, layers: int, ids_BT: Tensor, positions_BT: Tensor | None, /) -> AbstractContextManager[None]:
+    def hidden_states(
+        self, layers: int, ids_BT: Tensor, positions_BT: Tensor | None, /
+    ) -> AbstractContextManager[None]:
         """A plain pass."""
 
 
@@ -161,7 +163,7 @@ def divide(
     Raises:
         ValueError: The base cannot be divided so.
     """
-    options, ranks = dict(options), int(os.environ.get("WORLD_SIZE", 1))
+    options, ranks = dict(options), int(os.environ.get("WORLD_SIZE", "1"))
     plan = options.pop("tp_plan")
     if ranks == 1:
         raise ValueError(
@@ -173,8 +175,8 @@ def divide(
     for name, value in ({name: options.get(name) for name in OTHER_WAYS} | dict(refused)).items():
         if value:
             raise ValueError(f"{name} ({value}) does not go with tensor parallel; leave one of them out")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device.index is not None or device.type != (accelerator.type if accelerator else "cpu"):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device != torch.device(accelerator.type if accelerator else "cpu"):
         raise ValueError(f"device ({device}) is not free under tensor parallel: each rank has its own; leave it out")
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
@@ -186,7 +188,7 @@ def divide(
             f"processes ({ranks}) do not divide the base's heads ({queries} of queries, {keys} of keys); start as many"
             " as divide both"
         )
-    if int(os.environ.get("RANK", 0)):
+    if int(os.environ.get("RANK", "0")):
         logging.getLogger("medusa").setLevel(logging.WARNING)  # rank 0 tells what all find out
     rules = (dict(plan) if isinstance(plan, Mapping) else {}) | dict.fromkeys(_ends(config), "replicate")
     options["distributed_config"] = DistributedConfig(tp_plan=rules, tp_size=ranks)

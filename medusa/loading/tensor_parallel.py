@@ -14,9 +14,9 @@ from torch import distributed as dist
 
 from medusa.attention import TreePlan
 from medusa.attention.contract import BlockTable
-from medusa.base.tensor_parallel import Leader, receive
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, commit
+from medusa.base.tensor_parallel import Leader, receive
+from medusa.cache import BlockPool
 from medusa.tree import Draft
 
 logger = logging.getLogger(__name__)

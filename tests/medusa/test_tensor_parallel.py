@@ -33,7 +33,9 @@ def torchrun(*arguments: object, processes: int = 2) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["exact", "reference"])
-def test_two_processes_give_the_tokens_of_one(base_directory: Path, heads: Path, attention: str, tmp_path: Path) -> None:
+def test_two_processes_give_the_tokens_of_one(
+    base_directory: Path, heads: Path, attention: str, tmp_path: Path
+) -> None:
     names = (str(base_directory), str(heads), attention, str(base_directory))
     done = torchrun("-m", CASES, *names, tmp_path / "said.json")
     assert done.returncode == 0, done.stderr
