@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ from medusa.cache import BlockPool
 
 OTHER_WAYS = ("device_map", "distributed_config", "quantization_config")
 """Options of ``from_pretrained`` that place or change weights otherwise."""
+REST = 0.3
+"""Seconds between the last message and the end of a process: gloo's threads abort it where that is at once."""
 Command = tuple[str, tuple[Any, ...]]
 """What other ranks do next: a method of ``Follower``, and its arguments on the host."""
 
@@ -135,6 +138,7 @@ class Leader:
     def _end(self) -> None:
         if not self.broken and self._lock.acquire(blocking=False):  # not while a thread is in the middle of a pass
             self._send("end")
+            leave()
 
 
 def receive(group: dist.ProcessGroup) -> Command:
@@ -147,6 +151,12 @@ def receive(group: dist.ProcessGroup) -> Command:
     dist.broadcast_object_list(messages, src=0, group=group, device=torch.device("cpu"))
     command: Command = messages[0]
     return command
+
+
+def leave() -> None:
+    """End the communication, before the process ends."""
+    dist.destroy_process_group()
+    time.sleep(REST)
 
 
 def divide(

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from medusa.attention import TreePlan
 from medusa.attention.contract import BlockTable
 from medusa.base.model import BaseModel
-from medusa.base.tensor_parallel import Leader, receive
+from medusa.base.tensor_parallel import Leader, leave, receive
 from medusa.cache import BlockPool
 from medusa.tree import Draft
 
@@ -66,6 +66,7 @@ class Follower:
                 logger.warning("rank 0 has gone, and this one (%d) ends too", dist.get_rank())
                 return 1
             if name == "end":
+                leave()
                 return 0
             getattr(self, name)(*arguments)
 

@@ -4,6 +4,8 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,24 +26,29 @@ def load(base: str, heads: str, attention: str, small: str) -> MedusaModel:
     )
 
 
-def said(model: MedusaModel) -> dict[str, list[list[int]]]:
-    """Tokens of completions by the way in which they were made."""
-    ways = {f"{drafter}, {name}": {"drafter": drafter, "nodes": 8} | setting
-            for drafter in DRAFTERS for name, setting in SETTINGS.items()}  # fmt: skip
+def said(model: MedusaModel) -> dict[str, Any]:
+    """Tokens of completions by the way in which they were made, and among how many processes."""
+    ways = {
+        f"{drafter}, {name}": {"drafter": drafter, "nodes": 8} | setting
+        for drafter in DRAFTERS
+        for name, setting in SETTINGS.items()
+    }
     ways |= {f"plain, {name}": {"nodes": 1} | SETTINGS[name] for name in ("greedy", "sampled")}
-    outputs = {name: model.generate(PROMPTS, max_new_tokens=24, **way) for name, way in ways.items()}
-    return {name: [output.tokens for output in each] for name, each in outputs.items()} | {"joins": joins(model)}
+    with patch("medusa.cache.pool.RESERVED", 64):  # caches grow
+        outputs = {name: model.generate(PROMPTS, max_new_tokens=24, **way) for name, way in ways.items()}
+    tokens = {name: [output.tokens for output in each] for name, each in outputs.items()}
+    return tokens | {"joins": joins(model), "ranks": model.base.ranks}
 
 
 def joins(model: MedusaModel) -> list[list[int]]:
-    """Requests that come while others are decoded, and leave before these end, in a cache too small for all."""
-    batch, outputs = model.batch(model.base.new_pool(512)), []
+    """Requests that come while others are decoded, and leave before these end, in a cache that holds some of them."""
+    batch, outputs = model.batch(model.base.new_pool(352)), []
     for number, prompt in enumerate(PROMPTS * 3):
-        params = SamplingParams(max_new_tokens=8 + 8 * (number % 3))
-        request = batch.add(model.base.tokenizer.encode(prompt), params, Speculation(drafter="heads", nodes=8))
-        outputs.append(request.output)
+        text = model.base.tokenizer.encode(f"{number} {prompt}")
+        params = SamplingParams(max_new_tokens=24 + 8 * (number % 3))
+        outputs.append(batch.add(text, params, Speculation(drafter="heads", nodes=8)).output)
         batch.step()
-        batch.step()
+    assert batch.waiting, "the cache is too small"
     while len(batch):
         batch.step()
     return [output.tokens for output in outputs]
