@@ -286,7 +286,8 @@ def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:
 
 
 def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:
-    if wanted and (base.device.type != "cuda" or base.ranks > 1):
-        where = base.device if base.ranks == 1 else f"{base.ranks} of them"
-        raise ValueError(f"graph (True) needs one CUDA device and the base is on {where}; leave graph out")
+    if wanted and base.device.type != "cuda":
+        raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
+    if wanted and base.ranks > 1:
+        raise ValueError(f"graph (True) does not go with tensor parallel ({base.ranks} processes); leave graph out")
     return StepGraphs(base) if base.device.type == "cuda" and base.ranks == 1 and wanted is not False else None
