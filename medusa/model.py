@@ -109,7 +109,8 @@ class MedusaModel:
             int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Decoding is
                 about a third faster, but what it says is no longer what the base says.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
-                spread over several devices.
+                spread over several devices. ``{"tp_plan": "auto"}`` divides it among the processes that torchrun has
+                started (tensor parallel): the first one goes on, the others compute with it until it ends, and end.
             graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a
                 GPU, and eagerly where a step cannot be recorded. Memory is kept from call to call, see ``release``.
             revision: Branch, tag or commit of heads on the Hub; None = its main branch.
@@ -287,4 +288,6 @@ def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:
 def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:
     if wanted and base.device.type != "cuda":
         raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
-    return StepGraphs(base) if base.device.type == "cuda" and wanted is not False else None
+    if wanted and base.ranks > 1:
+        raise ValueError(f"graph (True) does not go with tensor parallel ({base.ranks} processes); leave graph out")
+    return StepGraphs(base) if base.device.type == "cuda" and base.ranks == 1 and wanted is not False else None

@@ -77,8 +77,9 @@ class Engine:
         await asyncio.to_thread(self._thread.join)
 
     def healthy(self, patience: float) -> bool:
-        """Whether the thread runs, and its loop has turned in so many seconds."""
-        return self._thread.is_alive() and time.monotonic() - self._turned < patience
+        """Whether the thread runs, its loop has turned in so many seconds, and no other rank is lost."""
+        turning = time.monotonic() - self._turned < patience
+        return self._thread.is_alive() and turning and not self._model.base.others.broken
 
     def submit(self, asked: Asked) -> Ticket:
         """Send a request on its way; whether it is taken, the ticket will say."""
@@ -289,7 +290,7 @@ def cache_tokens(model: MedusaModel) -> int:
     if base.mtp is not None:
         per_position += position_bytes(base) // base.num_layers
     if base.device.type == "cuda":
-        memory = torch.cuda.mem_get_info(base.device)[0]
+        memory = base.ranks * torch.cuda.mem_get_info(base.device)[0]  # each holds its heads of a position
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(base.context_length + EngineConfig().tree_reserve, int(MEMORY * memory / per_position))

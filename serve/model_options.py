@@ -47,9 +47,14 @@ class ModelOptions:
     no_graph: bool = flag(
         False, "on a GPU, run decode steps kernel by kernel and not as CUDA graphs (default: graphs on a GPU)"
     )
+    tensor_parallel: bool = flag(
+        False,
+        "divide the base among the processes that torchrun has started: torchrun --nproc_per_node 4 -m serve.server"
+        " --tensor-parallel (default: off)",
+    )
 
     def load(self) -> "MedusaModel":
-        """Load the heads and the base.
+        """Load the heads and the base; under tensor parallel one process goes on, the others compute with it.
 
         Raises:
             OSError: They are not there or cannot be read.
@@ -81,6 +86,7 @@ class ModelOptions:
             attention=self.attention,
             graph=False if self.no_graph else None,
             int8=self.int8,
+            load_options={"tp_plan": "auto"} if self.tensor_parallel else None,
             draft_model=resolve_base_name(self.draft_model) if self.draft_model else None,
             mtp=self.mtp,
         )
@@ -103,7 +109,8 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     if small:
         lines.append(f"draft  {small.name.removeprefix(f'{Path.cwd()}/')} ({small.num_layers} layers)")
     dtype = str(base.dtype).removeprefix("torch.") + ", fused pass" * base.fused
-    lines.append(f"on     {base.device}, {dtype}, {base.attention.name} attention")
+    where = f"{base.device}, {base.ranks} processes" if base.ranks > 1 else str(base.device)
+    lines.append(f"on     {where}, {dtype}, {base.attention.name} attention")
     if base.int8:
         lines.append("LOSSY  weights rounded to 8 bits: answers are not those of the base")
     if base.adapter:

@@ -15,11 +15,13 @@ import argparse
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -29,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from data.arguments import at_least, show_messages
 from serve.flags import add_flags, flag
+from serve.model_options import ModelOptions
 from serve.server import build_app, build_parser
 
 if TYPE_CHECKING:
@@ -70,10 +73,16 @@ class Scale:
         at_least(1),
         "N",
     )
-    gpus: float | None = flag(
-        None, "GPUs of a replica, 0.5 = two share one (default: 1, or 0 where this machine has none)", float, "N"
+    processes: int = flag(
+        1, "processes of a replica, on one node, that divide its base among them (tensor parallel)", at_least(1), "N"
     )
-    cpus: int = flag(1, "cores of a replica; on a CPU it computes with so many threads", at_least(1), "N")
+    gpus: float | None = flag(
+        None,
+        "GPUs of a replica, 0.5 = two share one (default: one for each process, or 0 where this machine has none)",
+        float,
+        "N",
+    )
+    cpus: int = flag(1, "cores of a process; on a CPU it computes with so many threads", at_least(1), "N")
 
 
 def build_ray_parser() -> argparse.ArgumentParser:
@@ -110,11 +119,15 @@ def build(args: argparse.Namespace) -> serve.Application:
         raise ValueError(f"max-replicas ({args.max_replicas}) is below replicas ({args.replicas}); raise it")
     if args.target_requests is not None and args.max_replicas is None:
         raise ValueError(f"target-requests ({args.target_requests}) needs a range of replicas; add max-replicas")
+    if args.tensor_parallel and args.processes == 1:
+        raise ValueError("tensor-parallel divides the base of a replica among its processes; give their --processes")
     os.environ.setdefault(PROXY, "serve.ray_app:middleware")  # reaches a Ray that this process starts
     keys = {"MEDUSA_API_KEYS": os.environ.get("MEDUSA_API_KEYS", ""), "MEDUSA_ADMIN_KEY": ""}
 
     def load() -> "FastAPI":
         os.environ.update(keys)  # without an admin: heads would change in one replica of several
+        if args.processes > 1:
+            _start_ranks(args)
         return build_app(args)
 
     @serve.ingress(load)
@@ -136,7 +149,10 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "max_ongoing_requests": args.max_batch + args.max_waiting + BESIDE,
         "graceful_shutdown_timeout_s": args.drain,
         "logging_config": {"enable_access_log": False},
-        "ray_actor_options": {"num_cpus": args.cpus, "num_gpus": _gpus(args) if args.gpus is None else args.gpus},
+        "ray_actor_options": {
+            "num_cpus": args.cpus * args.processes,
+            "num_gpus": _gpus(args) if args.gpus is None else args.gpus,
+        },
     }
 
 
@@ -201,7 +217,27 @@ def _says_something(message: Message) -> bool:
 def _gpus(args: argparse.Namespace) -> float:
     import torch
 
-    return float(args.device != "cpu" and torch.cuda.is_available())
+    return float(args.processes * (args.device != "cpu" and torch.cuda.is_available()))
+
+
+def _start_ranks(args: argparse.Namespace) -> None:
+    """Make this replica rank 0 of tensor parallel, as torchrun would, and start the others beside it.
+
+    They end with the replica, and should one of them fail, the replica ends too and Ray starts another.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    args.tensor_parallel = True
+    given = {each.name: getattr(args, each.name) for each in fields(ModelOptions)}
+    words = _flags({name: value for name, value in given.items() if value is not None})
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.processes)}
+    group |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(args.cpus)}
+    for rank in range(1, args.processes):
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = subprocess.Popen([sys.executable, "-m", "serve.server", *words], env=os.environ | group | numbers)
+        threading.Thread(target=lambda one: one.wait() and os._exit(1), args=(process,), daemon=True).start()
+    os.environ.update(group, RANK="0", LOCAL_RANK="0")
 
 
 def _flags(args: dict[str, Any]) -> list[str]:

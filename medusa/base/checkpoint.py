@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from medusa.base import smollm2
 from medusa.base.adapter import apply_adapter
+from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, use_kernels
@@ -50,21 +51,24 @@ def read_checkpoint(
     if device.type == "cpu":
         limit_threads()
     name = smollm2.full_name(str(name))
-    path = smollm2.locate(name)
+    path, options = smollm2.locate(name), dict(load_options or {})
+    divided = "tp_plan" in options
+    if divided:
+        device, options = divide(path, device, options, {"int8": int8, "adapter": adapter})
+    spread = divided or "device_map" in options
     try:
         with _garbage_kept():
-            config, options = AutoConfig.from_pretrained(path), dict(load_options or {})
+            config = AutoConfig.from_pretrained(path)
             quantised = "quantization_config" in options or hasattr(config, "quantization_config")
-            dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and "device_map" not in options)
+            dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-            if not quantised and "device_map" not in options:
+            if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
-    spread = "device_map" in options
     if adapter:
         model = apply_adapter(model, adapter, merge=not quantised)
     if int8 and (device.type != "cpu" or spread):

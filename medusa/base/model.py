@@ -20,8 +20,9 @@ from medusa.base.documents import Separation, document_masks, document_rows, sep
 from medusa.base.mtp import MtpLayer
 from medusa.base.output import OutputLayer
 from medusa.base.taps import DecoderPass, first_layers
+from medusa.base.tensor_parallel import Leader, Nobody, Others
 from medusa.base.traits import Decoding, Traits
-from medusa.cache import BlockPool, CachedSequence, plan_pass
+from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.int8 import Int8Linear
@@ -57,6 +58,8 @@ class BaseModel:
         traits: What was found out about it.
         mtp: Its multi-token-prediction layer, where that was loaded, see ``with_mtp``.
         feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
+        ranks: Processes that the model is divided among (tensor parallel); 1 = it is whole.
+        others: The other ones, where this one leads, see ``leading``.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class BaseModel:
         self.traits = Traits()
         self.mtp: MtpLayer | None = None
         self.feature_layers: tuple[int, ...] = ()
+        self.ranks = int(model.tp_size or 1)
+        self.others: Others = Nobody()
         self._pass = DecoderPass(self.decoder)
         self._fused: FusedPass | None = None
 
@@ -115,7 +120,8 @@ class BaseModel:
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 exact on a CPU with a C++ compiler, otherwise the reference.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
-                devices and takes the place of ``device``, ``quantization_config`` quantises it.
+                devices and takes the place of ``device``, ``quantization_config`` quantises it, ``tp_plan="auto"``
+                divides it among the processes of torchrun, all of which compute the same then: see ``leading``.
             adapter: Directory of an adapter that joint training made; it becomes part of the weights.
 
         Raises:
@@ -211,9 +217,17 @@ class BaseModel:
         """
         if self.attention.name != "exact" or self.explicit_mask:
             raise UnusualBlockError("each call carries its mask" if self.explicit_mask else "it has other attention")
+        if self.ranks > 1:
+            raise UnusualBlockError("its layers are divided among processes")
         fused = copy.copy(self)
         fused._fused = FusedPass(self.decoder, self.feature_layers, self.spans, self.context_length)
         return fused
+
+    def leading(self, leader: Leader) -> "BaseModel":
+        """The same base, whose passes are announced to other ranks that make them too."""
+        known = copy.copy(self)
+        known.others = leader
+        return known
 
     def tapped(self, layers: Sequence[int]) -> "BaseModel":
         """The same base with wider hidden states: outputs of some layers stand behind the last one.
@@ -288,9 +302,23 @@ class BaseModel:
         """
         if self._fused is not None:
             return self._fused(pool, plan)
-        if self.explicit_mask:
-            return torch.cat([self._tree_pass(pool, plan.alone(index)) for index in range(len(plan.sizes))])
-        return self._tree_pass(pool, plan)
+        with self.others.run(self.num_layers, pool, plan):
+            if self.explicit_mask:
+                return torch.cat([self._tree_pass(pool, plan.alone(index)) for index in range(len(plan.sizes))])
+            return self._tree_pass(pool, plan)
+
+    def commit(self, pool: BlockPool, plan: TreePlan, path_SA: Tensor, counts_S: Tensor) -> None:
+        """Move the keys and values of accepted paths, see ``medusa.cache.commit``.
+
+        Args:
+            pool: Where they stand.
+            plan: The pool's last one; the paths are those of its first trees.
+            path_SA: int64 nodes.
+            counts_S: int64 nodes of each path.
+        """
+        count = len(path_SA)
+        with self.others.commit(pool, path_SA, counts_S):
+            commit(pool, plan.table.blocks[:count], plan.lengths[:count], path_SA, counts_S)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, F] of a plain causal pass without cache.
@@ -301,12 +329,13 @@ class BaseModel:
             input_ids_BT: [B, T] int64.
             position_ids_BT: [B, T]; positions that start again at 0 mark packed documents, which do not see each other.
         """
-        if position_ids_BT is not None and self.separation == "rows":
-            return separate_pass(self._pass, input_ids_BT, position_ids_BT).to(self.device)
-        masks = {}
-        if position_ids_BT is not None and self.separation == "masks":
-            masks = document_masks(self.config, position_ids_BT, self.dtype)
-        hidden = self._pass(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False, **masks)
+        with self.others.hidden_states(self.num_layers, input_ids_BT, position_ids_BT):
+            if position_ids_BT is not None and self.separation == "rows":
+                return separate_pass(self._pass, input_ids_BT, position_ids_BT).to(self.device)
+            masks = {}
+            if position_ids_BT is not None and self.separation == "masks":
+                masks = document_masks(self.config, position_ids_BT, self.dtype)
+            hidden = self._pass(input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False, **masks)
         return hidden.to(self.device)
 
     def passes(self, position_ids_BT: Tensor) -> int:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from medusa.acceptance import Accepted, Rule, accept
 from medusa.attention import TreePlan
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, CachedSequence, commit
+from medusa.cache import BlockPool, CachedSequence
 from medusa.drafters import Drafter
 from medusa.engine.prefill import Chunk, first_state, take_chunks
 from medusa.state import DecodeState
@@ -94,7 +94,7 @@ def verify(
     hidden_BNF, logits_BNV = draft.spread(hidden_RF[:drafted]), draft.spread(logits_RV)
     accepted = _judge(draft, hidden_BNF, logits_BNV, rule, state, reader)
     if draft.depth > 0:  # otherwise the root alone, which stands where it belongs
-        commit(pool, plan.table.blocks[:count], plan.lengths[:count], accepted.path, accepted.counts)
+        base.commit(pool, plan, accepted.path, accepted.counts)
     return accepted, hidden_BNF, _next(state, accepted)
 
 

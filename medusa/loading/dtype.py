@@ -39,7 +39,7 @@ def faster_dtype(base: BaseModel) -> torch.dtype:
     Another one than the base's own only where our kernels compute its linear layers, but not all of its pass.
     """
     own = base.dtype
-    placed = hasattr(base.model.config, "quantization_config") or hasattr(base.model, "hf_device_map")
+    placed = hasattr(base.model.config, "quantization_config") or hasattr(base.model, "hf_device_map") or base.ranks > 1
     if own not in OTHERS or base.device.type != "cpu" or placed or not native.available():
         return own  # choose_dtype has told why
     if base.fused:

@@ -15,6 +15,7 @@ from medusa.io.hub import fetch_heads
 from medusa.loading import exactness
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
+from medusa.loading.tensor_parallel import lead_or_follow
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def load_base_and_heads(
     if dtype is None and (faster := faster_dtype(base_model)) != base_model.dtype:
         del base_model  # its memory goes before the other comes
         base_model = load(faster)
-    base_model = exactness.find_out(base_model)
+    base_model = lead_or_follow(exactness.find_out(base_model))
     if config is not None:
         _warn_of_other_weights(config, base_model)
     if heads is None or loaded is None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -31,6 +32,7 @@ def test_a_replica_takes_what_its_engine_takes_and_drains_as_long():
     assert (told["num_replicas"], told["max_ongoing_requests"]) == (2, 7 + BESIDE)
     assert told["graceful_shutdown_timeout_s"] == 7
     assert told["ray_actor_options"] == {"num_cpus": 5, "num_gpus": 0}
+    assert options(flags("--processes", "3", "--cpus", "2"))["ray_actor_options"]["num_cpus"] == 6
 
 
 def test_replicas_follow_the_load():
@@ -49,6 +51,7 @@ def test_replicas_follow_the_load():
         (("--replicas", "3", "--max-replicas", "2"), r"max-replicas \(2\) is below replicas \(3\)"),
         (("--target-requests", "3"), r"target-requests \(3\) needs a range of replicas"),
         (("--port", "0"), r"port \(0\) cannot be any"),
+        (("--tensor-parallel",), r"tensor-parallel divides the base of a replica among its processes; give"),
     ],
 )
 def test_what_ray_cannot_run_is_refused(words, message):
@@ -126,28 +129,37 @@ def test_a_header_comes_once():
 @pytest.fixture(scope="module")
 def server(base_directory):
     """Two replicas of the small base, which decode one request at a time each."""
+    with running(base_directory, "--replicas", "2", "--max-batch", "1", count=2) as found:
+        yield found
+
+
+@contextmanager
+def running(base, *words, count=1):
+    """A server of so many replicas, until they are ready and to their end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["--base", base_directory, "--device", "cpu", "--replicas", "2", "--max-batch", "1", "--port", port]
+    words = ["--base", base, "--device", "cpu", *words, "--port", port]
     command = [sys.executable, "-m", "serve.ray_app", "--drain", "20", *map(str, words)]
     environment = {name: value for name, value in os.environ.items() if name not in (PROXY, "RAY_ADDRESS")}
     environment |= {"MEDUSA_ADMIN_KEY": "root", "XDG_CACHE_HOME": str(ROOT / ".cache")}  # with compiled kernels
     with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
         url = f"http://127.0.0.1:{port}"
         until = time.monotonic() + 120
-        while not ready(process, url):
+        while not ready(process, url, count):
             assert process.poll() is None
             assert time.monotonic() < until, "it starts"
             time.sleep(0.5)
-        yield process, url
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        try:
+            yield process, url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
 
 
-def replicas(process):
+def replicas(process, name="ServeReplica"):
     """Processes of this server's replicas; other servers may run beside it."""
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if "ServeReplica" in named(child)]
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if name in named(child)]
 
 
 def named(child):
@@ -157,9 +169,9 @@ def named(child):
         return ""
 
 
-def ready(process, url):
+def ready(process, url, count):
     try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200 and len(replicas(process)) == 2
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200 and len(replicas(process)) == count
     except httpx.HTTPError:
         return False
 
@@ -231,3 +243,18 @@ def test_streams_that_run_may_end_before_the_server_does(server):
 
     assert all(ended for _, ended in asyncio.run(last()))
     assert process.wait(60) == 0
+
+
+def test_a_replica_of_two_processes_begins_anew_when_one_of_them_dies(base_directory):
+    with running(base_directory, "--processes", "2") as (process, url):
+        body = {"prompt": "say", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        (rank,), (replica,) = replicas(process, "serve.server"), replicas(process)
+        rank.kill()
+        replica.wait(30)
+        until = time.monotonic() + 60
+        while not ready(process, url, 1):
+            assert time.monotonic() < until
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == text
+        last = replicas(process, "serve.server")
+    assert not psutil.wait_procs(last, timeout=30)[1]

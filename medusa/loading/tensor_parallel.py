@@ -1,0 +1,118 @@
+"""Ranks of tensor parallel part: 0 decides what is computed, the others follow it to its end."""
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from medusa.attention import TreePlan
+from medusa.attention.contract import BlockTable
+from medusa.base.model import BaseModel
+from medusa.base.tensor_parallel import Leader, leave, receive
+from medusa.cache import BlockPool
+from medusa.tree import Draft
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(days=365)
+"""How long other ranks wait for work. That rank 0 has gone they see at once."""
+
+
+def lead_or_follow(base: BaseModel) -> BaseModel:
+    """The base as rank 0 uses it, or as it is where it is whole; other ranks do not come back from here.
+
+    Raises:
+        SystemExit: On other ranks, when rank 0 has ended.
+    """
+    if base.ranks == 1:
+        return base
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    if dist.get_rank() == 0:
+        logger.info("base (%s): tensor parallel on %d ranks, steps run eagerly", base.name, base.ranks)
+        return base.leading(Leader(group))
+    sys.exit(Follower(base).follow(group))
+
+
+class Follower:
+    """Makes the passes that rank 0 makes, with this rank's share of the base.
+
+    Args:
+        base: As it was loaded; all ranks have found out the same about it.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        self._bases = {base.num_layers: base}
+        self._base, self._device = base, base.device
+        self._pools: dict[int, BlockPool] = {}
+        self._plans: dict[int, TreePlan] = {}
+
+    @torch.inference_mode()
+    def follow(self, group: dist.ProcessGroup) -> int:
+        """Do what is announced until the end; the exit status, 1 where rank 0 has gone without a word."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):  # they reach all ranks, and rank 0 may be at work
+                signal.signal(number, signal.SIG_IGN)
+        while True:
+            try:
+                name, arguments = receive(group)
+            except RuntimeError:
+                logger.warning("rank 0 has gone, and this one (%d) ends too", dist.get_rank())
+                return 1
+            if name == "end":
+                leave()
+                return 0
+            getattr(self, name)(*arguments)
+
+    def run(
+        self, layers: int, number: int, blocks: int, drafts: Sequence[Any], lengths: Any, kv_length: int, table: Any
+    ) -> None:
+        """A pass over the rows of a plan; see ``Leader``, here and below."""
+        base, pool = self._of(layers), self._pool(number, blocks)
+        trees = [
+            Draft(self._tensor(tokens), self._tensor(parents), depth, straight=straight, sizes=sizes)
+            for tokens, parents, depth, straight, sizes in drafts
+        ]
+        places = BlockTable(self._tensor(table), pool.size)
+        plan = TreePlan(trees, self._tensor(lengths), kv_length, places, base.attention, base.spans)
+        self._plans[number] = plan
+        base.run(pool, plan)
+
+    def commit(self, number: int, path: Any, counts: Any) -> None:
+        """Accepted paths of the pool's last plan."""
+        self._base.commit(self._pools[number], self._plans[number], self._tensor(path), self._tensor(counts))
+
+    def hidden_states(self, layers: int, ids: Any, positions: Any) -> None:
+        """A plain pass."""
+        self._of(layers).hidden_states(self._tensor(ids), None if positions is None else self._tensor(positions))
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Nobody uses these pools any more."""
+        for number in numbers:
+            self._pools.pop(number, None)
+            self._plans.pop(number, None)
+
+    def _of(self, layers: int) -> BaseModel:
+        if layers not in self._bases:
+            self._bases[layers] = self._base.shallow(layers)
+        return self._bases[layers]
+
+    def _pool(self, number: int, blocks: int) -> BlockPool:
+        """The pool that keeps this rank's share of that one; it has as many blocks."""
+        if number not in self._pools:
+            self._pools[number] = self._base.new_pool((blocks - 1) * BlockPool.size)
+        cache = self._pools[number].cache
+        if cache.blocks < blocks:
+            for arena in self._pools[number].arenas:
+                arena.grow(blocks, cache.blocks)
+            cache.blocks = blocks
+        return self._pools[number]
+
+    def _tensor(self, sent: Any) -> Tensor:
+        return torch.from_numpy(sent).to(self._device)
