@@ -46,6 +46,8 @@ Record = Callable[[Replay], Replay]
 """Takes a function over fixed buffers that has run before; returns what does the same again.
 
 Raises RuntimeError where it cannot be recorded, without having done anything to the buffers."""
+Key = tuple[BaseModel, Drafter, Rule]
+"""Of a recorded step."""
 
 
 def cuda_recorder() -> Record:
@@ -95,7 +97,7 @@ class _Bucket:
         tensors["history"] = like.history.new_zeros(requests, kv_length + 1)
         self.state = DecodeState(**tensors)
         self.lines = torch.zeros_like(tensors["roots"])
-        self.recorded: OrderedDict[tuple[BaseModel, Drafter, Rule], _Recorded] = OrderedDict()
+        self.recorded: OrderedDict[Key, _Recorded] = OrderedDict()
 
     @property
     def requests(self) -> int:
@@ -170,10 +172,11 @@ class StepGraphs:
         """Free what is kept between calls."""
         self._idle, self._pool = [], None
 
-    def lend(self, pool: BlockPool, state: DecodeState, reach: int) -> _Bucket:
+    def lend(self, pool: BlockPool, state: DecodeState, reach: int, key: Key | None = None) -> _Bucket:
         """Buffers for a state whose texts may reach so far in the next steps; two users never share them.
 
-        Some that are there already, and not much too large, come before new ones, for which steps must be recorded.
+        Some that are there already, and not much too large, come before new ones, for which steps must be recorded;
+        those over which this step is recorded come first.
         """
         requests, kv_length = 1 << (len(state.roots) - 1).bit_length(), max(SHORTEST, 1 << (reach - 1).bit_length())
         pool.tables.reach(-(-kv_length // pool.size))
@@ -181,7 +184,7 @@ class StepGraphs:
         fitting = [one for one in self._idle if one.pool is pool and one.fits(state, requests, kv_length)]
         if not fitting:
             return _Bucket(pool, state, requests, kv_length)
-        bucket = min(fitting, key=lambda one: (one.requests, one.kv_length))
+        bucket = min(fitting, key=lambda one: (key not in one.recorded, one.requests, one.kv_length))
         self._idle.remove(bucket)
         return bucket
 
@@ -241,6 +244,7 @@ class GraphSteps:
         state: DecodeState,
     ) -> None:
         self._graphs, self._base, self._sequences, self._drafter, self._rule = graphs, base, sequences, drafter, rule
+        self._key = base, drafter, rule
         self._pool, self._lines = sequences[0].pool, [one.line for one in sequences]
         self._state = state
         self._bucket: _Bucket | None = None
@@ -278,7 +282,7 @@ class GraphSteps:
 
     def _launch(self) -> None:
         """Send the next step on its way."""
-        bucket, key = self._place(), (self._base, self._drafter, self._rule)
+        bucket, key = self._place(), self._key
         if key in bucket.recorded:
             bucket.recorded.move_to_end(key)
             bucket.recorded[key].replay()
@@ -288,7 +292,7 @@ class GraphSteps:
             self._record_step(bucket, key, emitted)
         self._under_way.append(_Arrival(emitted))
 
-    def _record_step(self, bucket: _Bucket, key: tuple[BaseModel, Drafter, Rule], like: Tensor) -> None:
+    def _record_step(self, bucket: _Bucket, key: Key, like: Tensor) -> None:
         # Graphs share their memory: what outlives a replay is copied out of it, by the graph itself.
         emitted = torch.empty_like(like)
         replay = self._graphs.record(lambda: emitted.copy_(self._step(bucket)))
@@ -308,7 +312,7 @@ class GraphSteps:
             self._graphs.give_back(bucket)
             bucket = None
         if bucket is None:
-            bucket = self._bucket = self._graphs.lend(self._pool, self._state, reach)
+            bucket = self._bucket = self._graphs.lend(self._pool, self._state, reach, self._key)
             bucket.load(self._state, self._lines)
         self._pool.tables.tensor()  # what the host has changed goes to where it is read
         return bucket
