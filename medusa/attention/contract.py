@@ -146,7 +146,8 @@ class TreePlan:
         self.spans = spans or {}
         self.gathered = False
         self.firsts = [0, *accumulate(self.sizes)]
-        self.tokens, self.parents = (self._rows([getattr(x, name) for x in drafts]) for name in ("tokens", "parents"))
+        self.tokens = self._rows([draft.tokens for draft in drafts])
+        self.parents = self._rows([draft.parents for draft in drafts])
         self._made: dict[Hashable, Any] = {}
 
     def once(self, form: Hashable, make: Callable[[], T]) -> T:
@@ -239,8 +240,9 @@ class TreePlan:
 
     def _rows(self, parts: Sequence[Tensor]) -> Tensor:
         """[R, ...] of what each draft has at its nodes [b, N, ...]."""
-        flat = [draft.flat(part) for draft, part in zip(self.drafts, parts, strict=True)]
-        return flat[0] if len(flat) == 1 else torch.cat(flat)
+        if len(parts) == 1:
+            return self.drafts[0].flat(parts[0])
+        return torch.cat([draft.flat(part) for draft, part in zip(self.drafts, parts, strict=True)])
 
 
 def pack_bits(mask: Tensor) -> Tensor:

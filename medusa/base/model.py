@@ -279,12 +279,18 @@ class BaseModel:
         """
         return BlockPool(self.num_layers, self.device, tokens, self.model)
 
-    def plan(self, parts: Sequence[tuple[Draft, Sequence[CachedSequence]]], kv_length: int | None = None) -> TreePlan:
+    def plan(
+        self,
+        parts: Sequence[tuple[Draft, Sequence[CachedSequence]]],
+        kv_length: int | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> TreePlan:
         """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
 
         Args:
             parts: Trees, each with the sequences that they go on from, all of one pool.
             kv_length: Places that attention reads; None = as far as the longest sequence reaches.
+            lengths_B: [B] int64 the lengths of the first part's sequences, where they are on the device already.
 
         Raises:
             PoolFullError: There are no blocks left.
@@ -292,7 +298,7 @@ class BaseModel:
         """
         if parts[0][1][0].pool.owner is not self.model:
             raise ValueError("KV cache (BlockPool) holds another base's; make one with this base's new_pool")
-        return plan_pass(parts, self.attention, self.spans, kv_length)
+        return plan_pass(parts, self.attention, self.spans, kv_length, lengths_B)
 
     def run(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows, which see what is cached of their sequence and their own ancestors.

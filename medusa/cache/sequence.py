@@ -126,6 +126,7 @@ def plan_pass(
     attention: TreeAttention,
     spans: Mapping[int | None, Span] | None = None,
     kv_length: int | None = None,
+    lengths_B: Tensor | None = None,
 ) -> TreePlan:
     """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
 
@@ -134,6 +135,7 @@ def plan_pass(
         attention: Who computes.
         spans: Windows and chunks by layer.
         kv_length: Places that attention reads; None = as far as the longest sequence reaches.
+        lengths_B: [B] int64 the lengths of the first part's sequences, where they are on the device already.
 
     Raises:
         PoolFullError: There are no blocks left.
@@ -145,8 +147,12 @@ def plan_pass(
     for one, end in zip(sequences, ends, strict=True):
         one.reserve(end)
     table = BlockTable(pool.tables.of([one.line for one in sequences]), pool.size)
-    lengths_S = torch.tensor(lengths, device=pool.device)
-    return TreePlan([draft for draft, _ in parts], lengths_S, kv_length or max(ends), table, attention, spans)
+    known = 0 if lengths_B is None else lengths_B.shape[0]
+    if known < len(lengths):
+        behind = torch.tensor(lengths[known:], device=pool.device)
+        lengths_B = behind if lengths_B is None else torch.cat([lengths_B, behind])
+    assert lengths_B is not None, "there are sequences"
+    return TreePlan([draft for draft, _ in parts], lengths_B, kv_length or max(ends), table, attention, spans)
 
 
 def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor, counts_S: Tensor) -> None:

@@ -25,6 +25,7 @@ class BlockTables:
         self._free = list(range(LINES - 1, 0, -1))
         self._changed = False
         self.epoch = 0
+        self._latest: tuple[list[int], int, Tensor] = [], 0, self._copy  # what was asked for last, if it is a view
 
     def open(self) -> int:
         """A line for one more sequence."""
@@ -60,10 +61,14 @@ class BlockTables:
 
     def of(self, lines: Sequence[int]) -> Tensor:
         """[S, W] int64 of some sequences."""
-        first, count, table = lines[0], len(lines), self.tensor()
-        if list(lines) == list(range(first, first + count)):
-            return table[first : first + count]
-        return table[torch.tensor(lines, device=self._device)]
+        table, (before, epoch, found) = self.tensor(), self._latest
+        if before == lines and epoch == self.epoch:
+            return found
+        first, count = lines[0], len(lines)
+        if list(lines) != list(range(first, first + count)):
+            return table[torch.tensor(lines, device=self._device)]
+        self._latest = list(lines), self.epoch, table[first : first + count]  # a view: what is written shows in it
+        return self._latest[2]
 
     def _move(self, lines: int, width: int) -> None:
         moved = torch.zeros(lines, width, dtype=torch.int64)

@@ -61,7 +61,7 @@ def decode_step(
     """
     state = with_room(state, max(one.length for one in sequences) + drafter.nodes + 1)
     draft = _fit(base, sequences, drafter.propose(state, sequences))
-    plan = base.plan([(draft, sequences), *(chunk.part for chunk in chunks)])
+    plan = base.plan([(draft, sequences), *(chunk.part for chunk in chunks)], lengths_B=state.positions)
     accepted, hidden_BNF, after = verify(base, sequences[0].pool, plan, rule, state, reader, chunks)
     tokens, counts = read_tokens(accepted.emitted.tolist())  # the step's only copy to the host
     for one, count in zip(sequences, counts, strict=True):
@@ -85,13 +85,13 @@ def verify(
         What was accepted, the hidden states [B, N, F] at the nodes, and the next state.
     """
     draft, hidden_RF = plan.drafts[0], base.run(pool, plan)
-    count = draft.tokens.shape[0]
-    drafted = plan.firsts[count]
     if chunks:
-        logits_RV = take_chunks(base, hidden_RF[drafted:], hidden_RF[:drafted], chunks)
+        drafted = plan.firsts[draft.tokens.shape[0]]
+        behind_RF, hidden_RF = hidden_RF[drafted:], hidden_RF[:drafted]
+        logits_RV = take_chunks(base, behind_RF, hidden_RF, chunks)
     else:
         logits_RV = base.logits(hidden_RF)
-    hidden_BNF, logits_BNV = draft.spread(hidden_RF[:drafted]), draft.spread(logits_RV)
+    hidden_BNF, logits_BNV = draft.spread(hidden_RF), draft.spread(logits_RV)
     accepted = _judge(draft, hidden_BNF, logits_BNV, rule, state, reader)
     if draft.depth > 0:  # otherwise the root alone, which stands where it belongs
         base.commit(pool, plan, accepted.path, accepted.counts)
@@ -133,8 +133,9 @@ def _judge(
 
 
 def _next(state: DecodeState, accepted: Accepted) -> DecodeState:
-    return dataclasses.replace(
-        state, roots=accepted.bonus, hidden=accepted.hidden, positions=state.positions + accepted.counts
+    positions_B = state.positions + accepted.counts
+    return DecodeState(
+        accepted.bonus, accepted.hidden, state.active, state.history, positions_B, state.seeds, state.starts
     )
 
 
