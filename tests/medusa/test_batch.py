@@ -19,6 +19,10 @@ SCHEDULES = 30
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def _anew(step):
+    return step
+
+
 @pytest.fixture(scope="module", params=["cpu", "gpu", *(["gpu, triton"] if INTERPRETED else [])])
 def speaker(request, base, base_directory, make_heads):
     """Under a CPU's rules (any shape, asking is free) and a GPU's (recorded steps in fixed buckets).
@@ -28,7 +32,7 @@ def speaker(request, base, base_directory, make_heads):
     heads, record = make_heads(), Recorder()
     if "triton" in request.param:
         base, heads = BaseModel.load(base_directory, torch.float32, "cpu", attention="triton"), heads.float()
-        record = lambda step: step
+        record = _anew
     graphs = StepGraphs(base, record) if "gpu" in request.param else None
     return MedusaModel(base, heads, graphs)
 
