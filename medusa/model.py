@@ -258,7 +258,7 @@ class MedusaModel:
         return self.drafters.explain(drafter)
 
     def release(self) -> None:
-        """Free the memory that is kept between calls: idle caches and the graphs over them."""
+        """Free the memory that is kept between calls: the KV cache and the graphs over it."""
         if self.graphs is not None:
             self.graphs.clear()
 
