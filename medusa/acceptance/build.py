@@ -31,7 +31,7 @@ class BuiltRule:
         return NO_NOISE if self.name in ("greedy", "typical") else self.warper
 
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        """See ``Rule``."""
+        """The verdict of the rule."""
         return self._rule(draft, logits_BNV, state)
 
 

@@ -64,7 +64,7 @@ class ExactAttention:
         return None if known else f"its kernel does not compute in {query.dtype}"
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``TreeAttention.attend``."""
+        """The C++ kernel's sums, which run in order of position."""
         assert key.is_contiguous() and value.is_contiguous(), "blocks are read whole"
         rows = plan.once(self.name, lambda: _Rows.of(plan))
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()

@@ -64,7 +64,7 @@ class FlashAttention:
         return None
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``TreeAttention.attend``."""
+        """The cached prefix by a flash kernel, the tree by masked products, merged."""
 
         def attend(part: Part, query_SNHD: Tensor) -> Tensor:
             query_SKGND = query_SNHD.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)

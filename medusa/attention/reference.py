@@ -22,7 +22,7 @@ class ReferenceAttention:
         return None
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``TreeAttention.attend``."""
+        """Attention under an additive mask, part by part of equally large trees."""
         groups = query.shape[1] // key.shape[2]
 
         def attend(part: Part, query_SNHD: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class TritonAttention:
         return self._refused.get(_kind(query, key, value, scoring))
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``TreeAttention.attend``."""
+        """One launch for all trees, and a merge of its splits."""
         groups, dim = query.shape[1] // key.shape[2], max(query.shape[-1], value.shape[-1])
         rows = plan.once(("block of rows", groups), lambda: choose_rows([size * groups for size in plan.sizes]))
         tile = choose_tile(rows, dim, query.element_size(), self.shared_memory, scoring.window is not None)

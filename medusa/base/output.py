@@ -56,7 +56,7 @@ class OutputLayer:
         return self._as_given(self._lm_head(hidden.to(self.weight.dtype)))
 
     def of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
-        """See ``BaseModel.logits_of``."""
+        """What computes the columns of these tokens alone, see ``BaseModel.logits_of``."""
         if self.weight.device.type == "meta":
             return lambda hidden: self(hidden)[..., tokens]
         index = tokens.to(self.weight.device)

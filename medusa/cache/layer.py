@@ -119,7 +119,7 @@ class PassCache(Cache):
 
     @property
     def before(self) -> int:
-        """See ``PassLayer.get_seq_length``."""
+        """Places before those of the pass's rows, where layers count them."""
         return self.plan.kv_length - self.plan.rows if self._explicit else 0
 
     @property

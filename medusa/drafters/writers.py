@@ -60,7 +60,7 @@ class SmallModel:
     def reading(
         self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
     ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
-        """See ``Writer``."""
+        """The model's own sequences, which follow the base's, and its hidden states at the roots."""
         own = [one.follower(self._model, self._model.new_pool) for one in sequences]
         for ours, theirs in zip(own, sequences, strict=True):
             ours.length = min(ours.length, theirs.length)  # a step was given up
@@ -112,7 +112,7 @@ class SmallModel:
         return hidden_BD.index_copy(0, index, hidden_RD[ends])
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        """See ``Writer``."""
+        """The model's logits."""
         return self._model.logits(hidden_BD)
 
 
@@ -147,7 +147,7 @@ class MtpWriter:
     def reading(
         self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
     ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
-        """See ``Writer``; all was computed when it was committed."""
+        """The layer's own sequences: all was computed when it was committed."""
         own = self._layer.follow(sequences)
         hidden_BD = self._layer.latest(own)
         try:
@@ -163,5 +163,5 @@ class MtpWriter:
         return self._layer.latest(own)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        """See ``Writer``."""
+        """The base's logits of the layer's output."""
         return self._base.logits(hidden_BD)

@@ -196,8 +196,9 @@ class Batch:
                 self._stop()
                 self._keep([index for index, request in enumerate(self._decoding) if request is not last])
             last.close()
-            self._scheduler.add(last)
-            self.preemptions += 1
+            if last.active:  # it may have ended with the step that was under way
+                self._scheduler.add(last)
+                self.preemptions += 1
 
     def _begin(self) -> Steps:
         """Start steps for the requests as they are now: choose drafters, and group those that share one and a rule."""
