@@ -263,6 +263,7 @@ class Batch:
         for request in self._decoding:
             if not request.active:
                 request.close()
+                self._scheduler.ended()
                 if request in self._chosen:
                     wanted, rule = request.speculation, request.rule
                     chosen = self._chosen[request]

@@ -1,7 +1,8 @@
 """Who is computed next: requests wait for room, then their texts are computed in chunks beside the steps of others.
 
 Room is given as it is needed and not for the longest text that a request may come to. When there is none left, the
-request that came last gives its blocks back and waits again; it goes on later with the same text.
+request that came last gives its blocks back and waits again; it goes on later with the same text. Until somebody has
+ended nobody begins then: whoever did would lose its room again soon.
 """
 
 from collections import Counter, deque
@@ -29,6 +30,7 @@ class Scheduler:
         self._chunk = 1 if base.decoding == "plain" else min(config.chunk, config.pass_tokens)
         self._waiting: list[Request] = []
         self._prompts: deque[Request] = deque()
+        self._full = False  # room has run out, and nobody has ended since
 
     def __iter__(self) -> Iterator[Request]:
         """All of them."""
@@ -49,6 +51,7 @@ class Scheduler:
         for request in self._prompts:
             if not request.active:
                 request.close()
+                self.ended()
         self._waiting = [request for request in self._waiting if request.active]
         self._prompts = deque(request for request in self._prompts if request.active)
 
@@ -75,6 +78,10 @@ class Scheduler:
         """All of its text is computed: it decodes from now on."""
         self._prompts.remove(request)
 
+    def ended(self) -> None:
+        """A request that was under way has given its room back for good."""
+        self._full = False
+
     def preempt(self, needed: int, decoding: Sequence[Request]) -> Request | None:
         """Who gives its blocks back where so many are needed at once; None where there is room.
 
@@ -86,11 +93,14 @@ class Scheduler:
         last = max([*decoding, *self._prompts], key=lambda request: request.order)
         if last in self._prompts:
             self._prompts.remove(last)
+        self._full = True
         return last
 
     def _admit(self, decoding: Sequence[Request]) -> None:
         """Let requests begin as long as there is room for their texts and a block more for each that decodes."""
         under_way = [*decoding, *self._prompts]
+        if self._full and under_way:
+            return
         clients = Counter(request.client for request in under_way)
         owed = sum(request.cached.missing(request.length) for request in self._prompts) + len(under_way)
         held_up = list[Request]()
