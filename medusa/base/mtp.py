@@ -33,11 +33,8 @@ class MtpLayer:
 
     def __init__(self, layers: MtpModel, attention: TreeAttention, device: torch.device) -> None:
         layers.set_attn_implementation(IMPLEMENTATION)
-        self._model, self._attention, self._device = (
-            layers.eval().requires_grad_(False),
-            attention,
-            torch.device(device),
-        )
+        self._model = layers.eval().requires_grad_(False)
+        self._attention, self._device = attention, torch.device(device)
         self.hidden_size = int(layers.config.hidden_size)
         self._latest: weakref.WeakKeyDictionary[CachedSequence, Tensor] = weakref.WeakKeyDictionary()
 
@@ -107,8 +104,8 @@ class MtpLayer:
         going = [index for index, count in enumerate(counts) if count]
         if not going:
             return
-        chosen, sizes, index = [own[at] for at in going], [counts[at] for at in going], torch.tensor(going)
-        longest, index = max(sizes), index.to(self._device)
+        chosen, sizes = [own[at] for at in going], [counts[at] for at in going]
+        longest, index = max(sizes), torch.tensor(going, device=self._device)
         draft = Draft.chain(tokens_BC[index, :longest], sizes)
         plan, pool = plan_pass([(draft, chosen)], self._attention), chosen[0].pool
         places_1R = (plan.positions + 1)[None]

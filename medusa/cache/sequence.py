@@ -172,10 +172,8 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
             native.keep_rows(buffers, path_SA, counts_S, lengths_S, table_SW, pool.size)
         return
     first_S1, offsets_A = lengths_S[:, None], torch.arange(path_SA.shape[1], device=path_SA.device)
-    sources, targets = (
-        (table_SW.gather(1, at // pool.size) * pool.size + at % pool.size).flatten()
-        for at in (first_S1 + path_SA, first_S1 + offsets_A)
-    )
+    table = BlockTable(table_SW, pool.size)
+    sources, targets = (table.places(first_S1 + nodes).flatten() for nodes in (path_SA, offsets_A))
     for device in {buffer.device for buffer in buffers}:
         there, here = sources.to(device), targets.to(device)
         for rows in (buffer.flatten(0, 1) for buffer in buffers if buffer.device == device):
