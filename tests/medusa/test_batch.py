@@ -59,12 +59,14 @@ def request(chance, vocab_size):
 
 
 def run(batch, asked, chance):
-    """Requests that join at random, some of which are removed."""
-    waiting, requests, removed = list(asked), [], set()
+    """Requests that join at random, some of which are removed; others in the pool have its room now and then."""
+    waiting, requests, removed, pool = list(asked), [], set(), batch.pool
     while waiting or len(batch):
         while waiting and chance.random() < 0.5:
             requests.append(batch.add(*waiting.pop(0), client=chance.choice("ab"), priority=chance.choice([0, 0, 1])))
+        others = pool.take(pool.available) if pool.tokens and chance.random() < 0.7 else []
         batch.step()
+        pool.release(others)
         growing = [number for number, request in enumerate(requests) if request.active]
         if growing and chance.random() < 0.05:
             removed.add(number := chance.choice(growing))
