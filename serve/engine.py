@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from medusa import BaseModel, Batch, EngineConfig, MedusaModel, Piece, Request
+from medusa.cache import BLOCK, CachedSequence
+from medusa.tree import Draft
 from serve.jobs import Job
 from serve.metrics import Metrics
 from serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
@@ -289,19 +291,22 @@ def cache_tokens(model: MedusaModel) -> int:
     per_position = sum(position_bytes(one) for one in (base, small) if one is not None)
     if base.mtp is not None:
         per_position += position_bytes(base) // base.num_layers
-    if base.device.type == "cuda":
-        memory = base.ranks * torch.cuda.mem_get_info(base.device)[0]  # each holds its heads of a position
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else machine_memory()
     return max(base.context_length + EngineConfig().tree_reserve, int(MEMORY * memory / per_position))
 
 
+def machine_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@torch.inference_mode()
 def position_bytes(base: BaseModel) -> int:
-    """Bytes of keys and values of one position in all layers."""
-    config = base.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * base.num_layers * heads * dim * base.dtype.itemsize)
+    """Bytes of keys and values of one position in all layers, or in this process's share of them: a pass tells."""
+    pool = base.new_pool(BLOCK)
+    tokens_11 = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
+    base.run(pool, base.plan([(Draft.chain(tokens_11), [CachedSequence(pool)])]))
+    return sum(arena.block_bytes for arena in pool.arenas) // pool.size
 
 
 def _put_all(events: Sequence[tuple[Ticket, Delta | Exception | None]]) -> None:

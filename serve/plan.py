@@ -1,7 +1,6 @@
 """``medusa-serve --dry-run``: what a device's memory would hold, from a config alone."""
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,12 +50,12 @@ def show_plan(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from serve.engine import MEMORY
+    from serve.engine import MEMORY, machine_memory
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     shape = read_shape(_config(args.base), dtype, args.int8)
     on_gpu = args.device_memory is not None
-    memory = args.device_memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = args.device_memory or machine_memory()
     limits = engine_limits(from_flags(EngineSettings, args), recorded=on_gpu and not args.no_graph)
     limits = replace(limits, head_bytes=shape.itemsize * _head_weights(args.heads or shipped_heads(args.base)))
     cache = args.cache_tokens or (None if on_gpu else int(MEMORY * memory / shape.cached_bytes))

@@ -30,6 +30,14 @@ class LayerShape(NamedTuple):
     scoring: Scoring = Scoring(1.0)
 
 
+def head_size(layer: nn.Module) -> int | None:
+    """D of an attention layer of transformers; None = it is another module."""
+    # DeepSeek's latent attention, GPT-NeoX, and all others.
+    sizes = (getattr(layer, name, None) for name in ("qk_head_dim", "head_size", "head_dim"))
+    dim = next((size for size in sizes if size), None)
+    return dim if isinstance(dim, int) and isinstance(getattr(layer, "layer_idx", None), int) else None
+
+
 def layer_shapes(model: nn.Module, config: Any) -> tuple[LayerShape, ...]:
     """The different shapes of a model's attention layers, with the scoring that its config names.
 
@@ -43,9 +51,8 @@ def layer_shapes(model: nn.Module, config: Any) -> tuple[LayerShape, ...]:
     softcap = getattr(config, "attn_logit_softcapping", None)
     shapes: dict[LayerShape, None] = {}
     for layer in model.modules():
-        # DeepSeek's latent attention, GPT-NeoX, and all others.
-        dim = next((size for name in ("qk_head_dim", "head_size", "head_dim") if (size := getattr(layer, name, 0))), 0)
-        if not isinstance(dim, int) or not dim or getattr(layer, "layer_idx", None) is None:
+        dim = head_size(layer)
+        if dim is None:
             continue
         dim_v, groups = getattr(layer, "v_head_dim", None) or dim, getattr(layer, "num_key_value_groups", None) or 1
         for window in windows:

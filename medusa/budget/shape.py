@@ -107,11 +107,12 @@ def read_shape(config: Any, dtype: Any = None, int8: bool = False) -> Shape:
 
 def _attention(model: Any, config: Any, name: str) -> tuple[int, int]:
     """``cached`` and ``scored`` of a ``Shape``."""
+    from medusa.attention.trial import head_size
+
     cached, scored = 0, 0
     for layer in model.modules():
-        # DeepSeek's latent attention, GPT-NeoX, and all others.
-        dim = next((size for key in ("qk_head_dim", "head_size", "head_dim") if (size := getattr(layer, key, 0))), 0)
-        if isinstance(dim, int) and dim and isinstance(getattr(layer, "layer_idx", None), int):
+        dim = head_size(layer)
+        if dim is not None:
             both = dim + (getattr(layer, "v_head_dim", None) or dim)
             groups, latent = getattr(layer, "num_key_value_groups", None) or 1, getattr(layer, "kv_lora_rank", None)
             cached += latent + layer.qk_rope_head_dim if latent else config.num_attention_heads // groups * both

@@ -7,9 +7,12 @@ import pytest
 
 from data.arguments import memory_size
 from medusa import HeadsConfig, build_heads
+from medusa.budget.shape import read_shape
 from medusa.formats import save_heads
-from serve.engine import MEMORY
+from medusa.loading.self_test import choose_decoding
+from serve.engine import MEMORY, position_bytes
 from serve.server import main
+from tests.medusa.test_conformance import FAMILIES, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +110,9 @@ def test_a_wrong_size_is_wrong_use(text, capsys):
         main(["--dry-run", "--base", "embedded", f"--device-memory={text}"])
     assert wrong.value.code == 2
     assert f"size ({text}) must be a positive number of bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_server_needs_what_is_planned_for_a_position(family):
+    base, _ = tiny(family)
+    assert position_bytes(choose_decoding(base)) == read_shape(base.model.config, base.dtype).cached_bytes
