@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from medusa.base import smollm2
+from medusa.base import gguf, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
@@ -63,7 +63,11 @@ def read_checkpoint(
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+            if (Path(path) / gguf.WEIGHTS).is_file() and not options:
+                usable = pack and device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and available()
+                model = gguf.load(path, dtype, expand=not usable or int8 or bool(adapter))
+            else:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -103,6 +107,8 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
     candidates = [Path(name)] if heads_directory is None else [Path(heads_directory) / name, Path(name)]
     for candidate in candidates:
         if candidate.is_dir():
+            return str(candidate.resolve())
+        if candidate.suffix == gguf.SUFFIX and candidate.is_file():
             return str(candidate.resolve())
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")

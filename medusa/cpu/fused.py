@@ -17,6 +17,7 @@ from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
+from medusa.cpu.packed import PackedLinear
 
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
@@ -37,13 +38,17 @@ class _Weights(NamedTuple):
     bias: Tensor | None
     scales: Tensor | None
     inputs: int
+    outputs: int
+    packing: int = 0
 
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
         """Its rows as layers of their own."""
+        if self.packing:
+            raise UnusualBlockError("several layers are packed as one")
         weights, biases, scales = (
             [None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in self[:3]
         )
-        return [_Weights(*part, self.inputs) for part in zip(weights, biases, scales, strict=True)]
+        return [_Weights(*part, self.inputs, size) for *part, size in zip(weights, biases, scales, sizes, strict=True)]
 
 
 class _Block(ctypes.Structure):
@@ -196,9 +201,9 @@ class FusedPass:
         ]  # fmt: skip
         linears = [*heads, _whole(attention.o_proj), *gated, _whole(mlp.down_proj)]
         for head, size in zip(heads, (queries, keys, keys), strict=True):
-            if (len(head.weight), head.inputs) != (size, shape["hidden"]):
+            if (head.outputs, head.inputs) != (size, shape["hidden"]):
                 raise UnusualBlockError("its heads are not those of the other layers")
-        plain = [tensor for one in linears for tensor in (one.bias, None if self._int8 else one.weight)] + norms
+        plain = [tensor for one in linears for tensor in (one.bias, None if self._int8 or one.packing else one.weight)] + norms
         if any(tensor is not None and tensor.dtype != self._dtype for tensor in plain):
             raise UnusualBlockError("its weights are of several dtypes")
         if any((one.scales is not None) != self._int8 for one in linears):
@@ -266,7 +271,10 @@ def _norm(norm: Any, epsilon: float) -> Tensor | None:
 
 def _whole(linear: Any) -> _Weights:
     if isinstance(linear, Int8Linear):
-        return _Weights(linear.rounded, linear.bias, linear.scales, linear.in_features)
+        return _Weights(linear.rounded, linear.bias, linear.scales, linear.in_features, linear.out_features)
+    if isinstance(linear, PackedLinear):
+        parts, packing = linear.packed.parts, linear.packed.packing
+        return _Weights(parts, linear.bias, None, linear.in_features, linear.out_features, packing)
     if not native.is_plain(linear) or not linear.weight.is_contiguous():
         raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
-    return _Weights(linear.weight, linear.bias, None, linear.in_features)
+    return _Weights(linear.weight, linear.bias, None, linear.in_features, linear.out_features)

@@ -30,17 +30,33 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
-        ("scales", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p), ("packing", ctypes.c_int64),
     ]  # fmt: skip
 
     @classmethod
     def of(
-        cls, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, inputs: int | None = None
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        inputs: int | None = None,
+        outputs: int | None = None,
+        packing: int = 0,
     ) -> "LinearStruct":
-        """The layer of these tensors, which must outlive it; of 8 bits with ``scales`` (``medusa.cpu.int8``)."""
-        assert weight.stride(1) == 1 and weight.stride(0) == weight.shape[1], "rows of a weight follow each other"
+        """The layer of these tensors, which must outlive it.
+
+        Args:
+            weight: Contiguous.
+            bias: Of its outputs.
+            scales: Of weights rounded to 8 bits (``medusa.cpu.int8``).
+            inputs: None = columns of the weight.
+            outputs: None = rows of the weight.
+            packing: How the weight is packed (``medusa.cpu.packed``).
+        """
+        assert weight.is_contiguous(), "rows of a weight follow each other"
         bias_at, scales_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, scales))
-        return cls(weight.data_ptr(), bias_at, len(weight), inputs or weight.shape[1], scales_at)
+        sizes = outputs or len(weight), inputs or weight.shape[1]
+        return cls(weight.data_ptr(), bias_at, *sizes, scales_at, packing)
 
 
 @cache
@@ -133,22 +149,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
 
 
 class LinearKernel:
-    """``linear`` with one layer's weights, which must not move: what can be said beforehand is said once."""
+    """``linear`` with one layer's weights, which must not move: what can be said beforehand is said once.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._alive = [tensor.detach() for tensor in (weight, bias) if tensor is not None]
-        self._layer, self.dtype = LinearStruct.of(weight, bias), weight.dtype
-        self._outputs, self._inputs = weight.shape
-        self._compute, self._type = kernels().medusa_linear, number_type(weight.dtype)
+    Args:
+        layer: What the kernel reads.
+        dtype: Of rows and outputs.
+        alive: Its tensors.
+    """
+
+    def __init__(self, layer: LinearStruct, dtype: torch.dtype, alive: Sequence[Tensor | None]) -> None:
+        self._layer, self.dtype, self._alive = layer, dtype, alive
+        self._compute, self._type = kernels().medusa_linear, number_type(dtype)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "LinearKernel":
+        """The kernel of plain weights."""
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return cls(LinearStruct.of(weight, bias), weight.dtype, [weight, bias])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., out] of x [..., in] of the weight's dtype."""
+        """[..., out] of x [..., in] of the layer's dtype."""
         *rows, inputs = x.shape
-        if x.dtype != self.dtype or inputs != self._inputs:
-            raise RuntimeError(f"rows {list(x.shape)} of {x.dtype} do not fit {self._inputs} inputs of {self.dtype}")
-        x, out = x.contiguous(), x.new_empty(*rows, self._outputs)
+        layer = self._layer
+        if x.dtype != self.dtype or inputs != layer.inputs:
+            raise RuntimeError(f"rows {list(x.shape)} of {x.dtype} do not fit {layer.inputs} inputs of {self.dtype}")
+        x, out = x.contiguous(), x.new_empty(*rows, layer.outputs)
         threads = torch.get_num_threads()
-        self._compute(self._type, threads, self._layer, math.prod(rows), x.data_ptr(), out.data_ptr())
+        self._compute(self._type, threads, layer, math.prod(rows), x.data_ptr(), out.data_ptr())
         return out
 
 

@@ -4,7 +4,7 @@
 // chain of such vectors, whose lanes are added up at the end. So a row's sums do not depend on the rows beside it, nor
 // on the threads.
 #pragma once
-#include "vectors.h"
+#include "weights.h"
 
 constexpr int ROWS = LANES == 8 ? 4 : 8;  // rows x OUTPUTS sums stay in registers
 constexpr int OUTPUTS = 3;
@@ -18,12 +18,6 @@ template <class T> constexpr int64_t arranged(int64_t in) { return (in + STEP<T>
 
 // Whether R x C sums, C vectors of weights and one of a row fit into the registers.
 template <int R, int C> constexpr bool IN_REGISTERS = R * C + C + 1 < (LANES == 8 ? 16 : 32);
-
-struct Linear {
-    const void *weight, *bias;  // [outputs, in] and [outputs] or null
-    int64_t outputs, in;
-    const float* scales;  // [outputs] where weights are rounded to 8 bits: [outputs, whole groups] bytes; else null
-};
 
 // The nearest number that T holds.
 template <class T> static inline float rounded(float x) { T y; narrow(x, &y); return widen(y); }
@@ -247,6 +241,8 @@ template <class T> struct Plain {
     }
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-        ::linear<T>(at, x, rows, out, stride, first, last);
+        expanded<T>(at, first, last, [&](const Linear& there, int64_t from, int64_t to) {
+            ::linear<T>(there, x, rows, out, stride, from, to);
+        });
     }
 };

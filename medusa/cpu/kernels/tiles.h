@@ -251,6 +251,10 @@ struct Tiles {
     // Outputs first .. last of all rows.
     template <class O>
     static void linear(const Linear& at, const bf16* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
+        expanded<bf16>(at, first, last, [&](const Linear& there, int64_t from, int64_t to) { numbers(there, x, rows, out, stride, from, to); });
+    }
+    template <class O>
+    static void numbers(const Linear& at, const bf16* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
         const auto from = [&](int64_t n) {
             const bf16* weights = (const bf16*)at.weight + n * at.in;
             const int count = int(std::min<int64_t>(OUTPUTS, last - n));
@@ -265,6 +269,12 @@ struct Tiles {
     // pairs of outputs, row by row, as sums are.
     template <class Join>
     static void gated(const Linear& gate, const Linear& up, const bf16* x, int64_t rows, bf16* to, int64_t first, int64_t last, Join join) {
+        expanded<bf16>(gate, first, last, [&](const Linear& gates, int64_t from, int64_t until) {
+            expanded<bf16, 1>(up, from, until, [&](const Linear& ups, int64_t first, int64_t last) { gated_numbers(gates, ups, x, rows, to, first, last, join); });
+        });
+    }
+    template <class Join>
+    static void gated_numbers(const Linear& gate, const Linear& up, const bf16* x, int64_t rows, bf16* to, int64_t first, int64_t last, Join join) {
         const Linear* layers[2] = {&gate, &up};
         const int64_t wide_to = room(gate.outputs);
         const auto from = [&](int64_t n) {

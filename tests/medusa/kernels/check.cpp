@@ -49,6 +49,38 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
         }
 }
 
+// Packed weights: each number against its formula, and sums against those of the same numbers.
+template <class T, class P> static void check_packed(int64_t outputs, int64_t in) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, runs = in / RUN;
+    std::vector<P> parts(panels * runs);
+    for (P& part : parts) {
+        uint8_t* bytes = (uint8_t*)&part;
+        for (size_t i = 0; i < sizeof part; i++) bytes[i] = uint8_t(generator());
+        for (f16& x : part.scale) narrow(noise(), &x);
+        if constexpr (std::is_same_v<P, FourBits>)
+            for (f16& x : part.offset) narrow(noise(), &x);
+    }
+    std::vector<T> weight(outputs * in);
+    for (int64_t n = 0; n < outputs; n++)
+        for (int64_t k = 0; k < in; k++) {
+            const P& part = parts[n / PANEL * runs + k / RUN];
+            const int64_t r = n % PANEL, i = k % RUN;
+            if constexpr (std::is_same_v<P, FourBits>)
+                narrow(float(part.words[r][i % 8] >> i / 8 * 4 & 15) * widen(part.scale[r]) + widen(part.offset[r]), &weight[n * in + k]);
+            else narrow(widen(part.scale[r]) * part.numbers[r][i], &weight[n * in + k]);
+        }
+    const auto bias = numbers<T>(outputs), x = numbers<T>(40 * in);
+    const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, std::is_same_v<P, FourBits> ? FOUR_BITS : EIGHT_BITS};
+    const Linear plain{weight.data(), bias.data(), outputs, in};
+    for (int64_t rows : {1, 3, 16, 40})
+        for (int threads : {1, 3}) {
+            std::vector<T> ours(rows * outputs), theirs(rows * outputs);
+            REQUIRE(medusa_linear(TYPE<T>, threads, &packed, rows, x.data(), ours.data()) == DONE);
+            REQUIRE(medusa_linear(TYPE<T>, threads, &plain, rows, x.data(), theirs.data()) == DONE);
+            REQUIRE(!std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(T)));
+        }
+}
+
 // A tree's rows, and each node once more as the end of a chain of its ancestors.
 template <class T> static void check_attention(int64_t groups, int64_t dim, int64_t length) {
     const int64_t kv = 2, heads = kv * groups, nodes = 9, room = length + nodes;
@@ -120,6 +152,10 @@ int main() {
     check_functions(), check_float16();
     for (auto [outputs, in] : {std::pair{37, 100}, {96, 576}, {5, 33}, {1, 7}, {50, 1100}})
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
+    for (auto [outputs, in] : {std::pair{1, 32}, {37, 96}, {200, 576}}) {
+        check_packed<float, FourBits>(outputs, in), check_packed<bf16, FourBits>(outputs, in), check_packed<f16, FourBits>(outputs, in);
+        check_packed<float, EightBits>(outputs, in), check_packed<bf16, EightBits>(outputs, in), check_packed<f16, EightBits>(outputs, in);
+    }
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
             for (int64_t length : {0, 5, 28, 127, 300})

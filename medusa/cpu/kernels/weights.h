@@ -1,0 +1,142 @@
+// Where a linear layer's weights stand: as numbers, or packed as GGUF files hold them (medusa/cpu/packed.py).
+//
+// Packed weights are expanded to the numbers of the pass in blocks of outputs that stay in a core's cache, and are met
+// there as others are. So sums are those of a model whose weights were expanded when it was loaded, bit by bit.
+#pragma once
+#include "vectors.h"
+
+constexpr int64_t PANEL = 16;                   // outputs whose packed weights stand together
+constexpr int64_t RUN = 32;                     // numbers along `in` that share a scale
+constexpr int64_t EXPANDED_BYTES = 128 << 10;   // of expanded weights at a time, about
+constexpr int64_t PACKED_AHEAD = 1024;          // bytes that are on their way
+
+enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS };
+
+struct Linear {
+    const void *weight, *bias;  // [outputs, in] and [outputs] or null
+    int64_t outputs, in;
+    const float* scales;  // [outputs] where weights are rounded to 8 bits: [outputs, whole groups] bytes; else null
+    int64_t packing;      // otherwise the weight is [panels of outputs, runs of `in`] of these:
+};
+
+// Number i of output r is scale[r] * q + offset[r]: q is 4 bits of word i % 8, from bit i / 8 * 4 on.
+struct FourBits {
+    f16 scale[PANEL], offset[PANEL];
+    uint16_t words[PANEL][8];
+};
+struct EightBits {  // scale[r] * numbers[r][i]
+    f16 scale[PANEL];
+    int8_t numbers[PANEL][RUN];
+};
+
+// The 16 numbers that a scale and an offset make of 4 bits.
+template <class T> static inline void levels(float scale, float offset, T* to) {
+    for (int i = 0; i < 16; i += LANES) {
+        vf steps;
+        for (int j = 0; j < LANES; j++) steps[j] = float(i + j);
+        put(rounded(fma(splat(scale), steps, splat(offset)), T()), to + i, 16 - i);
+    }
+}
+template <class T> static inline void expand(const uint16_t* words, float scale, float offset, T* to) {
+    T level[16];
+    levels(scale, offset, level);
+    for (int i = 0; i < RUN; i++) to[i] = level[words[i % 8] >> i / 8 * 4 & 15];
+}
+template <class T> static inline void expand(const int8_t* numbers, float scale, T* to) {
+    for (int i = 0; i < RUN; i += LANES) {
+        typedef int8_t bytes __attribute__((vector_size(LANES)));
+        const vf whole = __builtin_convertvector(load<bytes>(numbers + i), vf);
+        put(rounded(splat(scale) * whole, T()), to + i);
+    }
+}
+#if defined(__AVX512BF16__)
+static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
+    const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 level = _mm512_fmadd_ps(_mm512_set1_ps(scale), steps, _mm512_set1_ps(offset));
+    const __m512i twice = __m512i(_mm512_cvtne2ps_pbh(level, level));  // a fifth bit of the index changes nothing
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)words));
+    alignas(64) static constexpr uint16_t SHIFTS[] = {0, 0, 0, 0, 0, 0, 0, 0, 4,  4,  4,  4,  4,  4,  4,  4,
+                                                      8, 8, 8, 8, 8, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12};
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_srlv_epi16(all, _mm512_load_si512(SHIFTS)), twice));
+}
+static inline void expand(const int8_t* numbers, float scale, bf16* to) {
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)numbers)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + 16))));
+    const __m512 by = _mm512_set1_ps(scale);
+    _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, by), _mm512_mul_ps(low, by))));
+}
+#elif defined(__SSSE3__) || defined(__ARM_NEON)
+typedef uint8_t v16 __attribute__((vector_size(16)));
+typedef uint16_t v8 __attribute__((vector_size(16)));
+static inline v8 look_up(v16 table, v16 index) {  // bytes of the table
+#ifdef __ARM_NEON
+    return v8(vqtbl1q_u8(uint8x16_t(table), uint8x16_t(index)));
+#else
+    return v8(_mm_shuffle_epi8(__m128i(table), __m128i(index)));
+#endif
+}
+static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
+    bf16 level[16];
+    levels(scale, offset, level);
+    const v8 first = load<v8>(level), second = load<v8>(level + 8);
+    v16 lower, upper;  // bytes of the levels
+    for (int i = 0; i < 8; i++) {
+        lower[i] = uint8_t(first[i]), upper[i] = uint8_t(first[i] >> 8);
+        lower[8 + i] = uint8_t(second[i]), upper[8 + i] = uint8_t(second[i] >> 8);
+    }
+    const v16 all = load<v16>(words);
+    for (int half = 0; half < 2; half++) {
+        const v16 index = (half ? all >> 4 : all) & 15;
+        const v8 low = look_up(lower, index), high = look_up(upper, index);
+        store(to + half * 8, v8(low & 255 | high << 8));
+        store(to + 16 + half * 8, v8(low >> 8 | high & 0xff00));
+    }
+}
+#endif
+
+// Weights of outputs first .. last: to[output - first][in].
+template <class T> static void expand(const Linear& at, int64_t first, int64_t last, T* to) {
+    const int64_t runs = at.in / RUN;
+    const auto panels = [&](auto panel, auto one) {
+        using P = decltype(panel);
+        for (int64_t n = first; n < last;) {
+            const int64_t from = n % PANEL, count = std::min(PANEL - from, last - n);
+            const P* part = (const P*)at.weight + n / PANEL * runs;
+            for (int64_t k = 0; k < runs; k++, part++) {
+                for (size_t i = 0; i < sizeof(P); i += 64) __builtin_prefetch((const char*)part + PACKED_AHEAD + i, 0, 2);
+                one(*part, from, count, to + (n - first) * at.in + k * RUN);
+            }
+            n += count;
+        }
+    };
+    alignas(64) float scale[PANEL], offset[PANEL];
+    const auto widened = [](const f16* from, float* to) {
+        for (int i = 0; i < PANEL; i += LANES) store(to + i, wide(from + i));
+    };
+    if (at.packing == FOUR_BITS)
+        panels(FourBits(), [&](const FourBits& part, int64_t from, int64_t count, T* to) {
+            widened(part.scale, scale), widened(part.offset, offset);
+            for (int64_t r = 0; r < count; r++) expand(part.words[from + r], scale[from + r], offset[from + r], to + r * at.in);
+        });
+    else
+        panels(EightBits(), [&](const EightBits& part, int64_t from, int64_t count, T* to) {
+            widened(part.scale, scale);
+            for (int64_t r = 0; r < count; r++) expand(part.numbers[from + r], scale[from + r], to + r * at.in);
+        });
+}
+
+// Calls use(layer of numbers, from, to) for outputs first .. last, as many at a time as stay near where they are packed.
+// WHICH: of several layers that are met at once.
+template <class T, int WHICH = 0, class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
+    if (at.packing == NUMBERS) return use(at, first, last);
+    thread_local Buffer<T> numbers;
+    const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(T)), block = std::max(2 * PANEL, fitting / 48 * 48);
+    grow(numbers, block * at.in);
+    for (int64_t from = first; from < last; from += block) {
+        const int64_t to = std::min(from + block, last);
+        expand(at, from, to, numbers.data());
+        Linear there = at;
+        there.weight = numbers.data() - from * at.in, there.packing = NUMBERS;
+        use(there, from, to);
+    }
+}

@@ -1,0 +1,175 @@
+"""GGUF files as bases: weights stay packed, and every number is that of the expanded base."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from torch import nn
+from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM
+
+from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
+from medusa.base import gguf
+from medusa.cpu.native import NativeLinear, available, use_kernels
+from medusa.cpu.packed import KINDS, Packed, PackedLinear
+from medusa.loading.self_test import choose_decoding, fuse
+from medusa.sampling import SamplingParams, Speculation
+
+pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
+
+TYPES = {"attn_q": "Q4_0", "attn_k": "Q4_1", "ffn_down": "Q8_0", "ffn_up": "Q5_1", "token_embd": "Q8_0"}
+"""Others are of Q4_1."""
+
+
+def quantised(kind, outputs, inputs):
+    weight = np.random.default_rng(0).normal(size=(outputs, inputs)).astype(np.float32)
+    blocks = quantize(weight, GGMLQuantizationType[kind])
+    return torch.from_numpy(blocks).view(outputs, -1), torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(96, 576), (37, 64), (1, 32), (200, 1088)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, dtype):
+    blocks, weight = quantised(kind, *shape)
+    packed, bias = Packed.of(blocks, kind), torch.randn(shape[0]).to(dtype)
+    assert torch.equal(packed.expand(dtype), weight.to(dtype))
+    plain = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
+    plain.weight.copy_(weight)
+    plain.bias.copy_(bias)
+    ours, theirs = PackedLinear(packed, dtype, bias), NativeLinear(plain)
+    for rows in (1, 3, 16, 17, 40, 200):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, tokenizer):
+    """A small Llama as llama.cpp would write it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    model, path = LlamaForCausalLM(config), tmp_path_factory.mktemp("gguf") / "small.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000)
+    letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*letters, "ab"])
+    writer.add_token_types([3] + [1] * len(letters))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    names = {"self_attn": "attn", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "output"}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        own = name.removeprefix("model.").replace("layers.", "blk.").replace("self_attn.", "attn_")
+        for ours, theirs in (*names.items(), ("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up")):
+            own = own.replace(ours, theirs)
+        own = own.replace("mlp.down_proj", "ffn_down").replace("input_layernorm", "attn_norm")
+        own = own.replace("post_attention_layernorm", "ffn_norm").replace("embed_tokens", "token_embd")
+        own = "output_norm.weight" if own == "norm.weight" else own
+        for letter, heads in (("q", 4), ("k", 2)):
+            if f"attn_{letter}." in own:
+                weight = weight.view(heads, 2, -1, 64).transpose(1, 2).reshape(weight.shape)  # noqa: PLW2901
+        if weight.dim() == 1:
+            writer.add_tensor(own, weight.float().numpy())
+            continue
+        kind = GGMLQuantizationType[next((kind for part, kind in TYPES.items() if part in own), "Q4_1")]
+        writer.add_tensor(own, quantize(weight.float().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def prepared(model, tokenizer):
+    use_kernels(model)
+    return fuse(choose_decoding(BaseModel(model, tokenizer)))
+
+
+@pytest.fixture(scope="module")
+def packed(file):
+    return BaseModel.load(file, device="cpu", pack=True)
+
+
+@pytest.fixture(scope="module")
+def pair(file, packed):
+    """The model with its weights packed, and as transformers expands them."""
+    how = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    expanded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
+    bases = fuse(choose_decoding(packed)), prepared(expanded, packed.tokenizer)
+    assert all(base.fused and base.dtype == torch.bfloat16 for base in bases)
+    torch.manual_seed(1)
+    heads = build_heads(HeadsConfig(64, packed.vocab_size, 3, architecture="recurrent")).bfloat16()
+    heads.init_from_base(packed.lm_head_weight)
+    return [MedusaModel(base, heads) for base in bases]
+
+
+def test_matrices_stay_packed_and_other_types_are_expanded(packed):
+    kinds = {name.split(".")[-1]: type(module) for name, module in packed.model.named_modules() if "proj" in name}
+    assert kinds.pop("up_proj") is NativeLinear
+    assert set(kinds.values()) == {PackedLinear}
+    assert type(packed.model.get_output_embeddings()) is PackedLinear
+    assert packed.source == "weights of the GGUF file small.gguf (Q4_0, Q4_1, Q8_0 kept packed), as bfloat16"
+    half = sum(weight.nbytes for weight in gguf.load(gguf.locate(packed.name), torch.bfloat16, expand=True).parameters())
+    assert packed.weight_bytes < 0.55 * half, "Q5_1 is not kept packed here"
+
+
+@pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "early-exit"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_the_expanded_base(pair, drafter, temperature):
+    prompts = [[5, 9, 5, 9, 5], list(range(3, 60)), [7]]
+    sampling = SamplingParams(max_new_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    for nodes in (1, 6):
+        texts = [
+            [
+                model.generate(p, sampling=sampling, speculation=Speculation(drafter, nodes=nodes)).tokens
+                for p in prompts
+            ]
+            for model in pair
+        ]
+        assert texts[0] == texts[1]
+        together = pair[0].batch()
+        requests = [together.add(p, sampling, Speculation(drafter, nodes=nodes)) for p in prompts]
+        while len(together):
+            together.step()
+        assert [request.output.tokens for request in requests] == texts[0]
+
+
+def test_training_reads_the_same_numbers(file, pair):
+    plain, expanded = BaseModel.load(file, torch.bfloat16, "cpu"), pair[1].base.model.state_dict()
+    assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
+    assert plain.model.state_dict().keys() == expanded.keys()
+    assert all(torch.equal(weight, expanded[name]) for name, weight in plain.model.state_dict().items())
+
+
+def test_a_file_is_read_once_and_again_when_it_has_changed(file, tmp_path, caplog):
+    copy = tmp_path / "again.gguf"
+    copy.write_bytes(file.read_bytes())
+    with caplog.at_level(logging.INFO, "medusa"):
+        first = gguf.locate(str(copy))
+        assert gguf.locate(str(copy)) == first
+        assert caplog.text.count("reading the GGUF file") == 1
+        copy.write_bytes(file.read_bytes() + b"\0" * 32)
+        assert gguf.locate(str(copy)) != first
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "magic"])
+def test_a_damaged_file_is_one_error_and_nothing_is_kept(damage, file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole, path = file.read_bytes(), tmp_path / "bad.gguf"
+    path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "magic": b"GGML" + whole[4:]}[damage])
+    with pytest.raises(ValueError, match=r"GGUF file \(.*bad.gguf\) cannot be read: .*; give another file or base"):
+        BaseModel.load(path, device="cpu", pack=True)
+    assert [kept.suffix for kept in (tmp_path / "cache" / "medusa" / "bases").iterdir()] == [".lock"]
