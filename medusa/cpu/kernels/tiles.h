@@ -27,18 +27,26 @@ static inline bool has_tiles() {
 typedef float Sums[SIDE][SIDE];     // of outputs x rows
 typedef bf16 Pair[2][SIDE][DEPTH];  // weights of two times SIDE outputs
 
-// Where weights of two times SIDE outputs stand, and how many of either are there.
+// Weights of two times SIDE outputs, of one layer or of two, and how many of either are there.
 struct Outputs {
-    const bf16* weights[2];
+    const Linear* layers[2];
+    int64_t first[2];
     int there[2];
-    int64_t in;
+    int64_t in = layers[0]->in;
 
-    const bf16* row(int i) const { return weights[i / SIDE] + i % SIDE * in; }
-    bool whole(int64_t k) const { return there[0] + there[1] == 2 * SIDE && k + DEPTH <= in; }
-    void copy(int64_t k, Pair& to) const {  // what is not there is zero
-        std::memset(to, 0, sizeof to);
-        for (int i = 0; i < 2 * SIDE; i++)
-            if (i % SIDE < there[i / SIDE]) std::memcpy(to[i / SIDE][i % SIDE], row(i) + k, std::min<int64_t>(DEPTH, in - k) * 2);
+    bool packed() const { return layers[0]->packing != NUMBERS || layers[1]->packing != NUMBERS; }
+    const bf16* row(int i) const { return (const bf16*)layers[i / SIDE]->weight + (first[i / SIDE] + i % SIDE) * in; }
+    bool whole(int64_t k) const { return there[0] + there[1] == 2 * SIDE && k + DEPTH <= in && !packed(); }
+    void copy(int half, int64_t k, bf16 (&to)[SIDE][DEPTH]) const {  // what is not there is zero
+        const Linear& layer = *layers[half];
+        const bool packed = layer.packing != NUMBERS;
+        if (!packed || there[half] < SIDE) std::memset(to, 0, sizeof to);
+        for (int i = 0, count; i < there[half]; i += count) {
+            const int64_t n = first[half] + i;
+            count = packed ? int(std::min<int64_t>(there[half] - i, PANEL - n % PANEL)) : 1;
+            if (packed) expand(layer, n, count, k, to[i], DEPTH);
+            else std::memcpy(to[i], row(half * SIDE + i) + k, std::min<int64_t>(DEPTH, in - k) * 2);
+        }
         MEMORY_SEEN;
     }
 };
@@ -53,18 +61,25 @@ template <bool SECOND> static inline void multiply_one(const bf16* weights, int6
     else _tile_dpbf16ps(0, 4, 6);
 }
 
+// The same along all of `in`. What is copied is met one step later: then it has arrived in the cache.
+template <bool SECOND> static inline void multiply_half(const Outputs& at, const bf16* x) {
+    alignas(64) Pair parts;
+    const int64_t whole = at.whole(0) ? at.in / DEPTH * DEPTH : 0;
+    for (int64_t k = 0; k < whole; k += DEPTH) multiply_one<SECOND>(at.row(SECOND * SIDE) + k, at.in, x + SIDE * k);
+    const auto part = [&](int64_t k) -> bf16(&)[SIDE][DEPTH] { return parts[k / DEPTH % 2]; };
+    if (whole < at.in) at.copy(SECOND, whole, part(whole));
+    for (int64_t k = whole; k < at.in; k += DEPTH) {
+        if (k + DEPTH < at.in) at.copy(SECOND, k + DEPTH, part(k + DEPTH));
+        multiply_one<SECOND>(part(k)[0], DEPTH, x + SIDE * k);
+    }
+}
+
 // Sums of one group of rows: one half of the outputs after the other, as memory gives 16 rows of weights sooner than 32.
 static inline void few(const Outputs& at, const bf16* x, Sums* sums) {
     _tile_zero(0);
     _tile_zero(1);
-    const int64_t whole = at.whole(0) ? at.in / DEPTH * DEPTH : 0;
-    for (int64_t k = 0; k < whole; k += DEPTH) multiply_one<false>(at.weights[0] + k, at.in, x + SIDE * k);
-    for (int64_t k = 0; k < whole; k += DEPTH) multiply_one<true>(at.weights[1] + k, at.in, x + SIDE * k);
-    for (int64_t k = whole; k < at.in; k += DEPTH) {
-        Pair part;
-        at.copy(k, part);
-        multiply_one<false>(part[0][0], DEPTH, x + SIDE * k), multiply_one<true>(part[1][0], DEPTH, x + SIDE * k);
-    }
+    multiply_half<false>(at, x);
+    multiply_half<true>(at, x);
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
     MEMORY_SEEN;
@@ -75,10 +90,10 @@ static inline void few(const Outputs& at, const bf16* x, Sums* sums) {
 template <bool KEPT> static inline void multiply(const Outputs& at, int64_t k, Pair& kept, const bf16* x, const bf16* more_x) {
     _tile_stream_loadd(6, x, 64);
     if (KEPT) _tile_loadd(4, kept[0], 64);
-    else _tile_loadd(4, at.weights[0] + k, at.in * 2);
+    else _tile_loadd(4, at.row(0) + k, at.in * 2);
     _tile_dpbf16ps(0, 4, 6);
     if (KEPT) _tile_loadd(5, kept[1], 64);
-    else _tile_loadd(5, at.weights[1] + k, at.in * 2);
+    else _tile_loadd(5, at.row(SIDE) + k, at.in * 2);
     _tile_dpbf16ps(1, 5, 6);
     _tile_stream_loadd(7, more_x, 64);
     _tile_dpbf16ps(2, 4, 7);
@@ -97,6 +112,7 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
     thread_local Buffer<float> partial;
     const int64_t wide_in = (at.in + DEPTH - 1) / DEPTH * DEPTH, slices = (wide_in + DEEP - 1) / DEEP;
     const int64_t deep = (wide_in / DEPTH + slices - 1) / slices * DEPTH, blocks = (rows + 2 * SIDE - 1) / (2 * SIDE);
+    const bool packed = at.packed();  // then what is expanded fetches what comes
     const int apart = blocks <= 2 ? 4 : 1;  // where rows are few, the processor's prefetcher brings the weights between
     if (slices > 1) grow(partial, blocks * sizeof sums[0] / sizeof(float));
     for (int64_t from = 0; from < wide_in; from += deep) {
@@ -120,14 +136,14 @@ template <class Take> static void many(const Outputs& at, const Outputs& next, c
             }
             const auto steps = [&](int64_t k, int64_t to) {
                 for (; k < to; k += DEPTH) {
-                    for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks; i += apart)
+                    for (int64_t i = 2 * SIDE * b / blocks; i < 2 * SIDE * (b + 1) / blocks && !packed; i += apart)
                         __builtin_prefetch(coming.row(i) + k + ahead, 0, 2);
                     Pair& weights = kept[(k - from) / DEPTH];
                     if (b == 0 && at.whole(k)) {
                         multiply<false>(at, k, weights, here + SIDE * k, more + SIDE * k);
                         continue;
                     }
-                    if (b == 0) at.copy(k, weights);
+                    for (int half = 0; b == 0 && half < 2; half++) at.copy(half, k, weights[half]);
                     multiply<true>(at, k, weights, here + SIDE * k, more + SIDE * k);
                 }
             };
@@ -251,14 +267,9 @@ struct Tiles {
     // Outputs first .. last of all rows.
     template <class O>
     static void linear(const Linear& at, const bf16* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-        expanded<bf16>(at, first, last, [&](const Linear& there, int64_t from, int64_t to) { numbers(there, x, rows, out, stride, from, to); });
-    }
-    template <class O>
-    static void numbers(const Linear& at, const bf16* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
         const auto from = [&](int64_t n) {
-            const bf16* weights = (const bf16*)at.weight + n * at.in;
             const int count = int(std::min<int64_t>(OUTPUTS, last - n));
-            return Outputs{{weights, weights + SIDE * at.in}, {std::min(count, SIDE), std::max(0, count - SIDE)}, at.in};
+            return Outputs{{&at, &at}, {n, n + SIDE}, {std::min(count, SIDE), std::max(0, count - SIDE)}};
         };
         each(first, last, OUTPUTS, x, rows, from, [&](int64_t n, int64_t row, const Sums* sums) {
             put_rows(at, n, int(std::min<int64_t>(OUTPUTS, last - n)), sums, rows - row, out + row * stride, stride);
@@ -269,17 +280,11 @@ struct Tiles {
     // pairs of outputs, row by row, as sums are.
     template <class Join>
     static void gated(const Linear& gate, const Linear& up, const bf16* x, int64_t rows, bf16* to, int64_t first, int64_t last, Join join) {
-        expanded<bf16>(gate, first, last, [&](const Linear& gates, int64_t from, int64_t until) {
-            expanded<bf16, 1>(up, from, until, [&](const Linear& ups, int64_t first, int64_t last) { gated_numbers(gates, ups, x, rows, to, first, last, join); });
-        });
-    }
-    template <class Join>
-    static void gated_numbers(const Linear& gate, const Linear& up, const bf16* x, int64_t rows, bf16* to, int64_t first, int64_t last, Join join) {
         const Linear* layers[2] = {&gate, &up};
         const int64_t wide_to = room(gate.outputs);
         const auto from = [&](int64_t n) {
             const int count = int(std::min<int64_t>(SIDE, last - n));
-            return Outputs{{(const bf16*)gate.weight + n * gate.in, (const bf16*)up.weight + n * gate.in}, {count, count}, gate.in};
+return Outputs{{&gate, &up}, {n, n}, {count, count}};
         };
         each(first, last, SIDE, x, rows, from, [&](int64_t n, int64_t row, const Sums* sums) {
             bf16* pairs = to + row * wide_to + n * SIDE;

@@ -7,8 +7,8 @@
 
 constexpr int64_t PANEL = 16;                   // outputs whose packed weights stand together
 constexpr int64_t RUN = 32;                     // numbers along `in` that share a scale
-constexpr int64_t EXPANDED_BYTES = 128 << 10;   // of expanded weights at a time, about
-constexpr int64_t PACKED_AHEAD = 1024;          // bytes that are on their way
+constexpr int64_t EXPANDED_BYTES = 32 << 10;   // of expanded weights at a time, about
+constexpr int64_t PACKED_AHEAD = 2048;          // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS };
 
@@ -94,40 +94,47 @@ static inline void expand(const uint16_t* words, float scale, float offset, bf16
 }
 #endif
 
-// Weights of outputs first .. last: to[output - first][in].
-template <class T> static void expand(const Linear& at, int64_t first, int64_t last, T* to) {
-    const int64_t runs = at.in / RUN;
-    const auto panels = [&](auto panel, auto one) {
-        using P = decltype(panel);
-        for (int64_t n = first; n < last;) {
-            const int64_t from = n % PANEL, count = std::min(PANEL - from, last - n);
-            const P* part = (const P*)at.weight + n / PANEL * runs;
-            for (int64_t k = 0; k < runs; k++, part++) {
-                for (size_t i = 0; i < sizeof(P); i += 64) __builtin_prefetch((const char*)part + PACKED_AHEAD + i, 0, 2);
-                one(*part, from, count, to + (n - first) * at.in + k * RUN);
-            }
-            n += count;
-        }
-    };
+// Numbers k .. k + RUN of outputs first .. first + count: to[output - first], `stride` numbers apart. They are of one panel.
+template <class T> static inline void expand(const Linear& at, int64_t first, int64_t count, int64_t k, T* to, int64_t stride) {
     alignas(64) float scale[PANEL], offset[PANEL];
+    const float *scales = scale, *offsets = offset;
+    const int64_t place = first / PANEL * (at.in / RUN) + k / RUN, row = first % PANEL;
     const auto widened = [](const f16* from, float* to) {
         for (int i = 0; i < PANEL; i += LANES) store(to + i, wide(from + i));
     };
-    if (at.packing == FOUR_BITS)
-        panels(FourBits(), [&](const FourBits& part, int64_t from, int64_t count, T* to) {
-            widened(part.scale, scale), widened(part.offset, offset);
-            for (int64_t r = 0; r < count; r++) expand(part.words[from + r], scale[from + r], offset[from + r], to + r * at.in);
-        });
-    else
-        panels(EightBits(), [&](const EightBits& part, int64_t from, int64_t count, T* to) {
-            widened(part.scale, scale);
-            for (int64_t r = 0; r < count; r++) expand(part.numbers[from + r], scale[from + r], to + r * at.in);
-        });
+    const auto rows = [count](auto one) {
+        if (count < PANEL) for (int64_t r = 0; r < count; r++) one(r);
+        else UNROLLED for (int64_t r = 0; r < PANEL; r++) one(r);
+    };
+    const auto ahead = [](const void* part, size_t bytes) {
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)part + PACKED_AHEAD + i, 0, 3);
+    };
+    if (at.packing == FOUR_BITS) {
+        const FourBits& part = ((const FourBits*)at.weight)[place];
+        ahead(&part, sizeof part);
+        widened(part.scale, scale), widened(part.offset, offset);
+        FORGET(scales);
+        FORGET(offsets);  // spread from memory, where that is done without the units that shuffle
+        rows([&](int64_t r) { expand(part.words[row + r], scales[row + r], offsets[row + r], to + r * stride); });
+    } else {
+        const EightBits& part = ((const EightBits*)at.weight)[place];
+        ahead(&part, sizeof part);
+        widened(part.scale, scale);
+        FORGET(scales);
+        rows([&](int64_t r) { expand(part.numbers[row + r], scales[row + r], to + r * stride); });
+    }
+}
+
+// All numbers of outputs first .. last: to[output - first][in].
+template <class T> static void expand(const Linear& at, int64_t first, int64_t last, T* to) {
+    for (int64_t n = first, next; n < last; n = next) {
+        next = std::min(last, n / PANEL * PANEL + PANEL);
+        for (int64_t k = 0; k < at.in; k += RUN) expand(at, n, next - n, k, to + (n - first) * at.in + k, at.in);
+    }
 }
 
 // Calls use(layer of numbers, from, to) for outputs first .. last, as many at a time as stay near where they are packed.
-// WHICH: of several layers that are met at once.
-template <class T, int WHICH = 0, class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
+template <class T, class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
     if (at.packing == NUMBERS) return use(at, first, last);
     thread_local Buffer<T> numbers;
     const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(T)), block = std::max(2 * PANEL, fitting / 48 * 48);
