@@ -44,53 +44,54 @@ template <class T> static inline void expand(const uint16_t* words, float scale,
 }
 template <class T> static inline void expand(const int8_t* numbers, float scale, T* to) {
     for (int i = 0; i < RUN; i += LANES) {
+#if defined(__AVX512F__)
+        const vf whole = vf(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + i)))));
+#elif defined(__AVX2__)
+        const vf whole = vf(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(numbers + i)))));
+#else
         typedef int8_t bytes __attribute__((vector_size(LANES)));
         const vf whole = __builtin_convertvector(load<bytes>(numbers + i), vf);
+#endif
         put(rounded(splat(scale) * whole, T()), to + i);
     }
 }
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
 static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
     const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 level = _mm512_fmadd_ps(_mm512_set1_ps(scale), steps, _mm512_set1_ps(offset));
-    const __m512i twice = __m512i(_mm512_cvtne2ps_pbh(level, level));  // a fifth bit of the index changes nothing
+#ifdef __AVX512BF16__
+    const __m512i twice = __m512i(_mm512_cvtne2ps_pbh(level, level));
+#else
+    const __m512i twice = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(__m512i(rounded(vf(level), bf16())), 16)));
+#endif
+    // The levels stand there twice: a fifth bit of the index, of the next number, changes nothing.
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)words));
     alignas(64) static constexpr uint16_t SHIFTS[] = {0, 0, 0, 0, 0, 0, 0, 0, 4,  4,  4,  4,  4,  4,  4,  4,
                                                       8, 8, 8, 8, 8, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12};
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_srlv_epi16(all, _mm512_load_si512(SHIFTS)), twice));
 }
+#elif defined(__AVX2__)
+static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
+    const auto upper_half = [&](vf steps) { return __m256i(vu(rounded(fma(splat(scale), steps, splat(offset)), bf16())) >> 16); };
+    const __m256i level = _mm256_permute4x64_epi64(  // the levels, then their bytes, in both halves
+        _mm256_packus_epi32(upper_half(vf{0, 1, 2, 3, 4, 5, 6, 7}), upper_half(vf{8, 9, 10, 11, 12, 13, 14, 15})), 0xd8);
+    const auto bytes = [](__m256i x) { return _mm256_permute4x64_epi64(_mm256_packus_epi16(x, x), 0x88); };
+    const __m256i lower = bytes(_mm256_and_si256(level, _mm256_set1_epi16(255))), upper = bytes(_mm256_srli_epi16(level, 8));
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)words));
+    const __m256i index = _mm256_and_si256(_mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
+    const __m256i low = _mm256_shuffle_epi8(lower, index), high = _mm256_shuffle_epi8(upper, index), byte = _mm256_set1_epi16(255);
+    // Numbers 0 .. 7 and 8 .. 15 are in even bytes, the others in odd ones.
+    const __m256i even = _mm256_or_si256(_mm256_and_si256(low, byte), _mm256_slli_epi16(high, 8));
+    const __m256i odd = _mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(byte, high));
+    _mm256_storeu_si256((__m256i*)to, even), _mm256_storeu_si256((__m256i*)(to + 16), odd);
+}
+#endif
+#if defined(__AVX512BF16__)
 static inline void expand(const int8_t* numbers, float scale, bf16* to) {
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)numbers)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + 16))));
     const __m512 by = _mm512_set1_ps(scale);
     _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, by), _mm512_mul_ps(low, by))));
-}
-#elif defined(__SSSE3__) || defined(__ARM_NEON)
-typedef uint8_t v16 __attribute__((vector_size(16)));
-typedef uint16_t v8 __attribute__((vector_size(16)));
-static inline v8 look_up(v16 table, v16 index) {  // bytes of the table
-#ifdef __ARM_NEON
-    return v8(vqtbl1q_u8(uint8x16_t(table), uint8x16_t(index)));
-#else
-    return v8(_mm_shuffle_epi8(__m128i(table), __m128i(index)));
-#endif
-}
-static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
-    bf16 level[16];
-    levels(scale, offset, level);
-    const v8 first = load<v8>(level), second = load<v8>(level + 8);
-    v16 lower, upper;  // bytes of the levels
-    for (int i = 0; i < 8; i++) {
-        lower[i] = uint8_t(first[i]), upper[i] = uint8_t(first[i] >> 8);
-        lower[8 + i] = uint8_t(second[i]), upper[8 + i] = uint8_t(second[i] >> 8);
-    }
-    const v16 all = load<v16>(words);
-    for (int half = 0; half < 2; half++) {
-        const v16 index = (half ? all >> 4 : all) & 15;
-        const v8 low = look_up(lower, index), high = look_up(upper, index);
-        store(to + half * 8, v8(low & 255 | high << 8));
-        store(to + 16 + half * 8, v8(low >> 8 | high & 0xff00));
-    }
 }
 #endif
 
