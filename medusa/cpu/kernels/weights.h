@@ -7,7 +7,7 @@
 
 constexpr int64_t PANEL = 16;                   // outputs whose packed weights stand together
 constexpr int64_t RUN = 32;                     // numbers along `in` that share a scale
-constexpr int64_t EXPANDED_BYTES = 32 << 10;   // of expanded weights at a time, about
+constexpr int64_t EXPANDED_BYTES = 64 << 10;   // of expanded weights at a time, about
 constexpr int64_t PACKED_AHEAD = 2048;          // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS };
@@ -138,7 +138,7 @@ template <class T> static void expand(const Linear& at, int64_t first, int64_t l
 template <class T, class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
     if (at.packing == NUMBERS) return use(at, first, last);
     thread_local Buffer<T> numbers;
-    const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(T)), block = std::max(2 * PANEL, fitting / 48 * 48);
+    const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(T)), block = std::max(3 * PANEL, fitting / 48 * 48);
     grow(numbers, block * at.in);
     for (int64_t from = first; from < last; from += block) {
         const int64_t to = std::min(from + block, last);
