@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
-from medusa.files import read_object, replace_file, sweep
+from medusa.files import read_object, replace_file, sweep, write_json
 from train.features import HiddenStates, Positions
 from train.run_directory import disk_errors_named
 
@@ -40,10 +40,11 @@ NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
 def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, Any]:
     """What states depend on: they are right for a run whose identity is equal."""
     tokenizer = base.tokenizer
+    config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
     known = {
         "format": FORMAT,
         "base": _base_checksum(base),
-        "config": _config_checksum(base),
+        "config": _digest(config),  # what is not in the weights: stretched positions, windows, epsilons
         "tokenizer": _digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
         "rows": packed.fingerprint(),
         "heads": num_heads,
@@ -66,12 +67,6 @@ def _base_checksum(base: BaseModel) -> str:
         sampled = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
         digest.update(sampled.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _config_checksum(base: BaseModel) -> str:
-    """Digest of what is not in the weights: stretched positions, windows, epsilons."""
-    config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
-    return _digest(config)
 
 
 def _digest(values: Any) -> str:
@@ -192,9 +187,7 @@ def _open(path: Path) -> Any:
 def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
     path = directory / "manifest.json"
     if not path.is_file():
-        temporary = path.with_name(f".manifest.tmp{secrets.token_hex(4)}")  # process ids of two machines may be equal
-        temporary.write_text(json.dumps(known, indent=2), encoding="utf-8")
-        temporary.replace(path)
+        write_json(path, known)
     stored = read_object(path, "manifest", f"delete {directory}, or give another directory")
     changed = [
         f"{key} is {known.get(key)}, the states have {stored.get(key)}"
