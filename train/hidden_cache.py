@@ -102,7 +102,6 @@ class HiddenCache:
         self._places: dict[int, tuple[Path, slice]] = {}  # by row: its shard, and where its states are
         self._seen: set[Path] = set()
         self._pending: dict[int, Tensor] = {}
-        self._pending_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory, ".*.tmp*")
         known = identity(base, packed, num_heads)
@@ -140,7 +139,7 @@ class HiddenCache:
         path = self._directory / f"{self._owner}-{secrets.token_hex(8)}.safetensors"
         with disk_errors_named(f"hidden-state cache ({self._directory})"):
             replace_file(path, partial(save_file, shard))
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
         self._look()
 
     def _missing(self, rows: list[int]) -> list[int]:
@@ -151,8 +150,7 @@ class HiddenCache:
         per_row = Positions.of(self._packed, index, self._num_heads).per_row.tolist()
         for row, states in zip(rows, self._source.read(index).cpu().split(per_row), strict=True):
             self._pending[row] = states.clone()  # not a view that would keep the whole pass
-            self._pending_bytes += states.nbytes
-        if self._pending_bytes >= self._shard_bytes:
+        if sum(states.nbytes for states in self._pending.values()) >= self._shard_bytes:
             self.flush()
 
     def _states(self, row: int) -> Tensor:
