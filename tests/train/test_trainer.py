@@ -4,6 +4,7 @@ import json
 import logging
 import shlex
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from train.base import load_base, slow_in_bfloat16
 from train.config import BaseRecipe
 from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows
 from train.features import BasePass, Positions
-from train.recipe_file import RecipeError, flatten, read_recipe, resolved
+from train.recipe_file import RecipeError, flatten, read_recipe
 from train.run_directory import RunDirectory
 from train.stop import StopRequest
 from train.workers import Workers, check_same
@@ -173,7 +174,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_kept(
 
 def test_processes_with_other_samples_or_recipes_are_refused(recipe: Path) -> None:
     ours = read_recipe(recipe)
-    first = {**dict(flatten(resolved(ours))), "data.train": "fingerprint 0", "optim.micro_rows": 5, "run": "elsewhere"}
+    first = {**dict(flatten(asdict(ours))), "data.train": "fingerprint 0", "optim.micro_rows": 5, "run": "elsewhere"}
 
     class Second(Workers):
         def from_first(self, _: object) -> Any:
