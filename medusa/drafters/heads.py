@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class HeadsDrafter(Drafter):
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
-        self._shape: _Shape = best_first if tree is None else _Static(tree, device)
+        self._shape: _BestFirst | _Static = best_first if tree is None else _Static(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
@@ -166,28 +165,11 @@ def check_tree(tree: Tree, config: HeadsConfig) -> None:
         )
 
 
-class _Shape(Protocol):
-    """Which candidates get children, and which become the draft."""
-
-    nodes: int
-    depth: int
-    width: int
-
-    def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
-        """[B, m] candidates of a level that get children, None where no level follows."""
-
-    def choose(self, scores_BM: Tensor) -> Tensor:
-        """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
-
-    def real(self, scores_BN: Tensor) -> Tensor | None:
-        """[B, N] which of these stay in trees of several sizes; None where all do."""
-
-    def growth(self) -> Growth:
-        """The same for the kernel."""
-
-
 class _BestFirst:
-    """The best by score: always as many as fit, or without those below the floors."""
+    """Which candidates get children, and which become the draft: the best by score.
+
+    Always as many as fit, or without those below the floors.
+    """
 
     def __init__(self, nodes: int, depth: int, width: int, floors: Floors | None) -> None:
         self.depth, self.width, self._floors = depth, width, floors
@@ -195,6 +177,7 @@ class _BestFirst:
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        """[B, m] candidates of a level that get children, None where no level follows."""
         if level + 1 == self.depth:
             return None
         if self._floors is not None and float(scores_BC.max()) < math.log(self._floors.level):
@@ -202,6 +185,7 @@ class _BestFirst:
         return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
 
     def choose(self, scores_BM: Tensor) -> Tensor:
+        """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
         # Every score is below that of the root.
         nodes = min(self.nodes, scores_BM.shape[1])
         if self._floors is not None:
@@ -209,6 +193,7 @@ class _BestFirst:
         return scores_BM.topk(nodes).indices.sort(-1).values
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
+        """[B, N] which of these stay in trees of several sizes; None where all do."""
         if self._floors is None or len(scores_BN) == 1:
             return None
         real_BN = scores_BN > math.log(self._floors.node)
@@ -216,13 +201,14 @@ class _BestFirst:
         return real_BN
 
     def growth(self) -> Growth:
+        """The same for the kernel."""
         floors = self._floors or Floors(0.0, 0.0)
         level, node = (math.log(floor) if floor else -math.inf for floor in (floors.level, floors.node))
         return Growth(self.depth, self.width, self.nodes, self._beam, level, node, LOWEST, EDGE_COST)
 
 
 class _Static:
-    """The paths of one tree."""
+    """The same for the paths of one tree."""
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.nodes, self.depth, self.width = tree.nodes, tree.depth, tree.width

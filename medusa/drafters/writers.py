@@ -61,28 +61,17 @@ class SmallModel:
         self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
     ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
         """The model's own sequences, which follow the base's, and its hidden states at the roots."""
-        own = [one.follower(self._model, self._model.new_pool) for one in sequences]
-        for ours, theirs in zip(own, sequences, strict=True):
+        own, missing = [one.follower(self._model, self._model.new_pool) for one in sequences], []
+        for row, (ours, theirs) in enumerate(zip(own, sequences, strict=True)):
             ours.length = min(ours.length, theirs.length)  # a step was given up
-        self._recall(state, own)
-        missing = [
-            on * (theirs.length + 1 - ours.length) for on, theirs, ours in zip(drafting, sequences, own, strict=True)
-        ]
+            if ours.empty:  # a new one begins with what is known of its text from others
+                ours.recall(state.history[row, : int(state.positions[row])].tolist())
+            missing.append(drafting[row] * (theirs.length + 1 - ours.length))
         hidden_BD = self._read(state, own, missing)
-        self._remember(state, own)
+        for row, ours in enumerate(own):
+            if ours.unknown:  # others find full blocks
+                ours.remember(state.history[row, : ours.length].tolist())
         yield own, hidden_BD
-
-    def _recall(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
-        """Begin new sequences with what is known of their texts from others."""
-        for row, one in enumerate(own):
-            if one.empty:
-                one.recall(state.history[row, : int(state.positions[row])].tolist())
-
-    def _remember(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
-        """Let others find full blocks."""
-        for row, one in enumerate(own):
-            if one.unknown:
-                one.remember(state.history[row, : one.length].tolist())
 
     def _read(self, state: DecodeState, own: Sequence[CachedSequence], missing: list[int]) -> Tensor:
         """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""
