@@ -51,21 +51,18 @@ def find_format(directory: str | Path) -> Format:
     )
 
 
-def load_heads(
-    directory: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu"
-) -> DraftHeads:
+def load_heads(directory: str | Path, dtype: torch.dtype | None = torch.float32) -> DraftHeads:
     """Read heads of any format.
 
     Args:
         directory: Of the heads.
         dtype: To compute in; None = the one that they are stored in.
-        device: To compute on.
 
     Raises:
         FileNotFoundError: The directory or one of its files is missing.
         ValueError: It is of no known format, or damaged.
     """
-    return find_format(directory).load(Path(directory)).to(device=device, dtype=dtype).eval()
+    return find_format(directory).load(Path(directory)).to(dtype=dtype).eval()
 
 
 def export_heads(export: Export, name: str, directory: str | Path) -> Path:

@@ -33,11 +33,13 @@ class Format(ABC):
         name: Its key in ``medusa.formats.FORMATS``.
         summary: One line: who reads it.
         ships_base: Whether it ships parts of the base, so that ``Export.base`` is needed.
+        architectures: Of heads that it can hold, on bases that training left as they were; None = all heads there are.
     """
 
     name: str
     summary: str
     ships_base: bool = False
+    architectures: tuple[str, ...] | None = None
 
     @abstractmethod
     def matches(self, directory: Path) -> bool:
@@ -65,6 +67,10 @@ class Format(ABC):
 
     def obstacle(self, config: HeadsConfig) -> str:
         """Why heads of this shape cannot be stored in this format, a clause without remedy; "" = they can."""
+        if self.architectures is not None and config.architecture not in self.architectures:
+            return f"cannot hold heads of the architecture {config.architecture!r}"
+        if self.architectures is not None and config.base_adapter:
+            return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
         return ""
 
     def save(self, export: Export, directory: Path) -> Path:
