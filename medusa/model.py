@@ -26,7 +26,7 @@ from medusa.heads.frozen import freeze
 from medusa.io.card import write_card
 from medusa.io.hub import push
 from medusa.loading.load import load_base_and_heads, load_draft_model
-from medusa.prompts import Prompt, Prompts, encode, render_chat
+from medusa.prompts import Prompt, Prompts, encode, render_messages
 from medusa.sampling import Options, from_options
 
 
@@ -267,7 +267,7 @@ class MedusaModel:
         Raises:
             ValueError: The base's tokenizer has no chat template, or its template refuses the conversation.
         """
-        return render_chat(self.base, messages)
+        return render_messages(self.base.tokenizer, messages, self.base.name)
 
     def _start(
         self, prompts: list[list[int]], incremental: bool, options: Options
