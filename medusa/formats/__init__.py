@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from medusa.formats.base import Export, Format, read_config_file
+from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
 from medusa.formats.native import Native, load_provenance, save_heads
 from medusa.formats.original import Lorax, MedusaV1, MedusaV2, Tgi
@@ -66,14 +66,20 @@ def load_heads(directory: str | Path, dtype: torch.dtype | None = torch.float32)
 
 
 def export_heads(export: Export, name: str, directory: str | Path) -> Path:
-    """Write heads in the format of this name; returns the directory.
+    """Write heads in the format of this name; returns the directory, which is created if missing.
 
     Raises:
-        ValueError: There is no such format, it cannot hold these heads, or the directory holds something else.
+        ValueError: There is no such format, it cannot hold these heads, the base that it ships is not given, or the
+            directory is of another format.
     """
     if reason := refusal(name, export.heads.config):
         raise ValueError(reason)
-    return named_format(name).save(export, Path(directory))
+    target, directory = named_format(name), Path(directory)
+    if (directory / CONFIG).exists() and not target.matches(directory):
+        raise ValueError(f"directory ({directory}) holds a {CONFIG} that is not {name!r}; give a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    target.write(export, directory)
+    return directory
 
 
 def named_format(name: str) -> Format:
