@@ -83,7 +83,7 @@ class HeadsDrafter(Drafter):
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
-        self._shape: _BestFirst | _Static = best_first if tree is None else _Static(tree, device)
+        self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
@@ -207,36 +207,47 @@ class _BestFirst:
         return Growth(self.depth, self.width, self.nodes, self._beam, level, node, LOWEST, EDGE_COST)
 
 
-class _Static:
-    """The same for the paths of one tree."""
+class StaticShape:
+    """The same for the paths of one tree.
+
+    Attributes:
+        candidates: By level, [C] which of its candidates (the parent's place in the frontier * width + rank) are nodes.
+        picks: By level, [m] which of them get children.
+    """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.nodes, self.depth, self.width = tree.nodes, tree.depth, tree.width
         inner = {path[:-1] for path in tree.paths}
-        self._picks: list[Tensor] = []
+        self.candidates: list[Tensor] = []
+        self.picks: list[Tensor] = []
         frontier: list[tuple[int, ...]] = [()]
-        columns, first = [0], 1
+        columns, first = [torch.zeros(1, dtype=torch.int64, device=device)], 1
         for level in range(1, tree.depth + 1):
             slot = {path: index for index, path in enumerate(frontier)}
             place = {p: slot[p[:-1]] * tree.width + p[-1] for p in tree.paths if len(p) == level}
-            columns += [first + candidate for candidate in place.values()]
+            self.candidates.append(torch.tensor(list(place.values()), device=device))
+            columns.append(first + self.candidates[-1])
             first += len(frontier) * tree.width
             frontier = [path for path in place if path in inner]
-            self._picks.append(torch.tensor([place[path] for path in frontier], device=device))
-        self._columns = torch.tensor(columns, device=device)
+            self.picks.append(torch.tensor([place[path] for path in frontier], dtype=torch.int64, device=device))
+        self._columns = torch.cat(columns)
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        """See ``_BestFirst``, here and below."""
         if level + 1 == self.depth:
             return None
-        return self._picks[level].expand(len(scores_BC), -1)
+        return self.picks[level].expand(len(scores_BC), -1)
 
     def choose(self, scores_BM: Tensor) -> Tensor:
+        """The columns of its nodes."""
         return self._columns.expand(len(scores_BM), -1)
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
+        """All stay."""
         return None
 
     def growth(self) -> Growth:
-        beam, columns = max([1, *map(len, self._picks)]), self._columns
+        """Without floors."""
+        beam, columns = max([1, *map(len, self.picks)]), self._columns
         floor = -math.inf
-        return Growth(self.depth, self.width, self.nodes, beam, floor, floor, LOWEST, EDGE_COST, self._picks, columns)
+        return Growth(self.depth, self.width, self.nodes, beam, floor, floor, LOWEST, EDGE_COST, self.picks, columns)
