@@ -242,7 +242,7 @@ def test_fused_passes_draft_too(base_directory, tokenizer, tmp_path):
 
 
 def test_wrong_pairs_are_refused(base_directory, tmp_path):
-    base = load_base_and_heads(None, base_directory).base
+    base = load_base_and_heads(None, base_directory)[0]
     other = tiny("llama")
     with pytest.raises(ValueError, match="another vocabulary than the base"):
         MedusaModel(base, draft_model=other)
