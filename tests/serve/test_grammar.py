@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medusa import MedusaModel, SamplingParams, Speculation
-from serve.grammar import Following, Grammars, _links
+from serve.grammar import Following, Grammars
 
 PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
 SHORT = {"type": "string", "maxLength": 6}
@@ -48,11 +48,6 @@ def schema_of(number, depth=2):
         return object_of({name: make(depth - 1) for name in names}, required)
 
     return object_of({"answer": make(depth)}, ["answer"])
-
-
-@pytest.fixture(scope="module")
-def speaker(base, make_heads):
-    return MedusaModel(base, make_heads())
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +161,6 @@ def test_masks_of_trees_are_those_of_their_paths(grammars, base):
                 alone.forbid([0], [0], expected)
                 assert torch.equal(logits[node].double(), expected[0])
                 assert expected.min() == -torch.inf
-
-
-def test_links():
-    children, siblings = _links([0, 0, 0, 1, 1, 3])
-    assert children.tolist() == [1, 3, -1, 5, -1, -1]
-    assert siblings.tolist() == [-1, 2, -1, 4, -1, -1]
 
 
 @pytest.mark.parametrize(
