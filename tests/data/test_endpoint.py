@@ -24,7 +24,7 @@ from data.chat_completions import ChatClient, EndpointError
 from data.endpoint import EndpointAnswerer
 from data.exchange import EndpointSettings, Prompt, Settings, UnansweredError
 from data.regenerate import regenerate
-from tests.data.fake_server import completion, fake_server
+from tests.data.fake_server import FakeServer, completion
 from tests.data.test_golden import TOKENS, byte_tokenizer
 from tests.data.test_golden import conversation as golden_conversation
 from tests.data.watched import Watched
@@ -40,8 +40,8 @@ QUICK = EndpointSettings(concurrency=4, retries=2, timeout=10)
 
 @pytest.fixture
 def server():
-    with fake_server() as fake:
-        yield fake
+    with FakeServer().running() as running:
+        yield running
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_failures_that_are_not_in_a_row_do_not_stop_it(server, answerer):
 
 def test_a_connection_that_is_lost_later_is_tried_again(answerer):
     one = EndpointSettings(concurrency=1, retries=1, timeout=10)
-    with fake_server() as server:
+    with FakeServer().running() as server:
         server.reply = lambda request: (200, {"connection": "close"}, completion("yes"))
         answers = answerer(one, url=server.url).answer(numbered(conversation("a"), conversation("b")))
         assert len(next(answers)[1]) == 1
