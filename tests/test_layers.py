@@ -17,23 +17,20 @@ PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
 OPTIONAL = {"flash_attn", "peft", "triton"}
 
 
-def imported_packages(source: Path):
-    """Top-level names of everything that a file imports, the standard library aside."""
+def imported(source: Path):
+    """What a file imports anywhere, inside functions and for type checkers too: modules, with the names out of them."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        else:
-            continue
-        yield from {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_ground_floor_needs_torch_and_transformers_only():
     foreign = {
         f"{source.relative_to(ROOT)} imports {package}"
         for source in (ROOT / "medusa").rglob("*.py")
-        for package in imported_packages(source)
+        for package in {name.partition(".")[0] for name in imported(source)} - sys.stdlib_module_names
         if package not in GROUND_FLOOR | OPTIONAL
     }
     assert not foreign
@@ -52,26 +49,17 @@ def test_package_is_typed_and_regular(package):
     assert (ROOT / package / "__init__.py").exists()
 
 
-def imported_files(source: Path, files: dict[str, Path]):
-    """Modules of ours that a file imports anywhere: inside functions and for type checkers too."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in files else str(node.module) for name in whole]
-        else:
-            continue
-        yield from (name for name in names if name in files and files[name] != source)
-
-
 def test_no_circle_of_files():
     sources = [source for package in PACKAGES for source in (ROOT / package).rglob("*.py")]
     files = {
         ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): source for source in sources
     }
+    graph = {}
+    for file, source in files.items():
+        modules = {name if name in files else name.rpartition(".")[0] for name in imported(source)}
+        graph[file] = (modules & files.keys()) - {file}
     try:
-        TopologicalSorter({name: set(imported_files(source, files)) for name, source in files.items()}).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("files import each other: " + " > ".join(error.args[1]))
 

@@ -12,11 +12,7 @@ from data.regenerate import Part, regenerate
 from data.sources import Source
 from medusa import Speculation
 from medusa.io.settings_file import save_settings
-from tests.data.watched import Watched
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.data.watched import Watched, lines
 
 
 @pytest.fixture
