@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from jsonschema import validate
 
 from medusa import MedusaModel, SamplingParams, Speculation
 from serve.grammar import Following, Grammars
@@ -79,9 +80,10 @@ def space(base):
     return [token for text in (" ", "\n", "\t", "\r") for token in base.tokenizer(text).input_ids]
 
 
-def check(speaker, grammars, space, numbers):
-    from jsonschema import validate
-
+@pytest.mark.parametrize(
+    ("numbers", "least"), [(range(8), 7), pytest.param(range(8, 108), 97, marks=pytest.mark.slow)], ids=str
+)
+def test_what_ends_follows_its_schema_whatever_drafts(speaker, grammars, space, numbers, least):
     ended = 0
     for number in numbers:
         schema, params = schema_of(number), params_of(number, space)
@@ -91,22 +93,11 @@ def check(speaker, grammars, space, numbers):
         if trees.finish_reason == "eos":
             validate(json.loads(trees.text), schema)
             ended += 1
-    return ended
-
-
-def test_schemas(speaker, grammars, space):
-    assert check(speaker, grammars, space, range(8)) >= 7
-
-
-@pytest.mark.slow
-def test_a_hundred_schemas(speaker, grammars, space):
-    assert check(speaker, grammars, space, range(8, 108)) >= 97
+    assert ended >= least
 
 
 @pytest.mark.slow
 def test_schemas_with_real_weights(smollm2_directory):
-    from jsonschema import validate
-
     model = MedusaModel.from_pretrained("data/pretrained/smollm2", base=smollm2_directory)
     grammars, drafted = Grammars(model.base), 0
     for number in range(12):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from data.packing import IGNORE, PackedRows
 from medusa.base.model import BaseModel
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from tests.train.jobs import Acting, assert_same_run, metrics, run
+from tests.train.test_joint import row_loss
 from train.fresh_heads import most_frequent_tokens
 from train.losses import HeadsLoss
 from train.workers import Workers
@@ -94,16 +94,10 @@ def test_the_loss_leaves_other_tokens_out(base: Path, kind: str, own: bool) -> N
             if labels[row, head] not in heads.draft_ids:
                 continue
             matrix = heads.lm_heads[head] if heads.lm_heads is not None else model.lm_head_weight[heads.draft_ids]
-            logprobs = (matrix @ features[head, row]).log_softmax(0)
+            scores = matrix @ features[head, row]
             place = heads.draft_ids.tolist().index(int(labels[row, head]))
-            target = model.logits(teacher[index[row, head]]).softmax(0)[heads.draft_ids]
-            target = target / target.sum()
-            expected[head] += {
-                "ce": -logprobs[place],
-                "kl": functional.kl_div(logprobs, target, reduction="sum"),
-                "tv": (logprobs.exp() - target).abs().sum() / 2,
-            }[kind]
-            correct[head] += int(logprobs.argmax()) == place
+            expected[head] += row_loss(kind, scores, place, model.logits(teacher[index[row, head]])[heads.draft_ids])
+            correct[head] += int(scores.argmax()) == place
     torch.testing.assert_close(loss_K, expected.detach(), rtol=0, atol=1e-9)
     assert correct_K.tolist() == correct
     parameters = list(heads.parameters())
