@@ -1,6 +1,7 @@
 """What import-linter cannot say: no circle of files, the ground floor's packages, and that declared names exist."""
 
 import ast
+import subprocess
 import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
@@ -68,3 +69,9 @@ def test_no_circle_of_files():
 def test_acceptance_and_attention_know_no_drafter(package):
     for source in (ROOT / "medusa" / package).glob("*.py"):
         assert "medusa.drafters" not in source.read_text(), source
+
+
+@pytest.mark.parametrize("module", ["train.__main__", "train.recipe_file", "benchmarks.gpu.__main__"])
+def test_what_starts_at_once_does_not_import_torch(module):
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

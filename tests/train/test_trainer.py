@@ -227,6 +227,7 @@ def test_a_process_without_a_held_out_row_counts_nothing(base: Path, samples: Pa
     packed = pack(read_samples(samples, model.tokenizer)[:1], row_tokens=96)
     counts = head_accuracy(model, load_heads(finished / "heads"), packed, torch.arange(1)[1::2], batch_rows=2)
     assert not counts.any()
+    assert accuracy_figures(counts)["top10"] == [0, 0, 0]
 
 
 def test_held_out_prompts_end_before_the_answer(base: Path, samples: Path) -> None:
