@@ -5,7 +5,6 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.train.jobs import finish, train, write_recipe
 from train.launch import exit_status
 
 
@@ -28,14 +27,3 @@ def test_a_killed_worker_is_named_since_it_cannot_speak(caplog):
 def test_machines_that_cannot_meet_are_one_sentence(caplog):
     assert exit_status(DistNetworkError("address already in use")) == 1
     assert "processes cannot meet: address already in use; check MASTER_ADDR" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_bad_corpus_file_gives_one_clear_line(base, tmp_path):
-    bad = tmp_path / "latin.jsonl"
-    bad.write_bytes('{"text": "caf\xe9"}\n'.encode("latin-1"))
-    recipe = write_recipe(tmp_path / "recipe.yaml", base, bad, {})
-    said = finish(train(recipe, tmp_path / "run", processes=1), status=1)
-    assert f"{bad}, line 1" in said
-    assert "is not UTF-8; save the file as UTF-8" in said
-    assert "ChildFailedError" not in said
