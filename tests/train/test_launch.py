@@ -8,20 +8,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from train.launch import exit_status
 
 
-@pytest.mark.parametrize(("exit_code", "status"), [(2, 2), (1, 1), (130, 130), (-9, 1)])
-def test_a_workers_exit_status_is_handed_on(exit_code, status):
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file="/nowhere")
-    assert exit_status(ChildFailedError("train", {0: failure})) == status
+@pytest.mark.parametrize(
+    ("exit_code", "status", "said"),
+    [(2, 2, ""), (1, 1, ""), (130, 130, ""), (-9, 1, "process 11 was killed by SIGKILL")],
+)
+def test_a_workers_exit_status_is_handed_on_and_one_that_cannot_speak_is_named(exit_code, status, said, caplog):
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=exit_code, error_file="/nowhere")
+    assert exit_status(ChildFailedError("train", {11: failure})) == status
+    assert said in caplog.text
 
 
 def test_a_signal_to_the_launcher_is_its_exit_status():
     assert exit_status(SignalException("stopped", 2)) == 130
-
-
-def test_a_killed_worker_is_named_since_it_cannot_speak(caplog):
-    failure = ProcessFailure(local_rank=3, pid=1, exitcode=-9, error_file="/nowhere")
-    assert exit_status(ChildFailedError("train", {11: failure})) == 1
-    assert "process 11 was killed by SIGKILL" in caplog.text
 
 
 def test_machines_that_cannot_meet_are_one_sentence(caplog):

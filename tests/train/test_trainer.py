@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from data.packing import IGNORE, PackedRows, pack
+from data.packing import IGNORE, pack
 from data.sources import read_samples
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
@@ -198,21 +198,16 @@ def test_a_directory_in_use_is_refused(recipe: Path, tmp_path: Path, caplog: pyt
     assert "is in use by another process" in caplog.text
 
 
-def _heads_inputs(base: BaseModel, packed: PackedRows, num_heads: int) -> tuple[torch.Tensor, ...]:
-    rows = torch.arange(len(packed))
-    positions = Positions.of(packed, rows, num_heads)
-    return BasePass(base, packed, num_heads, 2).read(rows), positions.path, positions.targets[:, 1:]
-
-
 def test_head_accuracy_counts_ranks_and_samples_per_head(finished: Path, base: Path, samples: Path) -> None:
     model = BaseModel.load(base, dtype=torch.float32, device="cpu")
     heads = load_heads(finished / "heads")
     packed = pack(read_samples(samples, model.tokenizer)[:5], row_tokens=96)
     rows = torch.arange(len(packed))
     figures = accuracy_figures(head_accuracy(model, heads, packed, rows, batch_rows=2))
-    hidden, paths, labels = _heads_inputs(model, packed, 3)
+    positions = Positions.of(packed, rows, 3)
+    labels = positions.targets[:, 1:]
     with torch.no_grad():
-        features = heads(hidden, paths, model)
+        features = heads(BasePass(model, packed, 3, 2).read(rows), positions.path, model)
         best = torch.stack([heads.head_logits(head, features[head], model) for head in range(3)]).topk(10).indices
     for head in range(3):
         valid = labels[:, head] != IGNORE
