@@ -1,7 +1,5 @@
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -68,7 +66,7 @@ def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
         "engine: {precision: int8}\nhead: 1\n",
     )
     with pytest.raises(RecipeError) as caught:
-        read_recipe(path, {"heads.num_heads": "2.5", "engine.zero_stages": "1"})
+        read_recipe(path, {"heads.num_heads": "2.5", "engine.zero_stages": "1", "heads.lr": "1"})
     lines = str(caught.value).splitlines()
     expected = (
         ("data.trian", "did you mean data.train?"),
@@ -80,15 +78,11 @@ def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
         ("unknown key head (1)", ""),
         ("heads.num_heads (2.5)", "an integer"),
         ("engine.zero_stages", "did you mean engine.zero_stage?"),
+        ("heads.lr", "did you mean optim.lr?"),
     )
     assert len(lines) == len(expected)
     for thing, remedy in expected:
         assert any(thing in line and remedy in line for line in lines), thing
-
-
-def test_a_key_in_the_wrong_section_is_found() -> None:
-    with pytest.raises(RecipeError, match=r"did you mean optim\.lr\?"):
-        build_recipe({"data.train": "x", "heads.lr": 1.0})
 
 
 def test_training_data_is_required() -> None:
@@ -135,8 +129,3 @@ def test_runs_from_before_a_key_had_its_default() -> None:
     assert differences(recipe, stored) == []
     changed = replace(recipe, heads=replace(recipe.heads, feature_layers=2))
     assert differences(changed, stored) == ["heads.feature_layers is 2, the run was started with 0"]
-
-
-def test_reading_a_recipe_does_not_import_torch() -> None:
-    code = "import sys, train.__main__, train.recipe_file; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=RECIPES[0].parents[2], check=False).returncode == 0
