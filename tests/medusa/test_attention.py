@@ -95,46 +95,6 @@ def test_what_layers_add(backend, feature):
         check(backend, case, dtype_of(backend))
 
 
-def test_a_chain_is_causal_attention(backend):
-    layer = make(Case(nodes=26, shape="chain", lengths=(37,)), dtype_of(backend))
-    before = torch.randn_like(layer.query[:1]).expand(37, -1, -1)
-    query_HTD = torch.cat([before, layer.query]).transpose(0, 1)
-    key_KTD, value_KTD = (layer.side_by_side(arena, 0, 37 + 26).transpose(0, 1) for arena in (layer.key, layer.value))
-    whole_1HTD = torch.nn.functional.scaled_dot_product_attention(
-        query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(layer.run(backend), whole_1HTD[0, :, 37:].transpose(0, 1), atol=5e-6, rtol=5e-6)
-
-
-def test_the_order_of_siblings_does_not_matter(backend):
-    layer = make(Case(nodes=8, shape="star", lengths=(37,)), dtype_of(backend))
-    order = torch.tensor([0, 5, 2, 7, 1, 6, 3, 4])
-    before = layer.run(backend)
-    layer.query = layer.query[order]
-    places, sources = layer.places(0, torch.arange(37, 37 + 8)), layer.places(0, 37 + order)
-    for arena in (layer.key, layer.value):
-        arena.flatten(0, 1)[places] = arena.flatten(0, 1)[sources]
-    torch.testing.assert_close(layer.run(backend), before[order], atol=5e-6, rtol=5e-6)
-
-
-def test_a_larger_kv_length_changes_nothing(backend):
-    layer = make(Case(lengths=(40, 3)), dtype_of(backend))
-    short = layer.run(backend)
-    layer.kv_length += 100
-    layer.table = layer.table._replace(blocks=torch.nn.functional.pad(layer.table.blocks, (0, 4)))
-    torch.testing.assert_close(layer.run(backend), short, atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.parametrize("case", [MIXED[0], Case(lengths=(40, 3))], ids=str)
-def test_a_tree_gets_the_same_beside_any_others(backend, case):
-    layer = make(case, dtype_of(backend))
-    together = layer.run(backend).split(case.sizes)
-    for sequence, expected in enumerate(together):
-        out = layer.alone(sequence).run(backend)
-        torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
-        assert backend.name != "exact" or torch.equal(out, expected)
-
-
 def test_trees_of_one_draft_may_differ_in_size(backend):
     layer = make(Case(nodes=(8, 5, 1), lengths=(33, 0, 64)), dtype_of(backend))
     expected, parents = layer.run(backend), torch.zeros(3, 8, dtype=torch.int64)

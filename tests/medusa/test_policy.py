@@ -1,7 +1,6 @@
 """Tree sizes that nobody gives: on machines of a few lines whose best sizes are known, and on a real base."""
 
 import logging
-import math
 import random
 from itertools import zip_longest
 
@@ -211,15 +210,6 @@ def test_text_is_that_of_plain_decoding(model, prompts, options, drafter):
         assert sum(o.steps for o in outputs[0]) < sum(o.steps for o in plain), (
             "the first steps draft, whatever the clock"
         )
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
-def test_heads_that_overflow_change_no_text(base, make_heads, model, value):
-    heads = make_heads()
-    heads.blocks[0].outer.weight.data *= value
-    outputs = MedusaModel(base, heads).generate(PROMPTS, max_new_tokens=40)
-    assert [o.tokens for o in outputs] == [o.tokens for o in model.generate(PROMPTS, max_new_tokens=40, nodes=1)]
-    assert not any(math.isnan(o.tokens_per_step) for o in outputs)
 
 
 def test_streams_that_grow_side_by_side_share_what_is_learned(base, make_heads):

