@@ -127,22 +127,6 @@ def test_draws_come_from_the_heads_and_siblings_differ(base, make_heads, archite
         torch.testing.assert_close(law, logits.softmax(-1).float() * (law > 0) / (logits.softmax(-1)[law > 0].sum()))
 
 
-def test_draws_follow_their_law_and_repeat_for_a_seed(base, make_heads):
-    count, heads = 4000, make_heads(2)
-    state = decode_state([[3]] * count, base, torch.arange(count))
-    drafter = SampledHeadsDrafter(heads, base, 4, temperature=0.5)
-    draft = drafter.propose(state)
-    assert torch.equal(draft.tokens, drafter.propose(state).tokens)
-    for node in (1, 2):
-        expected = draft.probs[:, node].double().sum(0)
-        counts = torch.bincount(draft.tokens[:, node], minlength=base.vocab_size)
-        likely = expected > 5
-        freedom = int(likely.sum())
-        statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
-        assert freedom > 5
-        assert statistic < freedom + 4 * (2 * freedom) ** 0.5
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_draws_of_heads_that_overflow_still_have_a_law(base, make_heads, value):
     heads = make_heads(3)

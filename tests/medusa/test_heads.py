@@ -198,41 +198,6 @@ def test_a_local_base_is_stored_relative_to_the_heads(tmp_path):
     assert load_heads(tmp_path / "runs" / "heads").config.base == "../../base"
 
 
-def damage_weights(directory):
-    path = directory / "heads.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def remove_weights(directory):
-    (directory / "heads.safetensors").unlink()
-
-
-def other_shape(directory):
-    values = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(values | {"hidden_size": 9}))
-
-
-def unknown_architecture(directory):
-    values = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(values | {"architecture": "hydra9"}))
-
-
-@pytest.mark.parametrize(
-    ("harm", "error", "message"),
-    [
-        (damage_weights, ValueError, "is damaged"),
-        (remove_weights, FileNotFoundError, r"has no heads\.safetensors"),
-        (other_shape, ValueError, "does not fit its config"),
-        (unknown_architecture, ValueError, "choose one of: medusa, markov, hydra, recurrent"),
-    ],
-)
-def test_damaged_heads_give_one_clear_error(tmp_path, harm, error, message):
-    save_heads(build_heads(config()), tmp_path)
-    harm(tmp_path)
-    with pytest.raises(error, match=message):
-        load_heads(tmp_path)
-
-
 @pytest.mark.parametrize("changes", [{"num_heads": 0}, {"num_layers": -1}, {"hidden_size": "8"}, {"rank": 0}])
 def test_impossible_shapes_are_refused(changes):
     with pytest.raises(ValueError, match="whole number of at least 1"):

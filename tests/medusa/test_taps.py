@@ -102,7 +102,6 @@ def test_passes_of_two_threads_do_not_mix(llama):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -205,8 +204,3 @@ def test_a_loaded_model_taps_its_base(base_directory, make_heads, tmp_path):
     model = MedusaModel.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
     assert (model.base.feature_layers, model.heads.config.feature_layers) == ((1,), (1,))
     assert model.generate([5, 6, 7], max_new_tokens=4).tokens
-
-
-def test_heads_that_read_other_layers_than_the_base_has_are_refused(base, make_heads):
-    with pytest.raises(ValueError, match=r"feature layers \(2\) must be different layers below the last one"):
-        MedusaModel(base, make_heads(feature_layers=(2,)))
