@@ -126,35 +126,31 @@ class Reads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_a_draft_reads_a_part_of_the_output_layer(base_directory, make_heads, monkeypatch):
+@pytest.fixture
+def bytes_read(base_directory, make_heads, monkeypatch):
+    """Bytes of matrices that a draft of such heads reads."""
     monkeypatch.setattr("medusa.cpu.native.available", lambda: False)
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
-    read = {}
-    for size in (0, PART):
-        heads = make_heads(draft_vocab_size=size, architecture="hydra").float()
-        heads = freeze(heads, base)
-        drafter = HeadsDrafter(heads, base, 9, host_decides=False)
-        state = decode_state([[3], [1, 4]], base)
+
+    def of(num_heads=3, **options):
+        drafter = HeadsDrafter(freeze(make_heads(num_heads, **options).float(), base), base, 9, host_decides=False)
         with Reads() as reads:
-            drafter.propose(state)
-        read[size] = reads.bytes
+            drafter.propose(decode_state([[3], [1, 4]], base))
+        return reads.bytes
+
+    return of
+
+
+def test_a_draft_reads_a_part_of_the_output_layer(bytes_read, base):
+    whole, part = (bytes_read(architecture="hydra", draft_vocab_size=size) for size in (0, PART))
     levels, row = 3, 4 * base.hidden_size
-    assert read[0] - read[PART] == levels * row * (base.vocab_size - PART)
+    assert whole - part == levels * row * (base.vocab_size - PART)
 
 
 @pytest.mark.parametrize(("architecture", "once"), [("medusa", True), ("markov", True), ("hydra", False)])
-def test_heads_that_read_the_output_layer_once_for_all_levels(
-    base_directory, make_heads, monkeypatch, architecture, once
-):
-    monkeypatch.setattr("medusa.cpu.native.available", lambda: False)
-    base, read = BaseModel.load(base_directory, dtype=torch.float32, device="cpu"), []
-    for num_heads in (3, 4):
-        heads = make_heads(num_heads, architecture=architecture, rank=2).float()
-        heads = freeze(heads, base)
-        with Reads() as reads:
-            HeadsDrafter(heads, base, 9, host_decides=False).propose(decode_state([[3], [1, 4]], base))
-        read.append(reads.bytes)
-    assert (read[1] - read[0] < 4 * base.lm_head_weight.numel()) == once
+def test_heads_that_read_the_output_layer_once_for_all_levels(bytes_read, base, architecture, once):
+    three, four = (bytes_read(num_heads, architecture=architecture, rank=2) for num_heads in (3, 4))
+    assert (four - three < 4 * base.lm_head_weight.numel()) == once
 
 
 def test_the_part_is_saved_with_the_heads(heads, tmp_path):

@@ -189,7 +189,7 @@ def test_a_given_exit_and_a_wrong_one():
         MedusaModel(tiny("llama", num_hidden_layers=1)).generate([3], drafter="early-exit", nodes=4)
 
 
-def test_fused_passes_draft_too(base_directory, tokenizer, tmp_path):
+def test_fused_passes_draft_too(base_directory):
     """Both models as one call of C++, trees of several sizes, rows that are not drafted for."""
     model = MedusaModel.from_pretrained(None, base_directory, dtype=torch.float32, draft_model=base_directory)
     plain = model.generate(PROMPTS, nodes=1, **ANSWER)

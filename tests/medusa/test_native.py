@@ -232,7 +232,6 @@ def test_many_rows_pass_in_slabs():
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("family", FUSED)
 @torch.inference_mode()
 def test_what_fills_up_smaller_trees_is_not_computed(family):

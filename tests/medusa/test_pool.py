@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa import BaseModel, EngineConfig, HeadsConfig, MedusaModel, build_heads
+from medusa import BaseModel, EngineConfig, MedusaModel
 from medusa.cache import BLOCK, BlockPool, CachedSequence, PoolFullError, provisional
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams, Speculation
@@ -30,11 +30,8 @@ def paged(request, base_directory):
 
 
 @pytest.fixture(scope="module")
-def model(paged):
-    torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(paged.hidden_size, paged.vocab_size, 3, architecture="recurrent"))
-    heads.init_from_base(paged.lm_head_weight.float())
-    return MedusaModel(paged, heads, draft_model=paged)
+def model(paged, make_heads):
+    return MedusaModel(paged, make_heads().float(), draft_model=paged)
 
 
 def finish(batch):

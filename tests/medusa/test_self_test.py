@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa import BaseModel, Draft, MedusaModel, Tree
 from medusa.attention import Span
 from medusa.drafters import Drafter
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
@@ -30,13 +30,8 @@ def load(kind, tokenizer, directory):
 
 
 @pytest.fixture(scope="module")
-def mpt(tokenizer, tmp_path_factory):
-    model = load("mpt", tokenizer, tmp_path_factory.mktemp("mpt"))
-    torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(32, 257, num_heads=3, architecture="recurrent"))
-    for parameter in heads.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return MedusaModel(model.base, heads)
+def mpt(tokenizer, make_heads, tmp_path_factory):
+    return MedusaModel(load("mpt", tokenizer, tmp_path_factory.mktemp("mpt")).base, make_heads())
 
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon", "mamba"])

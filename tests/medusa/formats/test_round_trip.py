@@ -1,7 +1,6 @@
 """What is exported comes back bit-equal, and other engines compute the same from it."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -221,12 +220,6 @@ def test_exporting_again_leaves_nothing_of_the_heads_before(base, new_heads, hid
         export_heads(Export(new_heads(shape), base), "universal", tmp_path / "heads")
         assert load_config(tmp_path / "heads").own_lm_heads == (shape == "own")
         engines.read_by_vllm(tmp_path / "heads", hidden, base.lm_head_weight)
-
-
-def test_native_exports_keep_provenance(new_heads, tmp_path):
-    export = Export(new_heads("shared"), None, {"steps": 3})
-    directory = export_heads(export, "native", tmp_path / "heads")
-    assert json.loads((directory / "provenance.json").read_text()) == {"steps": 3}
 
 
 def test_an_unknown_format_names_the_known(new_heads, tmp_path):
