@@ -276,15 +276,6 @@ def test_where_recording_fails_steps_go_on_eagerly(base, eager, caplog):
     assert "operation not permitted" in caplog.text
 
 
-def test_a_drafter_that_reads_values_cannot_be_recorded(eager, fresh, caplog):
-    drafter = HeadsDrafter(eager.heads, eager.base, 9)
-    drafter.recordable = True
-    outputs = fresh.generate(PROMPTS, max_new_tokens=20, drafter=drafter)
-    assert contents(outputs) == contents(eager.generate(PROMPTS, max_new_tokens=20, drafter=drafter))
-    assert fresh.recorder.recorded == 0
-    assert "not permitted while a stream is capturing" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

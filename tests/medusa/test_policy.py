@@ -11,11 +11,11 @@ from medusa.budget.auto import AutoDrafter
 from medusa.budget.policy import PLAIN, Arm, Policy
 from medusa.budget.policy import SIZES as DRAFTED
 from medusa.drafters import PlainDrafter
-from medusa.drafters.build import SOURCES, split
+from medusa.drafters.build import split
 from medusa.drafters.choose import Drafters
 from medusa.engine.graph import StepGraphs
 from medusa.engine.output import Output
-from medusa.sampling import DRAFTERS, Speculation
+from medusa.sampling import Speculation
 from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder
@@ -270,10 +270,6 @@ def test_heads_that_come_later_read_layers_that_nobody_read_before(base, make_he
     assert wider.drafters.parts.base is wider.base
     expected = [output.tokens for output in MedusaModel(base).generate(PROMPTS, max_new_tokens=20, nodes=1)]
     assert [[output.tokens for output in outputs] for outputs in (*before, *after)] == [expected] * 7
-
-
-def test_every_name_has_its_source():
-    assert {"hybrid", *SOURCES} == set(DRAFTERS)
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8, 16, 64])

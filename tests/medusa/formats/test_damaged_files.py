@@ -1,6 +1,5 @@
 """Files that are damaged, or dangerous, are one clear sentence."""
 
-import json
 import pickle
 import random
 from pathlib import Path
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 
 from medusa.formats import load_heads, save_heads
 from tests.medusa.formats.engines import original_heads, write_original, write_vllm
-from tests.medusa.formats.stored import load_config
+from tests.medusa.formats.stored import change_config, load_config
 
 DIM, VOCAB = 4, 6
 
@@ -178,11 +177,6 @@ def test_missing_files(make_heads, tmp_path):
     save_file({}, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_heads(tmp_path)
-
-
-def change_config(directory, **values):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize("key", ["base", "architecture", "base_adapter"])
