@@ -104,15 +104,6 @@ def test_text_is_that_of_plain_decoding(base, heads, drafter, settings):
     assert any(token not in heads.draft_ids for output in outputs for token in output.tokens)
 
 
-def test_drafts_hold_tokens_of_the_part_only(base, heads):
-    state = decode_state([[3], [1, 4]], base)
-    for drafter in (HeadsDrafter(heads, base, 16), SampledHeadsDrafter(heads, base, 16, 1.0)):
-        draft = drafter.propose(state)
-        assert draft.tokens.shape[1] > 2
-        assert torch.isin(draft.tokens[:, 1:], heads.draft_ids).all()
-        assert draft.tokens[:, 0].tolist() == [3, 4]
-
-
 class Reads(TorchDispatchMode):
     """Adds up the bytes of matrices that torch's products read."""
 
@@ -153,13 +144,6 @@ def test_heads_that_read_the_output_layer_once_for_all_levels(bytes_read, base, 
     assert (four - three < 4 * base.lm_head_weight.numel()) == once
 
 
-def test_the_part_is_saved_with_the_heads(heads, tmp_path):
-    save_heads(heads, tmp_path)
-    loaded = load_heads(tmp_path, dtype=torch.bfloat16)
-    assert torch.equal(loaded.draft_ids, heads.draft_ids)
-    assert loaded.config.draft_vocab_size == PART
-
-
 @pytest.mark.parametrize("damaged", [-1, 3, 1000])
 def test_ids_that_are_no_part_of_the_vocabulary_are_one_clear_error(heads, tmp_path, damaged):
     heads.draft_ids[-1] = damaged
@@ -174,8 +158,3 @@ def test_a_part_larger_than_the_vocabulary_is_refused(make_heads, size):
         ValueError, match=rf"draft_vocab_size \({size}\) must be from 0 to the vocabulary's size \(257\)"
     ):
         make_heads(draft_vocab_size=size)
-
-
-def test_a_tree_wider_than_the_part_is_refused(base, make_heads):
-    with pytest.raises(ValueError, match=r"tree width \(6\) exceeds the tokens that the heads can draft \(5\)"):
-        HeadsDrafter(make_heads(draft_vocab_size=5), base, 1, LOPSIDED)
