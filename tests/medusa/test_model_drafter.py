@@ -115,6 +115,22 @@ def test_a_model_that_is_the_base_is_always_right():
 
 
 @torch.inference_mode()
+def test_drafts_are_what_the_model_says_and_leave_no_trace():
+    base, small = pair("llama", noise=0.1)
+    drafter = ModelDrafter(SmallModel(small), base.vocab_size, 5, 0.0, width=1)
+    sequences, state = prefill(base, PROMPTS)
+    draft = drafter.propose(state, sequences)
+    for row, prompt in enumerate(PROMPTS):
+        text = list(prompt)
+        for token in draft.tokens[row, 1 : draft.row_sizes[row]].tolist():
+            assert token == int(small.model(torch.tensor([text])).logits[0, -1].argmax())
+            text.append(token)
+    assert torch.equal(draft.tokens, drafter.propose(state, sequences).tokens)
+    assert [one.length for one in sequences] == [len(prompt) - 1 for prompt in PROMPTS]
+    assert [one.followers[small].length for one in sequences] == [len(prompt) for prompt in PROMPTS]
+
+
+@torch.inference_mode()
 def test_drafts_end_where_one_more_guess_does_not_pay():
     base, small = pair("llama")
     small.model.lm_head.weight.data *= 4  # surer than it should be
