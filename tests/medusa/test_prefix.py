@@ -1,6 +1,8 @@
 """A prompt that begins like a text before it is not computed again, and its answer is the same."""
 
+import gc
 import random
+import weakref
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -147,10 +149,15 @@ def test_another_base_starts_from_nothing(model, base, encode):
     assert MedusaModel(BaseModel(other, tokenizer)).generate(prompt, prefix=prefix, max_new_tokens=5).cached_tokens == 0
 
 
-def test_a_cleared_prefix_knows_nothing(model, encode):
+def test_a_cleared_prefix_frees_its_memory_at_once(model, encode):
     prefix, prompt = Prefix(), encode(PROMPT)
     model.generate(prompt, prefix=prefix, max_new_tokens=5)
+    memory = weakref.ref(prefix.pool(model.base).arenas[0].keys)
+    gc.disable()
     prefix.clear()
+    freed = memory() is None
+    gc.enable()
+    assert freed
     assert model.generate(prompt, prefix=prefix, max_new_tokens=5).cached_tokens == 0
 
 
