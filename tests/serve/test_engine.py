@@ -17,7 +17,7 @@ def run(speaker, scenario, settings=None):
     """A scenario with an engine that is empty at its end."""
 
     async def whole():
-        engine = Engine(speaker, settings or EngineSettings(), Metrics("small"))
+        engine = Engine(speaker, settings or EngineSettings(cache_tokens=16_384), Metrics("small"))
         engine.start()
         try:
             result = await asyncio.wait_for(scenario(engine), 60)
@@ -163,7 +163,7 @@ def test_other_heads_while_requests_run(speaker, base, make_heads):
 
 def test_a_server_that_goes_down_lets_requests_end(speaker):
     async def scenario():
-        engine = Engine(speaker, EngineSettings(), Metrics("small"))
+        engine = Engine(speaker, EngineSettings(cache_tokens=16_384), Metrics("small"))
         engine.start()
         running = await taken(engine, [5, 6], LONG)
         stopping = asyncio.create_task(engine.stop(drain=30))
