@@ -22,8 +22,8 @@ def add_base_flags(parser: Any) -> None:
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto = cuda where there is one")
 
 
-def base_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """What ``MedusaModel.from_pretrained`` takes for these flags, after the heads."""
+def base_arguments(options: Any) -> dict[str, Any]:
+    """What ``MedusaModel.from_pretrained`` takes for these flags, or fields of their names, after the heads."""
     import torch
 
     return {

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class HubData:
         Raises:
             ValueError: the data set or its split cannot be found or read.
         """
-        for number, record in zip(count(1), self._opened(), strict=False):
+        for number, record in enumerate(self._opened(), start=1):
             yield f"{self._name} [{self._split}], record {number}", dict(record)
 
     def fingerprint(self) -> str:

@@ -27,6 +27,8 @@ EXCLUDED_DIRECTORIES = frozenset(
 )
 """Not installed everywhere (the tests), or tables and generated text rather than code."""
 
+CONTEXT_CHARACTERS = 1200
+"""Most characters of a file before the function that is to be completed (whole lines)."""
 MAX_ANSWER_LINES = 40
 NEAR_DUPLICATE = 0.4
 """A training file that shares this fraction of its distinct lines with a held-out file is left out."""
@@ -85,13 +87,8 @@ def chat_pairs(split: Split) -> tuple[ChatPair, ...]:
 
 
 @cache
-def completion_prompts(split: Split, context_chars: int = 1200) -> tuple[str, ...]:
-    """Beginnings of functions in their files: what stands before, the signature and the docstring.
-
-    Args:
-        split: Which side's files to cut.
-        context_chars: At most so many characters of the file before the function (whole lines).
-    """
+def completion_prompts(split: Split) -> tuple[str, ...]:
+    """Beginnings of functions in their files: what stands before, the signature and the docstring."""
     prompts = []
     for document in documents(split):
         lines = document.text.splitlines(keepends=True)
@@ -100,7 +97,7 @@ def completion_prompts(split: Split, context_chars: int = 1200) -> tuple[str, ..
             if body_line <= function.lineno or (function.end_lineno or 0) - body_line < 3:
                 continue
             start = function.lineno - 1
-            while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= context_chars:
+            while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= CONTEXT_CHARACTERS:
                 start -= 1
             # No line end at the end: tokenizers join it with the indentation that follows.
             prompts.append("".join(lines[start : body_line - 1]).rstrip())

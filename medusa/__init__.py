@@ -46,26 +46,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BaseModel": "medusa.base.model",
-    "Batch": "medusa.engine.batch",
-    "Completion": "medusa.engine.output",
-    "Draft": "medusa.tree",
-    "DraftHeads": "medusa.heads",
-    "EngineConfig": "medusa.engine.config",
-    "HeadsConfig": "medusa.heads",
-    "MedusaModel": "medusa.model",
-    "Output": "medusa.engine.output",
-    "Piece": "medusa.engine.output",
-    "Prefix": "medusa.engine.prefix",
-    "Request": "medusa.engine.request",
-    "SamplingParams": "medusa.sampling",
-    "Speculation": "medusa.sampling",
-    "Stream": "medusa.model",
-    "Tree": "medusa.tree",
-    "build_heads": "medusa.heads",
-    "load_settings": "medusa.io.settings_file",
-    "load_tree": "medusa.io.tree_file",
-    "save_tree": "medusa.io.tree_file",
+    name: home
+    for home, names in {
+        "medusa.base.model": ["BaseModel"],
+        "medusa.engine.batch": ["Batch"],
+        "medusa.engine.config": ["EngineConfig"],
+        "medusa.engine.output": ["Completion", "Output", "Piece"],
+        "medusa.engine.prefix": ["Prefix"],
+        "medusa.engine.request": ["Request"],
+        "medusa.heads": ["DraftHeads", "HeadsConfig", "build_heads"],
+        "medusa.io.settings_file": ["load_settings"],
+        "medusa.io.tree_file": ["load_tree", "save_tree"],
+        "medusa.model": ["MedusaModel", "Stream"],
+        "medusa.sampling": ["SamplingParams", "Speculation"],
+        "medusa.tree": ["Draft", "Tree"],
+    }.items()
+    for name in names
 }
 """Where each name is defined."""
 

@@ -4,6 +4,7 @@ import contextlib
 import glob
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -23,7 +24,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     What a killed process has left of an earlier try is removed.
     """
     sweep(path.parent, f".{glob.escape(path.name)}.tmp*")
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    # Not its process: those of two machines may have the same number.
+    temporary = path.with_name(f".{path.name}.tmp{secrets.token_hex(4)}")
     try:
         write(temporary)
         with temporary.open("rb") as file:

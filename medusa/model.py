@@ -25,9 +25,8 @@ from medusa.heads import DraftHeads
 from medusa.heads.frozen import freeze
 from medusa.io.card import write_card
 from medusa.io.hub import push
-from medusa.loading.draft_model import check_draft_model, load_draft_model
-from medusa.loading.load import load_base_and_heads
-from medusa.prompts import Prompt, Prompts, encode, render_chat
+from medusa.loading.load import load_base_and_heads, load_draft_model
+from medusa.prompts import Prompt, Prompts, encode, render_messages
 from medusa.sampling import Options, from_options
 
 
@@ -75,7 +74,7 @@ class MedusaModel:
         self.named: dict[str, DraftHeads] = {}
         self.graphs = graph if isinstance(graph, StepGraphs) else _graphs(base, graph)
         if draft_model is not None:
-            check_draft_model(draft_model, base)
+            _check_draft_model(draft_model, base)
         self.drafters = Drafters(base, self.heads, self.graphs is not None, draft_model)
 
     @classmethod
@@ -128,10 +127,10 @@ class MedusaModel:
             >>> model = MedusaModel.from_pretrained("runs/demo/heads")
             >>> print(model.generate("def read_lines(path):").text)
         """
-        loaded = load_base_and_heads(heads, base, dtype, device, attention, int8, load_options, revision)
-        small = None if draft_model is None else load_draft_model(draft_model, loaded.base)
-        model = loaded.base.with_mtp() if mtp else loaded.base
-        return cls(model, loaded.heads, graph, loaded.provenance, small)
+        how = {"device": device, "attention": attention, "int8": int8, "load_options": load_options}
+        model, own, provenance = load_base_and_heads(heads, base, dtype, revision, **how)
+        small = None if draft_model is None else load_draft_model(draft_model, model)
+        return cls(model.with_mtp() if mtp else model, own, graph, provenance, small)
 
     def with_heads(self, named: Mapping[str, DraftHeads]) -> "MedusaModel":
         """The same model with these heads beside its own; requests choose them by name (``Speculation.heads``).
@@ -268,7 +267,7 @@ class MedusaModel:
         Raises:
             ValueError: The base's tokenizer has no chat template, or its template refuses the conversation.
         """
-        return render_chat(self.base, messages)
+        return render_messages(self.base.tokenizer, messages, self.base.name)
 
     def _start(
         self, prompts: list[list[int]], incremental: bool, options: Options
@@ -291,3 +290,17 @@ def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:
     if wanted and base.ranks > 1:
         raise ValueError(f"graph (True) does not go with tensor parallel ({base.ranks} processes); leave graph out")
     return StepGraphs(base) if base.device.type == "cuda" and base.ranks == 1 and wanted is not False else None
+
+
+def _check_draft_model(model: BaseModel, base: BaseModel) -> None:
+    """Refuse a model with other tokens, or one that cannot take back what it has drafted."""
+    if model.tokenizer.get_vocab() != base.tokenizer.get_vocab():
+        raise ValueError(
+            f"draft model ({model.name}) has another vocabulary than the base ({base.name}), and drafts are token ids;"
+            " give a model with the base's tokenizer"
+        )
+    if model.decoding == "plain":
+        raise ValueError(
+            f"draft model ({model.name}, {model.config.model_type}) cannot take back what it has drafted; give a model"
+            " without recurrent layers"
+        )

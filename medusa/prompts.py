@@ -7,8 +7,6 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from medusa.base.model import BaseModel
-
 Prompt = str | list[int] | Tensor
 Prompts = list[str] | list[list[int]] | Tensor
 
@@ -32,25 +30,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tup
     return encoded, single
 
 
-def render_chat(base: BaseModel, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
-
-    Raises:
-        ValueError: The base's tokenizer has no chat template, or its template refuses the conversation.
-    """
-    return render_messages(base.tokenizer, messages, base.name)
-
-
 def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
     name: str,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """The same with a tokenizer alone, and with tools that the template describes to the model.
+    """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
+
+    Args:
+        tokenizer: The base's.
+        messages: The conversation.
+        name: Of the base, for errors.
+        tools: What the template describes to the model.
 
     Raises:
-        ValueError: See above, or the template knows no tools.
+        ValueError: There is no chat template, or it refuses the conversation or knows no tools.
     """
     template = tokenizer.chat_template
     if not template:

@@ -13,10 +13,8 @@ if TYPE_CHECKING:  # this module is read without torch, for the options of a com
 
 RULES = ("greedy", "sampling", "speculative", "typical")
 """Names of acceptance rules."""
-GREEDY_DRAFTERS = ("hybrid", "heads", "prompt-lookup")
-"""Names of drafters that work at temperature 0 and on any text; "hybrid" is "heads+prompt-lookup"."""
-DRAFTERS = (*GREEDY_DRAFTERS, "ngram", "draft-model", "early-exit", "mtp", "heads-sampled")
-"""All of them."""
+DRAFTERS = ("hybrid", "heads", "prompt-lookup", "ngram", "draft-model", "early-exit", "mtp", "heads-sampled")
+"""Names of drafters; "hybrid" is "heads+prompt-lookup"."""
 SOURCES = DRAFTERS[1:-1]
 """Drafters that can share a tree, joined by "+"."""
 EPSILON, DELTA = 0.09, 0.3

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +54,6 @@ class Grammars:
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
-        self._kept: tuple[xgrammar.GrammarCompiler, Tensor] | None = None
 
     def json_object(self) -> Callable[[], Constraint]:
         """Any JSON object."""
@@ -69,7 +69,7 @@ class Grammars:
         _check_size("schema", text)
         _check(schema, "schema")
         compiled = self._compiled(lambda it: it.compile_json_schema(text, max_whitespace_cnt=MOST_SPACES))
-        printable = self._compiler()[1]
+        printable = self._compiler[1]
         return lambda: Following(compiled, printable)
 
     def grammar(self, ebnf: str) -> Callable[[], Constraint]:
@@ -85,29 +85,28 @@ class Grammars:
     def _compiled(
         self, compile_with: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]"
     ) -> "xgrammar.CompiledGrammar":
-        compiler, _ = self._compiler()
+        compiler, _ = self._compiler
         try:
             return compile_with(compiler)
         except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
             reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error) or "it is not valid"
             raise ValueError(f"grammar cannot be followed: {' '.join(reason.split())}; correct it") from error
 
+    @cached_property
     def _compiler(self) -> "tuple[xgrammar.GrammarCompiler, Tensor]":
         """The compiler, and the tokens that JSON may hold."""
-        if self._kept is None:
-            try:
-                import xgrammar
-            except ImportError as error:
-                raise ValueError(
-                    f"formats need XGrammar ({error}); install it with: pip install 'medusa-decoding[serve]'"
-                ) from error
-            base = self._base
-            tokens = xgrammar.TokenizerInfo.from_huggingface(
-                base.tokenizer, vocab_size=base.vocab_size, stop_token_ids=sorted(base.eos_ids)
-            )
-            compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_limit_bytes=KEPT_BYTES)
-            self._kept = compiler, _printable(tokens.decoded_vocab, base.vocab_size)
-        return self._kept
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ValueError(
+                f"formats need XGrammar ({error}); install it with: pip install 'medusa-decoding[serve]'"
+            ) from error
+        base = self._base
+        tokens = xgrammar.TokenizerInfo.from_huggingface(
+            base.tokenizer, vocab_size=base.vocab_size, stop_token_ids=sorted(base.eos_ids)
+        )
+        compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_limit_bytes=KEPT_BYTES)
+        return compiler, _printable(tokens.decoded_vocab, base.vocab_size)
 
 
 class Following:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.arguments import DTYPES, base_arguments
 from serve.flags import flag
 
 if TYPE_CHECKING:
     from medusa import MedusaModel
 
 DEFAULT_HEADS = "runs/demo/heads"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "reference", "exact", "flash", "triton")
 
 
@@ -60,8 +60,6 @@ class ModelOptions:
             OSError: They are not there or cannot be read.
             ValueError: They do not fit together.
         """
-        from data import resolve_base_name
-
         heads = self.heads_or_default()
         if heads and not Path(heads).is_dir() and heads.count("/") != 1:  # "user/heads" may be on the Hub
             raise FileNotFoundError(
@@ -80,14 +78,11 @@ class ModelOptions:
         transformers.utils.logging.set_verbosity_error()  # prompts are measured before they are cut to the context
         return MedusaModel.from_pretrained(
             heads,
-            base=resolve_base_name(self.base) if self.base else None,
-            dtype=None if self.dtype == "auto" else getattr(torch, self.dtype),
-            device=None if self.device == "auto" else self.device,
+            **base_arguments(self),
             attention=self.attention,
             graph=False if self.no_graph else None,
             int8=self.int8,
             load_options={"tp_plan": "auto"} if self.tensor_parallel else None,
-            draft_model=resolve_base_name(self.draft_model) if self.draft_model else None,
             mtp=self.mtp,
         )
 

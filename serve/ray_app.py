@@ -15,7 +15,6 @@ import argparse
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -225,13 +224,12 @@ def _start_ranks(args: argparse.Namespace) -> None:
 
     They end with the replica, and should one of them fail, the replica ends too and Ray starts another.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from torch.distributed.elastic.utils.distributed import get_free_port
+
     args.tensor_parallel = True
     given = {each.name: getattr(args, each.name) for each in fields(ModelOptions)}
     words = _flags({name: value for name, value in given.items() if value is not None})
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.processes)}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": str(args.processes)}
     group |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(args.cpus)}
     for rank in range(1, args.processes):
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

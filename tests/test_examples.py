@@ -56,7 +56,7 @@ def run(tmp_path):
     return run_example
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "launch.sh", ROOT / ".ci" / "run"], ids=lambda script: script.name)
 def test_is_valid_bash(script):
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):

@@ -59,12 +59,6 @@ def clone(tmp_path):
     return Clone(tmp_path)
 
 
-def test_is_valid_bash():
-    for script in ("launch.sh", ".ci/run"):
-        subprocess.run(["bash", "-n", ROOT / script], check=True)
-        assert os.access(ROOT / script, os.X_OK)
-
-
 @pytest.mark.parametrize("flag", ["help", "-h", "--help"])
 def test_help_sets_nothing_up(clone, flag):
     result = clone.launch(flag)

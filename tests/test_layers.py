@@ -1,6 +1,7 @@
 """What import-linter cannot say: no circle of files, the ground floor's packages, and that declared names exist."""
 
 import ast
+import subprocess
 import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
@@ -17,23 +18,20 @@ PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
 OPTIONAL = {"flash_attn", "peft", "triton"}
 
 
-def imported_packages(source: Path):
-    """Top-level names of everything that a file imports, the standard library aside."""
+def imported(source: Path):
+    """What a file imports anywhere, inside functions and for type checkers too: modules, with the names out of them."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        else:
-            continue
-        yield from {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_ground_floor_needs_torch_and_transformers_only():
     foreign = {
         f"{source.relative_to(ROOT)} imports {package}"
         for source in (ROOT / "medusa").rglob("*.py")
-        for package in imported_packages(source)
+        for package in {name.partition(".")[0] for name in imported(source)} - sys.stdlib_module_names
         if package not in GROUND_FLOOR | OPTIONAL
     }
     assert not foreign
@@ -52,26 +50,17 @@ def test_package_is_typed_and_regular(package):
     assert (ROOT / package / "__init__.py").exists()
 
 
-def imported_files(source: Path, files: dict[str, Path]):
-    """Modules of ours that a file imports anywhere: inside functions and for type checkers too."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in files else str(node.module) for name in whole]
-        else:
-            continue
-        yield from (name for name in names if name in files and files[name] != source)
-
-
 def test_no_circle_of_files():
     sources = [source for package in PACKAGES for source in (ROOT / package).rglob("*.py")]
     files = {
         ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): source for source in sources
     }
+    graph = {}
+    for file, source in files.items():
+        modules = {name if name in files else name.rpartition(".")[0] for name in imported(source)}
+        graph[file] = (modules & files.keys()) - {file}
     try:
-        TopologicalSorter({name: set(imported_files(source, files)) for name, source in files.items()}).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("files import each other: " + " > ".join(error.args[1]))
 
@@ -80,3 +69,9 @@ def test_no_circle_of_files():
 def test_acceptance_and_attention_know_no_drafter(package):
     for source in (ROOT / "medusa" / package).glob("*.py"):
         assert "medusa.drafters" not in source.read_text(), source
+
+
+@pytest.mark.parametrize("module", ["train.__main__", "train.recipe_file", "benchmarks.gpu.__main__"])
+def test_what_starts_at_once_does_not_import_torch(module):
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
-from medusa.files import read_object, replace_file, sweep
+from medusa.files import read_object, replace_file, sweep, write_json
 from train.features import HiddenStates, Positions
 from train.run_directory import disk_errors_named
 
@@ -40,10 +40,11 @@ NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
 def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, Any]:
     """What states depend on: they are right for a run whose identity is equal."""
     tokenizer = base.tokenizer
+    config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
     known = {
         "format": FORMAT,
         "base": _base_checksum(base),
-        "config": _config_checksum(base),
+        "config": _digest(config),  # what is not in the weights: stretched positions, windows, epsilons
         "tokenizer": _digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
         "rows": packed.fingerprint(),
         "heads": num_heads,
@@ -66,12 +67,6 @@ def _base_checksum(base: BaseModel) -> str:
         sampled = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
         digest.update(sampled.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _config_checksum(base: BaseModel) -> str:
-    """Digest of what is not in the weights: stretched positions, windows, epsilons."""
-    config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
-    return _digest(config)
 
 
 def _digest(values: Any) -> str:
@@ -107,7 +102,6 @@ class HiddenCache:
         self._places: dict[int, tuple[Path, slice]] = {}  # by row: its shard, and where its states are
         self._seen: set[Path] = set()
         self._pending: dict[int, Tensor] = {}
-        self._pending_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory, ".*.tmp*")
         known = identity(base, packed, num_heads)
@@ -145,7 +139,7 @@ class HiddenCache:
         path = self._directory / f"{self._owner}-{secrets.token_hex(8)}.safetensors"
         with disk_errors_named(f"hidden-state cache ({self._directory})"):
             replace_file(path, partial(save_file, shard))
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
         self._look()
 
     def _missing(self, rows: list[int]) -> list[int]:
@@ -156,8 +150,7 @@ class HiddenCache:
         per_row = Positions.of(self._packed, index, self._num_heads).per_row.tolist()
         for row, states in zip(rows, self._source.read(index).cpu().split(per_row), strict=True):
             self._pending[row] = states.clone()  # not a view that would keep the whole pass
-            self._pending_bytes += states.nbytes
-        if self._pending_bytes >= self._shard_bytes:
+        if sum(states.nbytes for states in self._pending.values()) >= self._shard_bytes:
             self.flush()
 
     def _states(self, row: int) -> Tensor:
@@ -192,9 +185,7 @@ def _open(path: Path) -> Any:
 def _check_manifest(directory: Path, known: dict[str, Any]) -> None:
     path = directory / "manifest.json"
     if not path.is_file():
-        temporary = path.with_name(f".manifest.tmp{secrets.token_hex(4)}")  # process ids of two machines may be equal
-        temporary.write_text(json.dumps(known, indent=2), encoding="utf-8")
-        temporary.replace(path)
+        write_json(path, known)
     stored = read_object(path, "manifest", f"delete {directory}, or give another directory")
     changed = [
         f"{key} is {known.get(key)}, the states have {stored.get(key)}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
@@ -45,21 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_status(error: Exception) -> int:
     """The exit status for an error that ended torchrun; logs what no worker can say."""
     if isinstance(error, ChildFailedError):
-        return _status_of_worker(*error.get_first_failure())
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            LOGGER.error(
+                "process %d was killed by %s (from outside, or because memory ran out); the same command goes on from "
+                "the last checkpoint",
+                rank, failure.signal_name(),
+            )  # fmt: skip
+        return max(failure.exitcode, 1)
     if isinstance(error, SignalException):
         return 128 + int(error.sigval)
     LOGGER.error("processes cannot meet: %s; check MASTER_ADDR, MASTER_PORT and every machine's NODE_RANK", error)
     return 1
-
-
-def _status_of_worker(rank: int, failure: ProcessFailure) -> int:
-    if failure.exitcode < 0:
-        LOGGER.error(
-            "process %d was killed by %s (from outside, or because memory ran out); the same command goes on from the "
-            "last checkpoint",
-            rank, failure.signal_name(),
-        )  # fmt: skip
-    return max(failure.exitcode, 1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
 from train.config import Recipe
-from train.recipe_file import resolved
 from train.report import read_report
 from train.workers import Workers
 
@@ -35,7 +35,7 @@ def provenance(
         workers: the processes of the last start.
     """
     return {
-        "recipe": resolved(recipe),
+        "recipe": asdict(recipe),
         "base": {
             "name": base.name,
             "revision": getattr(base.model.config, "_commit_hash", None),

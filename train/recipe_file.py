@@ -120,17 +120,12 @@ def leaves(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[An
             yield f"{prefix}{entry.name}", entry
 
 
-def resolved(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as nested plain values, ready for YAML or JSON."""
-    return asdict(recipe)
-
-
 def differences(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
     """Values that forbid to resume a run that was started with `stored`, one sentence each.
 
     A key that the run does not know is newer than the run, which had what is the default now.
     """
-    now, before = dict(flatten(resolved(recipe))), dict(flatten(stored))
+    now, before = dict(flatten(asdict(recipe))), dict(flatten(stored))
     return [
         f"{key} is {now[key]!r}, the run was started with {then!r}"
         for key, entry in leaves(Recipe)

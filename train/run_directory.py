@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from medusa.files import replace_file, sweep
 from train.config import Recipe
-from train.recipe_file import RecipeError, differences, resolved
+from train.recipe_file import RecipeError, differences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +75,7 @@ class RunDirectory:
         position = self.position()
         if position is None:
             return False
-        stored = (
-            yaml.safe_load(self._recipe.read_text(encoding="utf-8")) if self._recipe.is_file() else resolved(recipe)
-        )
+        stored = yaml.safe_load(self._recipe.read_text(encoding="utf-8")) if self._recipe.is_file() else asdict(recipe)
         if changed := differences(recipe, stored):
             raise RecipeError(
                 f"run directory ({self.path}) holds a run of another recipe:\n  "
@@ -114,7 +112,7 @@ class RunDirectory:
         kept = [json.dumps(record) for record in self.records() if record["step"] <= step and "steps" not in record]
         with self.writing():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            _replace(self._recipe, yaml.safe_dump(resolved(recipe), sort_keys=False))
+            _replace(self._recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
             _replace(self._metrics, "".join(f"{line}\n" for line in kept))
 
     def records(self) -> list[dict[str, Any]]:

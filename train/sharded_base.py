@@ -4,14 +4,11 @@ Embeddings and output layer, which the heads and their loss use at any time, are
 common act of all processes; `train.features.BasePass` makes them do equally many.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig
-from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
@@ -41,12 +38,14 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     except (OSError, ValueError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     dtype = dtype or choose_dtype(config.dtype, device)
-    zero = _config(dtype, config.get_text_config().hidden_size)
-    with _partitioned_from_the_start(zero):
+    zero = HfDeepSpeedConfig(_config(dtype, config.get_text_config().hidden_size))  # from here on loading is in parts
+    try:
         base = BaseModel.load(name, dtype=dtype, device=device)
+    finally:
+        unset_hf_deepspeed_config()
     embeddings = base.model.get_input_embeddings()
     base.model.set_input_embeddings(None)  # DeepSpeed would let go of them after every use
-    deepspeed.initialize(model=base.decoder, config=zero)
+    deepspeed.initialize(model=base.decoder, config=zero.config)
     base.model.set_input_embeddings(embeddings)
     for module in (embeddings, base.model.get_output_embeddings()):
         for parameter in module.parameters():
@@ -65,24 +64,3 @@ def _config(dtype: torch.dtype, hidden_size: int) -> dict[str, Any]:
             "memory_efficient_linear": False,
         },
     }
-
-
-@contextmanager
-def _partitioned_from_the_start(config: dict[str, Any]) -> Iterator[None]:
-    """Let transformers load the model in parts; it reads a global that its own Trainer would set."""
-    asked = _Zero3(config)  # the global is a weak reference
-    transformers_deepspeed.set_hf_deepspeed_config(asked)
-    try:
-        yield
-    finally:
-        transformers_deepspeed.unset_hf_deepspeed_config()
-
-
-@dataclass(frozen=True)
-class _Zero3:
-    """What transformers asks a configuration of DeepSpeed."""
-
-    config: dict[str, Any]
-
-    def is_zero3(self) -> bool:
-        return True

@@ -10,13 +10,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from train.config import Recipe
-from train.recipe_file import resolved
 from train.run_directory import RunDirectory
 
 LOGGER = logging.getLogger("train")
@@ -71,9 +70,7 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for tracker in list(self._trackers):
             self._guarded(tracker, partial(tracker.close, done=kind is None))
 
@@ -131,7 +128,7 @@ class Wandb:
                 resume="allow" if mode == "online" else None,
                 mode=mode,
                 dir=str(directory),
-                config=resolved(recipe),
+                config=asdict(recipe),
                 settings=wandb.Settings(init_timeout=START_SECONDS),
             )
         except (wandb.Error, OSError) as error:

@@ -4,11 +4,10 @@ import atexit
 import ctypes
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from train.config import Recipe
-from train.recipe_file import RecipeError, flatten, resolved
+from train.recipe_file import RecipeError, flatten
 from train.stop import StopRequest
 
 Value = TypeVar("Value")
@@ -57,8 +56,7 @@ class Workers:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _die_with_parent()
         if "RANK" not in os.environ:
-            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-            os.environ.update(alone, MASTER_PORT=str(_free_port()))
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         if cuda:
@@ -104,7 +102,7 @@ def check_same(recipe: Recipe, samples: str, workers: Workers) -> None:
     Raises:
         RecipeError: names the values that differ from those of process 0.
     """
-    ours = {key: value for key, value in flatten(resolved(recipe)) if key not in PLACES}
+    ours = {key: value for key, value in flatten(asdict(recipe)) if key not in PLACES}
     ours["data.train"] = f"fingerprint {samples}"
     theirs = workers.from_first(lambda: ours)
     odd = [f"{key} is {ours[key]} here, {theirs[key]} there" for key in ours if ours[key] != theirs[key]]
@@ -145,10 +143,3 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

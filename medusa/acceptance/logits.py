@@ -113,36 +113,31 @@ def adjusted(rule: Rule, adjustment: Adjustment, device: torch.device) -> Rule:
             logits_BNV = logits_BNV.index_add(2, ids_M, bias_M.to(logits_BNV.dtype).expand(*logits_BNV.shape[:2], -1))
         if repetition != 1:
             rarer_BNV = torch.where(logits_BNV < 0, logits_BNV * repetition, logits_BNV / repetition)
-            seen_BNV = seen_tokens(draft, state, logits_BNV.shape[-1])
+            seen_BNV = occurrences(draft, state, logits_BNV.shape[-1], 0) > 0
             logits_BNV = torch.where(seen_BNV, rarer_BNV, logits_BNV)
         if frequency or presence:
-            counts_BNV = completion_counts(draft, state, logits_BNV.shape[-1])
+            counts_BNV = occurrences(draft, state, logits_BNV.shape[-1], state.starts[:, None])
             logits_BNV = logits_BNV - frequency * counts_BNV - presence * (counts_BNV > 0)
         return rule(draft, logits_BNV, state)
 
     return adjusting
 
 
-def seen_tokens(draft: Draft, state: DecodeState, vocab_size: int) -> Tensor:
-    """[B, N, V] bool: the token occurs in the text up to the root or on the path from the root to the node."""
-    roots_B1 = draft.tokens[:, :1]
-    index_T = torch.arange(state.history.shape[1], device=roots_B1.device)
-    # The root has been seen everywhere, so it can stand in for all that has not.
-    text_BT = torch.where(index_T <= state.positions[:, None], state.history, roots_B1)
-    path_BNN = torch.where(draft.ancestors, draft.tokens[:, None], roots_B1[:, None])
-    seen_BV = torch.zeros(len(roots_B1), vocab_size, dtype=torch.bool, device=roots_B1.device).scatter_(
-        1, text_BT, True
-    )
-    return seen_BV[:, None].repeat(1, path_BNN.shape[1], 1).scatter_(2, path_BNN, True)
+def occurrences(draft: Draft, state: DecodeState, vocab_size: int, first_B1: Tensor | int) -> Tensor:
+    """[B, N, V] float32: how often the token stands in the text and on the path from the root to the node.
 
-
-def completion_counts(draft: Draft, state: DecodeState, vocab_size: int) -> Tensor:
-    """[B, N, V] float32: how often the token stands in the completion and on the path from the root to the node."""
+    Args:
+        draft: The trees.
+        state: Their texts.
+        vocab_size: V.
+        first_B1: Where counting begins in the text; 0 = at its first token.
+    """
     roots_B1, nodes = draft.tokens[:, :1], draft.tokens.shape[1]
     index_T = torch.arange(state.history.shape[1], device=roots_B1.device)
-    new_BT = (index_T >= state.starts[:, None]) & (index_T <= state.positions[:, None])  # the root among them
-    text_BT = torch.where(new_BT, state.history, roots_B1)
-    counts_BV = torch.zeros(len(roots_B1), vocab_size, device=roots_B1.device).scatter_add_(1, text_BT, new_BT.float())
+    counted_BT = (index_T >= first_B1) & (index_T <= state.positions[:, None])  # the root among them
+    text_BT = torch.where(counted_BT, state.history, roots_B1)
+    counts_BV = torch.zeros(len(roots_B1), vocab_size, device=roots_B1.device)
+    counts_BV.scatter_add_(1, text_BT, counted_BT.float())
     drafted_BNN = draft.ancestors & (draft.depths > 0)[:, None]
     tokens_BNN = draft.tokens[:, None].expand(-1, nodes, -1)
     return counts_BV[:, None].repeat(1, nodes, 1).scatter_add_(2, tokens_BNN, drafted_BNN.float())

@@ -150,9 +150,10 @@ def _written(writer: Writer, cost: float, context: Context, nodes: int, stream: 
 
 
 def _early_exit(context: Context, nodes: int) -> Drafter:
-    parts, noise, drawn = context.parts, context.noise, context.drawn
+    parts = context.parts
     parts.base.shallow(1)  # its layers can be found
-    return EarlyExitDrafter(parts.base, parts.exit_layer, nodes, parts.host_decides, noise, drawn, OTHER_DRAFTS[1])
+    how = {"host_decides": parts.host_decides, "noise": context.noise, "drawn": context.drawn}
+    return EarlyExitDrafter(parts.base, parts.exit_layer, nodes, **how, stream=OTHER_DRAFTS[1])
 
 
 HEADS = Need(lambda parts: parts.heads is not None, "heads and there are none", "load heads")

@@ -6,17 +6,16 @@ of them, or not at all, which ``nodes=None`` finds out. Bases that were trained 
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.base.model import BaseModel
 from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
 from medusa.drafters.model import ROW_COST, ModelDrafter
 from medusa.drafters.writers import FirstLayers
-from medusa.noise import DRAFT
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -82,39 +81,19 @@ class EarlyExitDrafter(Drafter):
         base: The base that verifies.
         exit_layer: Shared with other drafters of this base.
         nodes: N, the root included, at least 2.
-        host_decides: See ``ModelDrafter``, here and below.
-        noise: Draws that drafts should follow.
-        drawn: Draw, for the ``speculative`` rule.
-        stream: Of its own noise.
+        **how: ``host_decides``, ``noise``, ``drawn`` and ``stream`` as ``ModelDrafter`` takes them.
 
     Raises:
-        ValueError: The base has one layer, or the budget leaves no room for a guess.
+        ValueError: The budget leaves no room for a guess.
     """
 
     recordable = False
 
-    def __init__(
-        self,
-        base: BaseModel,
-        exit_layer: ExitLayer,
-        nodes: int,
-        host_decides: bool = True,
-        noise: Warper = NO_NOISE,
-        drawn: bool = False,
-        stream: int = DRAFT,
-    ) -> None:
-        if base.num_layers < 2:
-            raise ValueError(f"base ({base.name}) has one layer and no early exit; choose another drafter")
+    def __init__(self, base: BaseModel, exit_layer: ExitLayer, nodes: int, **how: Any) -> None:
         if nodes < 2:
             raise ValueError(f"nodes ({nodes}) must be at least 2 for an early exit; give a larger tree budget")
-        self.nodes, self._exit = nodes, exit_layer
+        self.nodes, self._base, self._exit, self._how = nodes, base, exit_layer, how
         self._drafter: ModelDrafter | None = None
-
-        def build(model: BaseModel) -> ModelDrafter:
-            cost = model.num_layers / base.num_layers
-            return ModelDrafter(FirstLayers(model), base.vocab_size, nodes, cost, host_decides, noise, drawn, 1, stream)
-
-        self._build = build
 
     def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots``; the roots alone until there is text enough to choose where to leave."""
@@ -122,5 +101,6 @@ class EarlyExitDrafter(Drafter):
             model = self._exit.find(state)
             if model is None:
                 return Draft.chain(state.roots[:, None])
-            self._drafter = self._build(model)
+            cost, vocab_size = model.num_layers / self._base.num_layers, self._base.vocab_size
+            self._drafter = ModelDrafter(FirstLayers(model), vocab_size, self.nodes, cost, width=1, **self._how)
         return self._drafter.propose(state, sequences)

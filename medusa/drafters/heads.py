@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class HeadsDrafter(Drafter):
         depth, width = min(num_heads, nodes - 1), min(WIDTH, output_size)
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
-        self._shape: _Shape = best_first if tree is None else _Static(tree, device)
+        self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
         self.recordable = tree is not None or not host_decides
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
@@ -166,28 +165,11 @@ def check_tree(tree: Tree, config: HeadsConfig) -> None:
         )
 
 
-class _Shape(Protocol):
-    """Which candidates get children, and which become the draft."""
-
-    nodes: int
-    depth: int
-    width: int
-
-    def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
-        """[B, m] candidates of a level that get children, None where no level follows."""
-
-    def choose(self, scores_BM: Tensor) -> Tensor:
-        """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
-
-    def real(self, scores_BN: Tensor) -> Tensor | None:
-        """[B, N] which of these stay in trees of several sizes; None where all do."""
-
-    def growth(self) -> Growth:
-        """The same for the kernel."""
-
-
 class _BestFirst:
-    """The best by score: always as many as fit, or without those below the floors."""
+    """Which candidates get children, and which become the draft: the best by score.
+
+    Always as many as fit, or without those below the floors.
+    """
 
     def __init__(self, nodes: int, depth: int, width: int, floors: Floors | None) -> None:
         self.depth, self.width, self._floors = depth, width, floors
@@ -195,6 +177,7 @@ class _BestFirst:
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        """[B, m] candidates of a level that get children, None where no level follows."""
         if level + 1 == self.depth:
             return None
         if self._floors is not None and float(scores_BC.max()) < math.log(self._floors.level):
@@ -202,6 +185,7 @@ class _BestFirst:
         return scores_BC.topk(min(self._beam, scores_BC.shape[1])).indices
 
     def choose(self, scores_BM: Tensor) -> Tensor:
+        """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
         # Every score is below that of the root.
         nodes = min(self.nodes, scores_BM.shape[1])
         if self._floors is not None:
@@ -209,6 +193,7 @@ class _BestFirst:
         return scores_BM.topk(nodes).indices.sort(-1).values
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
+        """[B, N] which of these stay in trees of several sizes; None where all do."""
         if self._floors is None or len(scores_BN) == 1:
             return None
         real_BN = scores_BN > math.log(self._floors.node)
@@ -216,41 +201,53 @@ class _BestFirst:
         return real_BN
 
     def growth(self) -> Growth:
+        """The same for the kernel."""
         floors = self._floors or Floors(0.0, 0.0)
         level, node = (math.log(floor) if floor else -math.inf for floor in (floors.level, floors.node))
         return Growth(self.depth, self.width, self.nodes, self._beam, level, node, LOWEST, EDGE_COST)
 
 
-class _Static:
-    """The paths of one tree."""
+class StaticShape:
+    """The same for the paths of one tree.
+
+    Attributes:
+        candidates: By level, [C] which of its candidates (the parent's place in the frontier * width + rank) are nodes.
+        picks: By level, [m] which of them get children.
+    """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.nodes, self.depth, self.width = tree.nodes, tree.depth, tree.width
         inner = {path[:-1] for path in tree.paths}
-        self._picks: list[Tensor] = []
+        self.candidates: list[Tensor] = []
+        self.picks: list[Tensor] = []
         frontier: list[tuple[int, ...]] = [()]
-        columns, first = [0], 1
+        columns, first = [torch.zeros(1, dtype=torch.int64, device=device)], 1
         for level in range(1, tree.depth + 1):
             slot = {path: index for index, path in enumerate(frontier)}
             place = {p: slot[p[:-1]] * tree.width + p[-1] for p in tree.paths if len(p) == level}
-            columns += [first + candidate for candidate in place.values()]
+            self.candidates.append(torch.tensor(list(place.values()), device=device))
+            columns.append(first + self.candidates[-1])
             first += len(frontier) * tree.width
             frontier = [path for path in place if path in inner]
-            self._picks.append(torch.tensor([place[path] for path in frontier], device=device))
-        self._columns = torch.tensor(columns, device=device)
+            self.picks.append(torch.tensor([place[path] for path in frontier], dtype=torch.int64, device=device))
+        self._columns = torch.cat(columns)
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
+        """See ``_BestFirst``, here and below."""
         if level + 1 == self.depth:
             return None
-        return self._picks[level].expand(len(scores_BC), -1)
+        return self.picks[level].expand(len(scores_BC), -1)
 
     def choose(self, scores_BM: Tensor) -> Tensor:
+        """The columns of its nodes."""
         return self._columns.expand(len(scores_BM), -1)
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
+        """All stay."""
         return None
 
     def growth(self) -> Growth:
-        beam, columns = max([1, *map(len, self._picks)]), self._columns
+        """Without floors."""
+        beam, columns = max([1, *map(len, self.picks)]), self._columns
         floor = -math.inf
-        return Growth(self.depth, self.width, self.nodes, beam, floor, floor, LOWEST, EDGE_COST, self._picks, columns)
+        return Growth(self.depth, self.width, self.nodes, beam, floor, floor, LOWEST, EDGE_COST, self.picks, columns)

@@ -10,18 +10,17 @@ Legend: B batch, N tree nodes, D hidden size, V vocabulary, W tokens that are lo
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.acceptance.logits import NO_NOISE, Warper, widened
-from medusa.cache import CachedSequence, provisional
+from medusa.cache import provisional
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, best, build
-from medusa.drafters.writers import Writer
+from medusa.drafters.writers import Sequences, Writer
 from medusa.noise import DRAFT, gumbel_noise, keys
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -73,7 +72,7 @@ class ModelDrafter(Drafter):
         self._stream = stream
         self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequences = (), /) -> Draft:
         """A tree or chain below ``state.roots``; the root alone where a text fills the model's context."""
         last = self._writer.context_length - self.nodes
         drafting = [on and one.length < last for on, one in zip(state.active.tolist(), sequences, strict=True)]
@@ -97,9 +96,7 @@ class ModelDrafter(Drafter):
                 logits_BV = heat * (logits_BV + gumbel(places_B, self._tokens_V))
         return logits_BV.log_softmax(-1)
 
-    def _tree(
-        self, state: DecodeState, own: Sequence[CachedSequence], hidden_BD: Tensor, drafting: list[bool]
-    ) -> Draft:
+    def _tree(self, state: DecodeState, own: Sequences, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
         """Trees around the best chain, each as long as it pays."""
         trees = [[Node(root, 0, 0.0, 0)] for root in state.roots.tolist()]
         spines, expected = [0] * len(trees), [0.0] * len(trees)  # where the chains end; guesses of them that are right
@@ -129,9 +126,7 @@ class ModelDrafter(Drafter):
         cost = self._cost + ROW_COST
         return math.exp(score) / (1 + expected) > cost / (1 + depth * cost)
 
-    def _chain(
-        self, state: DecodeState, own: Sequence[CachedSequence], hidden_BD: Tensor, drafting: list[bool]
-    ) -> Draft:
+    def _chain(self, state: DecodeState, own: Sequences, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
         """A chain of fixed length, whose rows of the model nothing waits for."""
         tokens, probs, missing = [state.roots[:, None]], [], [int(on) for on in drafting]
         for ahead in range(self.nodes - 1):

@@ -1,18 +1,17 @@
 """Drafting by drawing: tokens come from the heads' distributions, which the ``speculative`` rule then needs to know.
 
-Legend: B batch, N tree nodes, m nodes that get children, C children of a level, W draws per node, V columns of the
-draft logits.
+Legend: B batch, N tree nodes, m nodes that get children, C children of a level, W draws per node, M draws of a level,
+V columns of the draft logits.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from medusa.cache import CachedSequence
 from medusa.drafters.base import Drafter
-from medusa.drafters.heads import LOWEST, WIDTH, check_tree
+from medusa.drafters.heads import LOWEST, WIDTH, StaticShape, check_tree
 from medusa.heads import DraftHeads, Vocabulary
 from medusa.noise import DRAFT, gumbel_noise
 from medusa.state import DecodeState
@@ -78,29 +77,31 @@ class SampledHeadsDrafter(Drafter):
         self.heads, self.vocabulary, self.tree = heads, vocabulary, tree
         self.temperature, self.nodes = temperature, tree.nodes
         device = next(heads.parameters()).device
-        self._levels = _levels(tree, device)
+        self._shape = StaticShape(tree, device)
         self._parents_N = tree.parents.to(device)
 
     def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots`` with the distribution that every token was drawn from."""
-        batch, output_size = len(state.roots), self.heads.config.output_size
+        batch, width, output_size = len(state.roots), self.tree.width, self.heads.config.output_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
         noise_BKV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_K, output_size, DRAFT)
-        tokens_BN = state.roots[:, None].repeat(1, self.nodes)
-        probs = [noise_BKV.new_zeros(batch, 1, output_size)]
+        frontier_Bm = state.roots[:, None]
+        slots_Bm = torch.zeros_like(frontier_Bm)
+        tokens, probs = [frontier_Bm], [noise_BKV.new_zeros(batch, 1, output_size)]
         heads_state = self.heads.begin(state.hidden, self.vocabulary)
-        for head, level in enumerate(self._levels):
-            slots_Bm = level.slots.expand(batch, -1)
-            logits, heads_state = self.heads.level(
-                head, heads_state, slots_Bm, tokens_BN[:, level.inner], self.vocabulary
-            )
+        for head, (children_C, picks_m) in enumerate(zip(self._shape.candidates, self._shape.picks, strict=True)):
+            logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
             logprobs_BmV = (logits.float() / self.temperature).log_softmax(-1).nan_to_num(nan=LOWEST).clamp(min=LOWEST)
-            logprobs_BmV = logprobs_BmV.expand(-1, len(level.inner), -1)
-            drawn_BmW = (logprobs_BmV + noise_BKV[:, head, None]).topk(self.tree.width).indices
-            tokens_BN[:, level.children] = self.heads.token_ids(drawn_BmW[:, level.places, level.ranks])
-            probs.append(_distributions(logprobs_BmV[:, level.places], drawn_BmW[:, level.places], level.ranks))
+            logprobs_BmV = logprobs_BmV.expand(-1, frontier_Bm.shape[1], -1)
+            drawn_BmW = (logprobs_BmV + noise_BKV[:, head, None]).topk(width).indices
+            places_C, ranks_C = children_C // width, children_C % width
+            probs.append(_distributions(logprobs_BmV[:, places_C], drawn_BmW[:, places_C], ranks_C))
+            tokens_BM = self.heads.token_ids(drawn_BmW).flatten(1)
+            tokens.append(tokens_BM[:, children_C])
+            frontier_Bm, slots_Bm = tokens_BM[:, picks_m], (picks_m // width).expand(batch, -1)
         parents_BN = self._parents_N.expand(batch, -1)
-        return Draft.of(tokens_BN, parents_BN, self.tree.depth, self._over_all_tokens(torch.cat(probs, dim=1)))
+        probs_BNV = self._over_all_tokens(torch.cat(probs, dim=1))
+        return Draft.of(torch.cat(tokens, dim=1), parents_BN, self.tree.depth, probs_BNV)
 
     def _over_all_tokens(self, probs_BNV: Tensor) -> Tensor:
         """Distributions over the whole vocabulary: tokens that heads cannot draft have probability 0."""
@@ -115,41 +116,3 @@ def _distributions(logprobs_BCV: Tensor, drawn_BCW: Tensor, ranks_C: Tensor) -> 
     before_CW = torch.arange(drawn_BCW.shape[-1], device=ranks_C.device) < ranks_C[:, None]
     taken_BCV = torch.zeros_like(logprobs_BCV).scatter_add_(2, drawn_BCW, before_CW.float().expand_as(drawn_BCW))
     return logprobs_BCV.masked_fill(taken_BCV > 0, -torch.inf).softmax(-1)
-
-
-class _Level(NamedTuple):
-    """Indices of one level of a static tree.
-
-    Attributes:
-        inner: [m] nodes above it that have children.
-        slots: [m] where the parents of these stood among the inner nodes of the level before.
-        children: [C] nodes of the level.
-        places: [C] where their parents stand in ``inner``.
-        ranks: [C] their ranks.
-    """
-
-    inner: Tensor
-    slots: Tensor
-    children: Tensor
-    places: Tensor
-    ranks: Tensor
-
-
-def _levels(tree: Tree, device: torch.device) -> list[_Level]:
-    index = {path: i for i, path in enumerate([(), *tree.paths])}
-    levels: list[_Level] = []
-    before: dict[tuple[int, ...], int] = {(): 0}
-    for depth in range(1, tree.depth + 1):
-        children = [path for path in tree.paths if len(path) == depth]
-        inner = list(dict.fromkeys(path[:-1] for path in children))
-        place = {path: i for i, path in enumerate(inner)}
-        numbers = (
-            [index[path] for path in inner],
-            [before[path[:-1]] for path in inner],
-            [index[path] for path in children],
-            [place[path[:-1]] for path in children],
-            [path[-1] for path in children],
-        )
-        levels.append(_Level(*(torch.tensor(row, device=device) for row in numbers)))
-        before = place
-    return levels

@@ -18,6 +18,10 @@ from medusa.tree import Draft
 CHUNK = 512
 """Tokens of a text per pass, at most."""
 
+Sequences = Sequence[CachedSequence]
+Reading = tuple[Sequences, Tensor]
+"""A model's own sequences, and its hidden states [B, D] at the roots."""
+
 
 class Writer(Protocol):
     """A model that goes on from the roots."""
@@ -26,10 +30,8 @@ class Writer(Protocol):
     device: torch.device
 
     @contextmanager
-    def reading(
-        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
-    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
-        """Know the texts up to their roots; gives the model's own sequences, and hidden states [B, D] at the roots.
+    def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
+        """Know the texts up to their roots.
 
         Args:
             state: Of the step.
@@ -37,9 +39,7 @@ class Writer(Protocol):
             drafting: Which are drafted for; nothing is computed for the others.
         """
 
-    def write(
-        self, own: Sequence[CachedSequence], tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor
-    ) -> Tensor:
+    def write(self, own: Sequences, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
         """Compute a token more of those whose count is 1; their hidden states, and the old ones of the others."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
@@ -57,34 +57,21 @@ class SmallModel:
         self._model, self.context_length, self.device = model, model.context_length, model.device
 
     @contextmanager
-    def reading(
-        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
-    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
+    def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
         """The model's own sequences, which follow the base's, and its hidden states at the roots."""
-        own = [one.follower(self._model, self._model.new_pool) for one in sequences]
-        for ours, theirs in zip(own, sequences, strict=True):
+        own, missing = [one.follower(self._model, self._model.new_pool) for one in sequences], []
+        for row, (ours, theirs) in enumerate(zip(own, sequences, strict=True)):
             ours.length = min(ours.length, theirs.length)  # a step was given up
-        self._recall(state, own)
-        missing = [
-            on * (theirs.length + 1 - ours.length) for on, theirs, ours in zip(drafting, sequences, own, strict=True)
-        ]
+            if ours.empty:  # a new one begins with what is known of its text from others
+                ours.recall(state.history[row, : int(state.positions[row])].tolist())
+            missing.append(drafting[row] * (theirs.length + 1 - ours.length))
         hidden_BD = self._read(state, own, missing)
-        self._remember(state, own)
+        for row, ours in enumerate(own):
+            if ours.unknown:  # others find full blocks
+                ours.remember(state.history[row, : ours.length].tolist())
         yield own, hidden_BD
 
-    def _recall(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
-        """Begin new sequences with what is known of their texts from others."""
-        for row, one in enumerate(own):
-            if one.empty:
-                one.recall(state.history[row, : int(state.positions[row])].tolist())
-
-    def _remember(self, state: DecodeState, own: Sequence[CachedSequence]) -> None:
-        """Let others find full blocks."""
-        for row, one in enumerate(own):
-            if one.unknown:
-                one.remember(state.history[row, : one.length].tolist())
-
-    def _read(self, state: DecodeState, own: Sequence[CachedSequence], missing: list[int]) -> Tensor:
+    def _read(self, state: DecodeState, own: Sequences, missing: list[int]) -> Tensor:
         """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""
         model = self._model
         hidden_BD = torch.zeros(len(missing), model.hidden_size, device=model.device, dtype=model.dtype)
@@ -97,9 +84,7 @@ class SmallModel:
             missing = [tokens - count for tokens, count in zip(missing, counts, strict=True)]
         return hidden_BD
 
-    def write(
-        self, own: Sequence[CachedSequence], tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor
-    ) -> Tensor:
+    def write(self, own: Sequences, tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
         """Several tokens of a text at a time too."""
         going = [index for index, count in enumerate(counts) if count]
         chosen, index = [own[place] for place in going], torch.tensor(going, device=tokens_BC.device)
@@ -123,9 +108,7 @@ class FirstLayers(SmallModel):
     """
 
     @contextmanager
-    def reading(
-        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
-    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
+    def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
         """The base's sequences, with their roots for the time of the draft."""
         with provisional(sequences):
             yield sequences, self._read(state, sequences, [int(on) for on in drafting])
@@ -144,9 +127,7 @@ class MtpWriter:
         self.context_length, self.device = base.context_length, base.device
 
     @contextmanager
-    def reading(
-        self, state: DecodeState, sequences: Sequence[CachedSequence], drafting: Sequence[bool]
-    ) -> Iterator[tuple[Sequence[CachedSequence], Tensor]]:
+    def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
         """The layer's own sequences: all was computed when it was committed."""
         own = self._layer.follow(sequences)
         hidden_BD = self._layer.latest(own)
@@ -155,9 +136,7 @@ class MtpWriter:
         finally:
             self._layer.keep(own, hidden_BD)
 
-    def write(
-        self, own: Sequence[CachedSequence], tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor
-    ) -> Tensor:
+    def write(self, own: Sequences, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
         """A token more of each that goes on."""
         self._layer.extend(own, hidden_BD[:, None], tokens_B1, counts)
         return self._layer.latest(own)

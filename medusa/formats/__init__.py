@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from medusa.formats.base import Export, Format, read_config_file
+from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
 from medusa.formats.native import Native, load_provenance, save_heads
 from medusa.formats.original import Lorax, MedusaV1, MedusaV2, Tgi
@@ -51,32 +51,35 @@ def find_format(directory: str | Path) -> Format:
     )
 
 
-def load_heads(
-    directory: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu"
-) -> DraftHeads:
+def load_heads(directory: str | Path, dtype: torch.dtype | None = torch.float32) -> DraftHeads:
     """Read heads of any format.
 
     Args:
         directory: Of the heads.
         dtype: To compute in; None = the one that they are stored in.
-        device: To compute on.
 
     Raises:
         FileNotFoundError: The directory or one of its files is missing.
         ValueError: It is of no known format, or damaged.
     """
-    return find_format(directory).load(Path(directory)).to(device=device, dtype=dtype).eval()
+    return find_format(directory).load(Path(directory)).to(dtype=dtype).eval()
 
 
 def export_heads(export: Export, name: str, directory: str | Path) -> Path:
-    """Write heads in the format of this name; returns the directory.
+    """Write heads in the format of this name; returns the directory, which is created if missing.
 
     Raises:
-        ValueError: There is no such format, it cannot hold these heads, or the directory holds something else.
+        ValueError: There is no such format, it cannot hold these heads, the base that it ships is not given, or the
+            directory is of another format.
     """
     if reason := refusal(name, export.heads.config):
         raise ValueError(reason)
-    return named_format(name).save(export, Path(directory))
+    target, directory = named_format(name), Path(directory)
+    if (directory / CONFIG).exists() and not target.matches(directory):
+        raise ValueError(f"directory ({directory}) holds a {CONFIG} that is not {name!r}; give a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    target.write(export, directory)
+    return directory
 
 
 def named_format(name: str) -> Format:

@@ -33,11 +33,13 @@ class Format(ABC):
         name: Its key in ``medusa.formats.FORMATS``.
         summary: One line: who reads it.
         ships_base: Whether it ships parts of the base, so that ``Export.base`` is needed.
+        architectures: Of heads that it can hold, on bases that training left as they were; None = all heads there are.
     """
 
     name: str
     summary: str
     ships_base: bool = False
+    architectures: tuple[str, ...] | None = None
 
     @abstractmethod
     def matches(self, directory: Path) -> bool:
@@ -65,28 +67,19 @@ class Format(ABC):
 
     def obstacle(self, config: HeadsConfig) -> str:
         """Why heads of this shape cannot be stored in this format, a clause without remedy; "" = they can."""
+        if self.architectures is not None and config.architecture not in self.architectures:
+            return f"cannot hold heads of the architecture {config.architecture!r}"
+        if self.architectures is not None and config.base_adapter:
+            return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
         return ""
-
-    def save(self, export: Export, directory: Path) -> Path:
-        """Write heads without an obstacle into a directory, created if missing; every file appears whole or not at all.
-
-        Returns:
-            The directory.
-
-        Raises:
-            ValueError: The base that the format ships is not given, or the directory is of another format.
-        """
-        if (directory / CONFIG).exists() and not self.matches(directory):
-            raise ValueError(
-                f"directory ({directory}) holds a {CONFIG} that is not {self.name!r}; give a new directory"
-            )
-        directory.mkdir(parents=True, exist_ok=True)
-        self.write(export, directory)
-        return directory
 
     @abstractmethod
     def write(self, export: Export, directory: Path) -> None:
-        """The part of ``save`` that is the format's own: heads it can hold, into a directory that is there."""
+        """Write heads without an obstacle into a directory that is there; every file appears whole or not at all.
+
+        Raises:
+            ValueError: The base that the format ships is not given.
+        """
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from medusa.attention import spans
 from medusa.files import replace_file
 from medusa.formats.base import Export
 from medusa.formats.native import WEIGHTS, Native
-from medusa.heads import HeadsConfig
 from medusa.loading import layer_check
 
 CODE = "custom_generate"
@@ -26,14 +25,7 @@ class CustomGenerate(Native):
 
     name = "custom-generate"
     summary = "plain transformers: model.generate(custom_generate=DIR, trust_remote_code=True)"
-
-    def obstacle(self, config: HeadsConfig) -> str:
-        """Known architectures; code that decodes with a model does not change it."""
-        if config.architecture not in ARCHITECTURES:
-            return f"cannot hold heads of the architecture {config.architecture!r}"
-        if config.base_adapter:
-            return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
-        return ""
+    architectures = ARCHITECTURES
 
     def matches(self, directory: Path) -> bool:
         """By the code and the weights."""

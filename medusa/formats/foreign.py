@@ -1,7 +1,6 @@
 """What formats of other engines have in common: plain Medusa heads, a tensor per head and layer."""
 
 import logging
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,32 +23,30 @@ PICKLE = "medusa_lm_head.pt"
 class Foreign(Format):
     """Reading is the same for all of them; heads that are not plain Medusa heads fit none."""
 
+    architectures = ("medusa",)
+
     def obstacle(self, config: HeadsConfig) -> str:
         """What these engines have no code for."""
-        if config.architecture != "medusa":
-            return f"cannot hold heads of the architecture {config.architecture!r}"
+        if reason := super().obstacle(config):
+            return reason
         if config.feature_layers:
             return "cannot hold heads that read feature layers"
-        if config.base_adapter:
-            return "cannot hold the adapter by which joint training (Medusa-2) changed the base of these heads"
-        if config.draft_vocab_size:
-            return "cannot hold a draft vocabulary"
-        return ""
+        return "cannot hold a draft vocabulary" if config.draft_vocab_size else ""
 
-    @abstractmethod
     def files(self, directory: Path) -> list[Path]:
-        """The files that the heads' tensors are in; they may be missing."""
+        """The files that the heads' tensors are in: all safetensors there are, or else the original's pickle.
+
+        They may be missing.
+        """
+        return sorted(directory.glob("*.safetensors")) or [directory / PICKLE]
 
     def read_config(self, directory: Path) -> HeadsConfig:
         """From the tensors' shapes; what only ``config.json`` tells is taken from there."""
-        values = read_config_file(directory)
-        return _config(self._tensors(directory, values), values, directory)
+        return self._read(directory)[0]
 
     def load(self, directory: Path) -> DraftHeads:
         """The heads, out of all files."""
-        values = read_config_file(directory)
-        tensors = self._tensors(directory, values)
-        config = _config(tensors, values, directory)
+        config, tensors = self._read(directory)
         return fill_heads(config, tensors.state(), self.files(directory)[0])
 
     def write_weights(self, directory: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -60,14 +57,14 @@ class Foreign(Format):
             if path.name not in files:
                 path.unlink(missing_ok=True)
 
-    def _tensors(self, directory: Path, values: Mapping[str, Any]) -> HeadTensors:
-        tensors = HeadTensors(directory)
+    def _read(self, directory: Path) -> tuple[HeadsConfig, HeadTensors]:
+        values, tensors = read_config_file(directory), HeadTensors(directory)
         for name, tensor in read_tensors(self.files(directory)).items():
             tensors.add(name, tensor)
         if values.get("original_lm_head"):
             tensors.share_output()
         tensors.check()
-        return tensors
+        return _config(tensors, values, directory), tensors
 
 
 def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) -> HeadsConfig:

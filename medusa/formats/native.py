@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from medusa.files import peek_object, write_json
+from medusa.files import FORMAT_VERSION, header, peek_object, write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
@@ -20,8 +20,7 @@ from medusa.heads import DraftHeads, HeadsConfig, build_heads
 WEIGHTS = "heads.safetensors"
 PROVENANCE = "provenance.json"
 ADAPTER = "adapter"
-FORMAT = "medusa-heads"
-FORMAT_VERSION = 1
+FORMAT = header("heads")["format"]
 
 
 def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
@@ -52,8 +51,7 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
     write_tensors(directory / WEIGHTS, heads.state_dict())
     if provenance is not None:
         write_json(directory / PROVENANCE, provenance)
-    header = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    write_json(directory / CONFIG, header | config)
+    write_json(directory / CONFIG, header("heads") | config)
     return directory
 
 

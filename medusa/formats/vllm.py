@@ -17,7 +17,7 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.files import replace_file, write_json
 from medusa.formats.base import CONFIG, Export, peek_config
-from medusa.formats.foreign import PICKLE, Foreign, shape_values
+from medusa.formats.foreign import Foreign, shape_values
 from medusa.formats.head_tensors import head_tensors
 from medusa.formats.original import SAFETENSORS, Tgi, original_tensors, original_values
 from medusa.heads import HeadsConfig
@@ -45,10 +45,6 @@ class Vllm(Foreign):
         values = peek_config(directory)
         return values.get("model_type") == "medusa" and "medusa_num_heads" not in values
 
-    def files(self, directory: Path) -> list[Path]:
-        """All safetensors there are, or else the original's pickle."""
-        return sorted(directory.glob("*.safetensors")) or [directory / PICKLE]
-
     def write(self, export: Export, directory: Path) -> None:
         """Weights with what they need of the base, and config."""
         config = export.heads.config
@@ -75,15 +71,12 @@ class Universal(Tgi):
     name = "universal"
     summary = "vLLM 0.32, Text Generation Inference and LoRAX, one directory for all three"
     ships_base = True
+    files = Foreign.files
 
     def matches(self, directory: Path) -> bool:
         """By the model type and the original's keys."""
         values = peek_config(directory)
         return values.get("model_type") == "medusa" and "medusa_num_heads" in values
-
-    def files(self, directory: Path) -> list[Path]:
-        """All safetensors there are, or else the original's pickle."""
-        return sorted(directory.glob("*.safetensors")) or [directory / PICKLE]
 
     def write(self, export: Export, directory: Path) -> None:
         """Weights, what they need of the base, the base's tokenizer where it is known, and config."""

@@ -13,14 +13,7 @@ from medusa.base import smollm2
 from medusa.base.checkpoint import resolve_base
 from medusa.base.model import BaseModel
 from medusa.files import peek_object, replace_file
-from medusa.formats import (
-    Export,
-    export_heads,
-    load_heads,
-    load_provenance,
-    named_format,
-    refusal,
-)
+from medusa.formats import Export, export_heads, load_heads, load_provenance, named_format, refusal
 from medusa.formats.native import ADAPTER
 from medusa.heads import HeadsConfig
 from medusa.io.card import write_card

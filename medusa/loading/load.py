@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,56 +20,49 @@ from medusa.loading.tensor_parallel import lead_or_follow
 logger = logging.getLogger(__name__)
 
 
-class Loaded(NamedTuple):
-    """What ``MedusaModel`` is made of."""
-
-    base: BaseModel
-    heads: DraftHeads | None = None
-    provenance: Mapping[str, Any] | None = None
-
-
 def load_base_and_heads(
     heads: str | Path | None,
     base: str | Path | None = None,
     dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    attention: str = "auto",
-    int8: bool = False,
-    load_options: Mapping[str, Any] | None = None,
     revision: str | None = None,
-) -> Loaded:
-    """What ``MedusaModel.from_pretrained`` loads, see there."""
-    heads = fetch_heads(heads, revision) if heads is not None else None
-    loaded = load_heads(heads, dtype=None) if heads is not None else None
-    config = loaded.config if loaded is not None else None
-    if base is None and (config is None or not config.base):
+    **how: Any,
+) -> tuple[BaseModel, DraftHeads | None, Mapping[str, Any] | None]:
+    """The base, its heads and where these come from: what ``MedusaModel.from_pretrained`` loads, see there.
+
+    ``how`` goes on to ``BaseModel.load``.
+    """
+    directory = None if heads is None else fetch_heads(heads, revision)
+    loaded = None if directory is None else load_heads(directory, dtype=None)
+    config = HeadsConfig(hidden_size=1, vocab_size=0) if loaded is None else loaded.config  # no heads ask for nothing
+    if base is None and not config.base:
         raise ValueError("the heads' config names no base and none is given; give one: a directory or a Hub id")
-    name = resolve_base(str(base)) if base is not None else resolve_base(config.base, heads)  # type: ignore[union-attr]
+    name = resolve_base(config.base, directory) if base is None else resolve_base(str(base))
 
     def load(dtype: torch.dtype | None) -> BaseModel:
-        loaded_base = BaseModel.load(
-            name, dtype, device, pack=True, int8=int8, attention=attention, load_options=load_options,
-            adapter=config.base_adapter if config is not None else "",
-        )  # fmt: skip
-        return fuse(choose_decoding(loaded_base).tapped(config.feature_layers if config is not None else ()))
+        loaded_base = BaseModel.load(name, dtype, pack=True, adapter=config.base_adapter, **how)
+        return fuse(choose_decoding(loaded_base).tapped(config.feature_layers))
 
     base_model = load(dtype)
     if dtype is None and (faster := faster_dtype(base_model)) != base_model.dtype:
         del base_model  # its memory goes before the other comes
         base_model = load(faster)
     base_model = lead_or_follow(exactness.find_out(base_model))
-    if config is not None:
-        _warn_of_other_weights(config, base_model)
-    if heads is None or loaded is None:
-        return Loaded(base_model)
-    loaded = loaded.with_config(base=base_model.name)
-    return Loaded(base_model, loaded, load_provenance(heads))
-
-
-def _warn_of_other_weights(config: HeadsConfig, base: BaseModel) -> None:
-    if config.base_source and config.base_source != base.source:
+    if config.base_source and config.base_source != base_model.source:
         logger.warning(
             "heads were trained on %s of the base, and this one has %s: drafts may be right less often, the text stays"
             " the base's own",
-            config.base_source, base.source or "other ones",
+            config.base_source, base_model.source or "other ones",
         )  # fmt: skip
+    if directory is None or loaded is None:
+        return base_model, None, None
+    return base_model, loaded.with_config(base=base_model.name), load_provenance(directory)
+
+
+def load_draft_model(name: str | Path, base: BaseModel) -> BaseModel:
+    """A smaller model in the base's dtype and on its device, prepared for decoding.
+
+    Raises:
+        FileNotFoundError: A directory is missing.
+        ValueError: It cannot be loaded or decoded.
+    """
+    return fuse(choose_decoding(BaseModel.load(resolve_base(str(name)), base.dtype, base.device, pack=True)))

@@ -75,17 +75,13 @@ def unpacked_copy(base: BaseModel) -> PreTrainedModel:
     return model.to(base.device).eval()
 
 
-def transformers_engine(
-    model: PreTrainedModel, max_new_tokens: int, temperature: float = 0.0, **options: Any
-) -> Engine:
-    """transformers' own ``generate``, greedy or sampled, as anyone would call it; steps count as one per token."""
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    how |= options
+def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
+    """transformers' own ``generate``, greedy, as anyone would call it; steps count as one per token."""
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
         ids = torch.tensor([prompt], device=model.device)
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, **how)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
         new: list[int] = out[0, len(prompt) :].tolist()
         return new, len(new)
 

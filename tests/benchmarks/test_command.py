@@ -134,7 +134,6 @@ def test_settings_that_are_none_are_refused(tmp_path, text):
 
 def test_the_parser_knows_all_names():
     assert set(arguments.ARCHITECTURES) == set(ARCHITECTURES)
-    assert ("auto", *BACKENDS) == arguments.ATTENTION
 
 
 @pytest.mark.parametrize(

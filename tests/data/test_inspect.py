@@ -57,7 +57,7 @@ def test_failures_are_one_message(words: list[str], tmp_path: Path, caplog: pyte
     assert main([*words, "--index", "9"]) == 1
     assert caplog.messages[-1] == "sample (--index 9) does not exist; the 4 begin at 0"
     assert main([*words[:-1], "none.jsonl"]) == 1
-    assert caplog.messages[-1].startswith("sample file (none.jsonl) does not exist")
+    assert caplog.messages[-1].startswith("sample file (none.jsonl) does not exist; give")
     with pytest.raises(SystemExit) as wrong:
         main([*words, "--count", "-1"])
     assert wrong.value.code == 2

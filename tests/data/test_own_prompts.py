@@ -1,4 +1,3 @@
-import json
 import shutil
 
 import pytest
@@ -7,6 +6,7 @@ from data.__main__ import main
 from data.exchange import Exchange, Prompt, UnansweredError
 from data.own_prompts import OwnPrompts, openings
 from data.regenerate import regenerate
+from tests.data.watched import lines
 
 TEMPLATE = "{% for m in messages %}user {{ m.content }}<end>{% endfor %}"
 
@@ -53,9 +53,7 @@ def test_the_file_holds_the_users_words_the_given_ones_included(chat, tmp_path):
     own = OwnPrompts(chat, Writer(chat, " are there.", " cut"))
     out = tmp_path / "prompts.jsonl"
     report = regenerate([Prompt(ids=tuple(begun))] * 2, own, out, {}, own.record)
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [
-        {"messages": [{"role": "user", "content": "how many are there"}]}
-    ]
+    assert lines(out) == [{"messages": [{"role": "user", "content": "how many are there"}]}]
     assert (report.answered, report.failed) == (1, 1)
 
 
@@ -75,10 +73,10 @@ def test_the_command_writes_prompts_that_regenerate_takes(chat, base_directory, 
     common = ["--base", str(base), "--dtype", "float32", "--device", "cpu"]
     command = ["prompts", *common, "--count", "24", "--max-new-tokens", "100", "--top-p", "1", "--out", str(prompts)]
     assert main(command) == 0
-    found = [json.loads(line)["messages"] for line in prompts.read_text().splitlines()]
+    found = [record["messages"] for record in lines(prompts)]
     assert 0 < len(found) < 24
     assert all(len(message["content"].split()) > 1 for ((message),) in found)
     assert main(["regenerate", *common, "--prompts", str(prompts), "--max-new-tokens", "4", "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == len(found)
+    assert len(lines(out)) == len(found)
     assert main(command) == 0
     assert f"{prompts} is there already" in caplog.text

@@ -37,15 +37,6 @@ def test_best_fit_fills_the_gaps_and_is_deterministic() -> None:
     assert packed.fingerprint() != pack(samples[::-1], row_tokens=12).fingerprint()
 
 
-def test_labels_stay_inside_their_document_and_the_mask() -> None:
-    first = _sample([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
-    second = _sample([7, 8, 9], [0, 1, 1])
-    labels = pack([first, second], row_tokens=12).targets(torch.tensor([0]), num_heads=2)[0, :, 1:]
-    no = IGNORE
-    assert labels[:, 0].tolist() == [3, 4, no, 6, no, no, 9, no, no, no, no, no]
-    assert labels[:, 1].tolist() == [4, no, 6, no, no, no, no, no, no, no, no, no]
-
-
 def test_padding_is_a_document_of_its_own_without_labels() -> None:
     packed = pack([_sample([1, 2, 3, 4], [1, 1, 1, 1])], row_tokens=8)
     assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]

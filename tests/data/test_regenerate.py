@@ -3,7 +3,6 @@ from functools import partial
 
 import pytest
 
-from data import EMBEDDED, resolve_base_name
 from data.__main__ import main
 from data.exchange import Exchange, Prompt, Settings, samples
 from data.local import LocalAnswerer
@@ -12,11 +11,7 @@ from data.regenerate import Part, regenerate
 from data.sources import Source
 from medusa import Speculation
 from medusa.io.settings_file import save_settings
-from tests.data.watched import Watched
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.data.watched import Watched, lines
 
 
 @pytest.fixture
@@ -158,7 +153,6 @@ def test_a_damaged_unfinished_file_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("record", "prompt"),
     [
-        ({"prompt": "hi", "response": "there"}, "hi<end>"),
         ({"prompt": "hi"}, "hi<end>"),
         ({"prompt": "hi", "response": None}, "hi<end>"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "hi<end>"),
@@ -166,7 +160,6 @@ def test_a_damaged_unfinished_file_is_said(tmp_path):
         ({"conversations": [{"from": "human", "value": "yo"}, {"from": "gpt", "value": "x"}]}, "yo<end>"),
         ({"system": "s", "conversations": [{"from": "human", "value": "yo"}]}, "s<end>yo<end>"),
         ({"messages": [{"role": "user", "content": "yo"}]}, "yo<end>"),
-        ({"messages": [{"role": "user", "content": "yo"}, {"role": "assistant", "content": "x"}]}, "yo<end>"),
     ],
 )
 def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path, record, prompt):
@@ -270,8 +263,3 @@ def test_wrong_use_and_failures_have_their_exit_status(tmp_path, capsys):
             main(["regenerate", "--out", "x", "--temperature", temperature])
         assert wrong.value.code == 2
     assert main(["regenerate", "--base", str(tmp_path / "no" / "base"), "--out", str(tmp_path / "x")]) == 1
-
-
-def test_only_the_embedded_name_is_special():
-    assert resolve_base_name("some/base") == "some/base"
-    assert resolve_base_name(EMBEDDED).endswith("data/embedded/base")

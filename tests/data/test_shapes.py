@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from data.shapes import conversation, present
+from data.shapes import conversation
 
 ASKED, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -58,7 +58,3 @@ def test_every_shape_becomes_turns(record: dict[str, Any], turns: list[dict[str,
 def test_broken_turns_are_shown(record: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         conversation(record)
-
-
-def test_missing_values_of_a_table_count_as_missing_keys() -> None:
-    assert present({"text": "a", "messages": None}) == {"text": "a"}

@@ -80,13 +80,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
         read_samples(_file(tmp_path, {"text": "hi"}, line), _tokenizer())
 
 
-def test_empty_and_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample file \(.*samples\.jsonl\) is empty; write"):
-        read_samples(_file(tmp_path, b"  "), _tokenizer())
-    with pytest.raises(FileNotFoundError, match=r"sample file \(.*none\.jsonl\) does not exist; give"):
-        read_samples(tmp_path / "none.jsonl", _tokenizer())
-
-
 RECORDS = [{"messages": CHAT, "text": None}, {"messages": None, "text": "hi there"}]
 IDS = [[3, 4, 5, 0, 1, 0], [1, 2, 0]]
 
@@ -145,6 +138,7 @@ def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
         ("a.json", b'["\xe9"]', r"a\.json: byte 3 is not UTF-8"),
         ("a.json", b"[]", r"a\.json\) is empty"),
         ("a.json", b" ", r"a\.json\) is empty"),
+        ("a.jsonl", b"  \n", r"sample file \(.*a\.jsonl\) is empty; write"),
         ("a.parquet", b"PAR1 no table", r"a\.parquet: no readable \.parquet file"),
     ],
 )

@@ -1,9 +1,16 @@
-"""An answerer that is looked at from outside."""
+"""An answerer that is looked at from outside, and what was written of its answers."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+
+def lines(path: Path) -> list[Any]:
+    """Records of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Watched:

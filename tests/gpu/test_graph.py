@@ -6,9 +6,10 @@ import logging
 import pytest
 import torch
 
-from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
+from medusa import MedusaModel, Prefix
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
+from tests.gpu.test_decode import load
 from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 
@@ -40,13 +41,9 @@ def models(request, base_directory):
     How attention is split, and with it the rounding, follows from the rows that it is told of. In bfloat16 that may
     decide a near tie, so there the eager steps run over the same fixed buffers.
     """
-    base = BaseModel.load(base_directory, dtype=request.param, device="cuda")
-    torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3, architecture="recurrent"))
-    for parameter in heads.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    same_buffers = StepGraphs(base, lambda function: function) if request.param == torch.bfloat16 else False
-    return MedusaModel(base, heads), MedusaModel(base, heads, graph=same_buffers)
+    model = load(base_directory, request.param)
+    same_buffers = StepGraphs(model.base, lambda function: function) if request.param == torch.bfloat16 else False
+    return model, MedusaModel(model.base, model.heads, graph=same_buffers)
 
 
 def contents(outputs):

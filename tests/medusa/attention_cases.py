@@ -95,17 +95,6 @@ class Layer:
         blocks_1W = self.table.blocks[sequence, None]
         return BlockTable(blocks_1W, self.table.size).places(positions_P[None])[0]
 
-    def alone(self, sequence: int) -> "Layer":
-        """The rows of one tree; each draft's are of one size."""
-        trees = [(draft, b) for draft in self.drafts for b in range(len(draft.tokens))]
-        draft, b = trees[sequence]
-        part = replace(draft, tokens=draft.tokens[b, None], parents=draft.parents[b, None])
-        sizes = [size for draft in self.drafts for size in draft.row_sizes]
-        return replace(
-            self, drafts=[part], lengths=self.lengths[sequence, None], query=self.query.split(sizes)[sequence],
-            table=self.table._replace(blocks=self.table.blocks[sequence, None]),
-        )  # fmt: skip
-
     def adopt(self, other: "Layer") -> None:
         """Take over another layer's trees, queries, keys and values, each sequence into the blocks that it has here."""
         self.drafts, self.query, self.scoring = other.drafts, other.query, other.scoring

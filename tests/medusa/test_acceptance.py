@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from medusa.acceptance import Verdict, greedy, select_path
+from medusa.acceptance import Verdict, select_path
 from medusa.acceptance.logits import LARGE, LIKELIEST, Nucleus
 from medusa.noise import CHANCE, DRAFT, TEXT, gumbel_noise, uniform_noise
-from medusa.state import DecodeState
 from medusa.tree import Draft, Tree
 from tests.medusa.rules import make_rule
 from tests.medusa.states import state_at
@@ -29,27 +28,11 @@ def test_the_deepest_path_of_accepted_edges_wins():
     assert (accepted.leaf.item(), accepted.bonus.item()) == (3, 53)
 
 
-def test_an_accepted_edge_below_a_refused_one_does_not_count():
-    draft = draft_of(Tree.chain(2), [9, 1, 2])
-    accepted = select_path(draft, Verdict(torch.tensor([[True, False, True]]), torch.tensor([[7, 8, 9]])))
-    assert accepted.counts.tolist() == [1]
-    assert accepted.tokens[0, 0].item() == 7
-
-
 def test_among_equally_deep_paths_the_likelier_wins():
     draft = draft_of(Tree(((0,), (1,))), [9, 1, 2])
     likelihood = torch.tensor([[-100.0, math.log(0.2), math.log(0.3)]])
     accepted = select_path(draft, Verdict(torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3).long(), likelihood))
     assert accepted.leaf.tolist() == [2]
-
-
-def test_greedy_follows_the_argmax_along_the_tree():
-    logits = torch.zeros(1, 4, 6)
-    for node, best in enumerate([2, 4, 5, 1]):
-        logits[0, node, best] = 1
-    draft = draft_of(Tree(((0,), (1,), (1, 0))), [3, 1, 2, 5])
-    accepted = select_path(draft, greedy(draft, logits, state_at([0])))
-    assert accepted.tokens[0, : accepted.counts[0]].tolist() == [2, 5, 1]
 
 
 @pytest.mark.parametrize(
@@ -80,25 +63,13 @@ def test_typical_reads_the_distribution_at_temperature():
     assert not sharp(draft, logits, state_at([0])).edges[0, 1]
 
 
-def test_typical_is_never_chosen_by_itself():
-    logits = torch.tensor([0.5, 0.5]).log().expand(1, 3, 2)
-    draft = draft_of(Tree.full([2]), [0, 0, 1])
-
-    def allowed(rule, position):
-        return rule(draft, logits, state_at([position])).allowed(draft)[0, 1:].sum()
-
-    for temperature in (0.0, 1.0):
-        rule = make_rule(None, temperature=temperature)
-        assert all(allowed(rule, position) == 1 for position in range(8)), "lossless rules allow exactly one token"
-    assert allowed(make_rule("typical", temperature=1.0), 0) == 2
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**40 + 3])
 def test_noise_is_standard_gumbel_for_every_seed(seed):
     noise = gumbel_noise(torch.tensor([seed]), torch.arange(64)[None], 512)
     uniform = torch.exp(-torch.exp(-noise.flatten().double())).sort().values
     expected = (torch.arange(len(uniform)) + 0.5) / len(uniform)
     assert (uniform - expected).abs().max() * len(uniform) ** 0.5 < 1.95, "Kolmogorov-Smirnov, p < 0.001"
+    assert gumbel_noise(torch.tensor([seed]), torch.arange(2000)[None], 512).isfinite().all()
     winners = noise[0].argmax(-1)
     assert (winners == torch.arange(64)).sum() < 4, "the winner must not depend on the position's number"
     assert len(winners.unique()) > 50
@@ -121,25 +92,6 @@ def test_streams_of_noise_are_independent():
     assert abs(chance.mean() - 0.5) < 0.01
     streams = torch.stack([*noise, chance]).flatten(1)
     assert (torch.corrcoef(streams) - torch.eye(3)).abs().max() < 0.02
-
-
-def test_draws_follow_the_processed_distribution():
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = 20_000
-    rule = make_rule("sampling", temperature=2.0)
-    draft = Draft.chain(torch.zeros(draws, 1, dtype=torch.int64))
-    logits = (2 * probabilities.log()).expand(draws, 1, 4)
-    counts = torch.bincount(rule(draft, logits, state_at(torch.arange(draws))).bonus[:, 0], minlength=4)
-    chi_square = ((counts - probabilities * draws) ** 2 / (probabilities * draws)).sum()
-    assert chi_square < 16.3, "3 degrees of freedom, p < 0.001"
-
-
-def test_one_surviving_token_is_always_drawn():
-    rule = make_rule("sampling", temperature=1.0, top_k=1)
-    draft = Draft.chain(torch.zeros(1, 1).long())
-    logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(1, 1, 3)
-    assert all(rule(draft, logits, state_at([p])).bonus.item() == 2 for p in range(50))
-    assert gumbel_noise(torch.tensor([0]), torch.arange(2000)[None], 512).isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}])
@@ -184,18 +136,3 @@ def test_a_nucleus_among_the_likeliest_tokens_is_that_of_the_whole_vocabulary(to
 def test_wrong_settings_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         make_rule(name, **options)
-
-
-@pytest.mark.parametrize("name", ["greedy", "sampling", "speculative", "typical"])
-def test_rules_never_wait_for_the_device(name):
-    """On the meta device there are shapes and no values: a copy to the host fails."""
-    with torch.device("meta"):
-        tokens, history = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int64)
-        draft = Draft.of(tokens, tokens, 2, torch.zeros(2, 5, 7))
-        state = DecodeState(tokens[:, 0], torch.zeros(2, 3), tokens[:, 0] == 0, history, *(3 * [tokens[:, 0]]))
-        logits = torch.zeros(2, 5, 7)
-    settings = {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.1} if name != "greedy" else {}
-    rule = make_rule(name, "meta", repetition_penalty=1.2, logit_bias={3: 1.0}, **settings)
-    accepted = select_path(draft, rule(draft, logits, state))
-    assert accepted.tokens.shape == (2, 3)
-    assert accepted.tokens.device.type == "meta"

@@ -25,12 +25,10 @@ from medusa.attention import (
 from medusa.attention.backends import build
 from medusa.attention.contract import pack_bits
 from medusa.attention.hook import tree_attention
-from medusa.attention.layers import rescale_queries
-from medusa.attention.reference import explicit_mask
 from medusa.attention.spans import Span
 from medusa.attention.trial import LayerShape, layer_shapes, try_out
 from medusa.tree import Draft
-from tests.medusa.attention_cases import FEATURES, MIXED, THIN, Case, grid, make, path
+from tests.medusa.attention_cases import FEATURES, MIXED, THIN, Case, grid, make
 from tests.medusa.test_conformance import tiny
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -93,46 +91,6 @@ def test_what_layers_add(backend, feature):
         assert backend.objection(*layer.inputs) is not None
     else:
         check(backend, case, dtype_of(backend))
-
-
-def test_a_chain_is_causal_attention(backend):
-    layer = make(Case(nodes=26, shape="chain", lengths=(37,)), dtype_of(backend))
-    before = torch.randn_like(layer.query[:1]).expand(37, -1, -1)
-    query_HTD = torch.cat([before, layer.query]).transpose(0, 1)
-    key_KTD, value_KTD = (layer.side_by_side(arena, 0, 37 + 26).transpose(0, 1) for arena in (layer.key, layer.value))
-    whole_1HTD = torch.nn.functional.scaled_dot_product_attention(
-        query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(layer.run(backend), whole_1HTD[0, :, 37:].transpose(0, 1), atol=5e-6, rtol=5e-6)
-
-
-def test_the_order_of_siblings_does_not_matter(backend):
-    layer = make(Case(nodes=8, shape="star", lengths=(37,)), dtype_of(backend))
-    order = torch.tensor([0, 5, 2, 7, 1, 6, 3, 4])
-    before = layer.run(backend)
-    layer.query = layer.query[order]
-    places, sources = layer.places(0, torch.arange(37, 37 + 8)), layer.places(0, 37 + order)
-    for arena in (layer.key, layer.value):
-        arena.flatten(0, 1)[places] = arena.flatten(0, 1)[sources]
-    torch.testing.assert_close(layer.run(backend), before[order], atol=5e-6, rtol=5e-6)
-
-
-def test_a_larger_kv_length_changes_nothing(backend):
-    layer = make(Case(lengths=(40, 3)), dtype_of(backend))
-    short = layer.run(backend)
-    layer.kv_length += 100
-    layer.table = layer.table._replace(blocks=torch.nn.functional.pad(layer.table.blocks, (0, 4)))
-    torch.testing.assert_close(layer.run(backend), short, atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.parametrize("case", [MIXED[0], Case(lengths=(40, 3))], ids=str)
-def test_a_tree_gets_the_same_beside_any_others(backend, case):
-    layer = make(case, dtype_of(backend))
-    together = layer.run(backend).split(case.sizes)
-    for sequence, expected in enumerate(together):
-        out = layer.alone(sequence).run(backend)
-        torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
-        assert backend.name != "exact" or torch.equal(out, expected)
 
 
 def test_trees_of_one_draft_may_differ_in_size(backend):
@@ -342,30 +300,3 @@ def test_masks_are_built_once_for_all_layers_alike(monkeypatch):
     for window in (None, 9, None, 9):
         attend(plan, *layer.inputs[:3], layer.scoring._replace(window=window))
     assert len(made) == 2 * len(set(plan.sizes))
-
-
-@pytest.mark.parametrize("shape", ["random", "chain"])
-def test_families_that_take_a_mask_with_each_call_get_it(shape):
-    layer = make(Case(lengths=(5,), shape=shape), torch.float64)
-    mask = explicit_mask(layer.plan(build("reference", CPU)), torch.float32, CPU)
-    assert (mask.dtype, mask.shape) == (torch.float32, (1, 1, 8, layer.kv_length))
-    assert set(mask.unique().tolist()) == {0.0, float("-inf")}
-    ((parents, _),) = layer.trees()
-    for node in range(8):
-        seen = (mask[0, 0, node] == 0).nonzero().flatten().tolist()
-        assert seen == [*range(5), *(5 + ancestor for ancestor in path(parents, node))]
-
-
-@pytest.mark.parametrize("rope", [True, False])
-def test_queries_are_scaled_by_positions_and_not_by_rows(rope):
-    """As Llama 4 does in layers without rotary positions, which take their rows for positions 0, 1, 2, ..."""
-    layer, module = make(MIXED[0], torch.float64), torch.nn.Identity()
-    module.attn_temperature_tuning, module.use_rope, module.floor_scale, module.attn_scale = True, rope, 4, 0.5
-    plan = layer.plan(build("reference", CPU))
-
-    def scaled(positions_R):
-        return layer.query * (torch.log1p(torch.floor((positions_R + 1.0) / 4)) * 0.5 + 1)[:, None, None]
-
-    by_rows = scaled(torch.arange(plan.rows))
-    right = by_rows if rope else scaled(plan.positions)
-    torch.testing.assert_close(rescale_queries(module, by_rows, plan), right, atol=1e-6, rtol=1e-6)

@@ -10,8 +10,8 @@ from medusa.drafters import HeadsDrafter, PlainDrafter, SampledHeadsDrafter
 from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES
 from medusa.heads.frozen import freeze
+from tests.medusa.states import decode_state
 from tests.medusa.test_conformance import tiny
-from tests.medusa.test_drafters import decode_state
 from tests.medusa.trees import LOPSIDED
 
 PART = 60
@@ -104,24 +104,6 @@ def test_text_is_that_of_plain_decoding(base, heads, drafter, settings):
     assert any(token not in heads.draft_ids for output in outputs for token in output.tokens)
 
 
-def test_drafts_hold_tokens_of_the_part_only(base, heads):
-    state = decode_state([[3], [1, 4]], base)
-    for drafter in (HeadsDrafter(heads, base, 16), SampledHeadsDrafter(heads, base, 16, 1.0)):
-        draft = drafter.propose(state)
-        assert draft.tokens.shape[1] > 2
-        assert torch.isin(draft.tokens[:, 1:], heads.draft_ids).all()
-        assert draft.tokens[:, 0].tolist() == [3, 4]
-
-
-def test_laws_of_draws_are_over_the_whole_vocabulary(base, heads):
-    draft = SampledHeadsDrafter(heads, base, 8, temperature=0.7).propose(decode_state([[3]], base))
-    assert draft.probs.shape == (1, 8, base.vocab_size)
-    torch.testing.assert_close(draft.probs[0, 1:].sum(-1), torch.ones(7, dtype=draft.probs.dtype))
-    outside = torch.ones(base.vocab_size).index_fill(0, heads.draft_ids, 0).bool()
-    assert not draft.probs[0, 1:, outside].any()
-    assert (draft.probs[0, torch.arange(1, 8), draft.tokens[0, 1:]] > 0).all()
-
-
 class Reads(TorchDispatchMode):
     """Adds up the bytes of matrices that torch's products read."""
 
@@ -135,42 +117,31 @@ class Reads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_a_draft_reads_a_part_of_the_output_layer(base_directory, make_heads, monkeypatch):
+@pytest.fixture
+def bytes_read(base_directory, make_heads, monkeypatch):
+    """Bytes of matrices that a draft of such heads reads."""
     monkeypatch.setattr("medusa.cpu.native.available", lambda: False)
     base = BaseModel.load(base_directory, dtype=torch.float32, device="cpu")
-    read = {}
-    for size in (0, PART):
-        heads = make_heads(draft_vocab_size=size, architecture="hydra").float()
-        heads = freeze(heads, base)
-        drafter = HeadsDrafter(heads, base, 9, host_decides=False)
-        state = decode_state([[3], [1, 4]], base)
+
+    def of(num_heads=3, **options):
+        drafter = HeadsDrafter(freeze(make_heads(num_heads, **options).float(), base), base, 9, host_decides=False)
         with Reads() as reads:
-            drafter.propose(state)
-        read[size] = reads.bytes
+            drafter.propose(decode_state([[3], [1, 4]], base))
+        return reads.bytes
+
+    return of
+
+
+def test_a_draft_reads_a_part_of_the_output_layer(bytes_read, base):
+    whole, part = (bytes_read(architecture="hydra", draft_vocab_size=size) for size in (0, PART))
     levels, row = 3, 4 * base.hidden_size
-    assert read[0] - read[PART] == levels * row * (base.vocab_size - PART)
+    assert whole - part == levels * row * (base.vocab_size - PART)
 
 
 @pytest.mark.parametrize(("architecture", "once"), [("medusa", True), ("markov", True), ("hydra", False)])
-def test_heads_that_read_the_output_layer_once_for_all_levels(
-    base_directory, make_heads, monkeypatch, architecture, once
-):
-    monkeypatch.setattr("medusa.cpu.native.available", lambda: False)
-    base, read = BaseModel.load(base_directory, dtype=torch.float32, device="cpu"), []
-    for num_heads in (3, 4):
-        heads = make_heads(num_heads, architecture=architecture, rank=2).float()
-        heads = freeze(heads, base)
-        with Reads() as reads:
-            HeadsDrafter(heads, base, 9, host_decides=False).propose(decode_state([[3], [1, 4]], base))
-        read.append(reads.bytes)
-    assert (read[1] - read[0] < 4 * base.lm_head_weight.numel()) == once
-
-
-def test_the_part_is_saved_with_the_heads(heads, tmp_path):
-    save_heads(heads, tmp_path)
-    loaded = load_heads(tmp_path, dtype=torch.bfloat16)
-    assert torch.equal(loaded.draft_ids, heads.draft_ids)
-    assert loaded.config.draft_vocab_size == PART
+def test_heads_that_read_the_output_layer_once_for_all_levels(bytes_read, base, architecture, once):
+    three, four = (bytes_read(num_heads, architecture=architecture, rank=2) for num_heads in (3, 4))
+    assert (four - three < 4 * base.lm_head_weight.numel()) == once
 
 
 @pytest.mark.parametrize("damaged", [-1, 3, 1000])
@@ -187,8 +158,3 @@ def test_a_part_larger_than_the_vocabulary_is_refused(make_heads, size):
         ValueError, match=rf"draft_vocab_size \({size}\) must be from 0 to the vocabulary's size \(257\)"
     ):
         make_heads(draft_vocab_size=size)
-
-
-def test_a_tree_wider_than_the_part_is_refused(base, make_heads):
-    with pytest.raises(ValueError, match=r"tree width \(6\) exceeds the tokens that the heads can draft \(5\)"):
-        HeadsDrafter(make_heads(draft_vocab_size=5), base, 1, LOPSIDED)

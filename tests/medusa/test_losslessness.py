@@ -38,11 +38,12 @@ DRAFTERS = {
     "never right": lambda model, texts: Chain(texts, model.base.vocab_size, off=1),
     "always right": lambda model, texts: Chain(texts, model.base.vocab_size),
 }
-ALL_GREEDY = {
-    "greedy": {"temperature": 0.0},
-    "sampling": {"temperature": 1.0, "acceptance": "sampling", "top_k": 1},
-    "speculative": {"temperature": 1.0, "acceptance": "speculative", "top_k": 1},
+RULES = {
+    **{name: (name, options) for name, options in SETTINGS.items()},
+    "sampling": ("greedy", {"temperature": 1.0, "acceptance": "sampling", "top_k": 1}),
+    "speculative": ("greedy", {"temperature": 1.0, "acceptance": "speculative", "top_k": 1}),
 }
+"""What is written by which options: with one surviving token every lossless rule is greedy decoding."""
 
 
 @pytest.fixture(
@@ -72,23 +73,13 @@ def written(exact):
     return {name: exact.generate(PROMPTS, **plain, **options) for name, options in SETTINGS.items()}
 
 
-@pytest.mark.parametrize("rule", ALL_GREEDY)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_identity(exact, written, drafter, rule):
-    """With one surviving token every lossless rule is greedy decoding."""
-    expected = written["greedy"]
+def test_text_is_that_of_plain_decoding(exact, written, drafter, rule):
+    text, options = RULES[rule]
+    expected = written[text]
     chosen = DRAFTERS[drafter](exact, texts_of(expected))
-    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **ALL_GREEDY[rule])
-    assert [o.tokens for o in outputs] == [o.tokens for o in expected]
-    check_steps(drafter, outputs)
-
-
-@pytest.mark.parametrize("settings", ["free", "everything"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampled_text_is_that_of_plain_sampling(exact, written, drafter, settings):
-    expected = written[settings]
-    chosen = DRAFTERS[drafter](exact, texts_of(expected))
-    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **SETTINGS[settings])
+    outputs = exact.generate(PROMPTS, max_new_tokens=NEW, drafter=chosen, **options)
     assert [o.tokens for o in outputs] == [o.tokens for o in expected]
     check_steps(drafter, outputs)
 

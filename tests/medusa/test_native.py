@@ -14,7 +14,7 @@ from medusa.acceptance.logits import Warper
 from medusa.attention.contract import BlockTable
 from medusa.cache import CachedSequence
 from medusa.cpu import build, native
-from medusa.cpu.fused import FusedPass, UnusualBlockError
+from medusa.cpu.fused import UnusualBlockError
 from medusa.cpu.native import NativeLinear, available, keep_rows, use_kernels
 from medusa.cpu.selection import argmax, draw, gumbel
 from medusa.loading.self_test import choose_decoding, fuse
@@ -232,7 +232,6 @@ def test_many_rows_pass_in_slabs():
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("family", FUSED)
 @torch.inference_mode()
 def test_what_fills_up_smaller_trees_is_not_computed(family):
@@ -270,14 +269,6 @@ def test_loading_fuses_the_usual_block_and_nothing_else(caplog):
             assert fuse(base).fused == (family in FUSED)
     assert "base (gpt2) runs as transformers does: the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
     assert "base (ernie4_5) runs as transformers does: in C++ its logits differ" in caplog.text, "it turns pairs"
-
-
-def test_a_pass_that_computes_something_else_is_not_used(monkeypatch, caplog):
-    base = choose_decoding(tiny("llama", "exact")[0])
-    angles = FusedPass._angles_of
-    monkeypatch.setattr(FusedPass, "_angles_of", lambda self, cache: angles(self, cache)[::-1])
-    assert not fuse(base).fused
-    assert "in C++ its logits differ" in caplog.text
 
 
 def test_layers_that_a_kernel_does_not_know_are_refused():

@@ -131,16 +131,6 @@ def test_answers_at_the_same_time_share_what_was_there(model, encode):
     assert [stream.output.cached_tokens for stream in streams] == [whole(len(prompt) - 1)] * 2
 
 
-def test_a_small_prefix_forgets_what_was_not_used_for_longest(model, encode):
-    prefix, options = Prefix(8 * BLOCK), {"max_new_tokens": 4, "nodes": 1}
-    texts = [encode(letter * 2 * BLOCK) for letter in "ab"]
-    for text in (*texts, texts[1], encode("c" * 40)):
-        model.generate(text, prefix=prefix, **options)
-    assert model.generate(texts[1], prefix=prefix, **options).cached_tokens > 0
-    with pytest.raises(ValueError, match=r"exceed the KV cache \(256 positions\)"):
-        model.generate(encode("d" * 130), prefix=prefix, **options)
-
-
 def test_a_prefix_that_is_full_of_what_grows_says_so(model, encode):
     prefix = Prefix(7 * BLOCK)
     streams = [model.stream(encode(letter * 90), prefix=prefix, max_new_tokens=4, nodes=1) for letter in "ac"]

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from huggingface_hub import HfApi
 
 from medusa.formats import save_heads
 from medusa.io.card import model_card
@@ -81,27 +80,3 @@ def test_exports_and_cards_say_nothing_private(make_heads, tmp_path):
     assert stored["data"] == {"source": "./chats.jsonl"}
     assert stored["figures"] == PROVENANCE["figures"]
     assert "ann" not in model_card(heads.config, "native", provenance=PROVENANCE)
-
-
-def test_a_push_of_the_directory_of_training_says_nothing_private(make_heads, tmp_path, monkeypatch):
-    source = save_heads(make_heads(), tmp_path / "heads", PROVENANCE)
-    (source / "adapter").mkdir()
-    (source / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/ann/base"}')
-    sent = {}
-
-    def commit(_, repo, operations, **rest):
-        for operation in operations:
-            with operation.as_file() as file:
-                sent[operation.path_in_repo] = file.read()
-
-    for name, answer in (("create_repo", "url"), ("list_repo_files", []), ("create_commit", None)):
-        monkeypatch.setattr(HfApi, name, commit if name == "create_commit" else lambda *_, a=answer, **__: a)
-    from medusa.io.hub import push
-
-    push(source, "user/heads")
-    assert {"config.json", "provenance.json", "heads.safetensors", "adapter/adapter_config.json"} <= sent.keys()
-    for name, content in sent.items():
-        if name.endswith(".json"):
-            assert not [word for word in WORDS if word in content.decode()], name
-            assert str(tmp_path) not in content.decode()
-    assert json.loads(sent["adapter/adapter_config.json"]) == {"base_model_name_or_path": "./base"}

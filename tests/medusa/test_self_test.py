@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa import BaseModel, Draft, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa import BaseModel, Draft, MedusaModel, Tree
 from medusa.attention import Span
 from medusa.drafters import Drafter
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
@@ -15,7 +15,6 @@ PROMPTS = ["def f(x):", "a", "once upon a time"]
 SHAPES = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
 }
@@ -31,20 +30,8 @@ def load(kind, tokenizer, directory):
 
 
 @pytest.fixture(scope="module")
-def mpt(tokenizer, tmp_path_factory):
-    model = load("mpt", tokenizer, tmp_path_factory.mktemp("mpt"))
-    torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(32, 257, num_heads=3, architecture="recurrent"))
-    for parameter in heads.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return MedusaModel(model.base, heads)
-
-
-def test_a_llama_and_learned_positions_verify_trees(base, tokenizer, tmp_path):
-    base = choose_decoding(base)
-    assert (base.decoding, base.explicit_mask) == ("tree", False)
-    gpt2 = load("gpt2", tokenizer, tmp_path).base
-    assert (gpt2.decoding, gpt2.explicit_mask) == ("tree", False)
+def mpt(tokenizer, make_heads, tmp_path_factory):
+    return MedusaModel(load("mpt", tokenizer, tmp_path_factory.mktemp("mpt")).base, make_heads())
 
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon", "mamba"])
@@ -137,14 +124,6 @@ def test_a_base_that_is_wrong_only_beside_a_longer_sequence_is_refused(base, mon
     changed(base, monkeypatch, positions_of_the_longest)
     with pytest.raises(UnsupportedBaseError, match="attention of layer 1 differs"):
         choose_decoding(base)
-
-
-def test_a_base_that_drops_the_plan_gets_whole_masks(base, make_heads, monkeypatch):
-    expected = MedusaModel(base).generate("def f(x):", max_new_tokens=20).tokens
-    changed(base, monkeypatch, without_plan)
-    base = choose_decoding(base)
-    assert (base.decoding, base.explicit_mask) == ("tree", True)
-    assert MedusaModel(base, make_heads()).generate("def f(x):", max_new_tokens=20).tokens == expected
 
 
 def test_a_base_with_windows_that_drops_the_plan_is_refused(base, monkeypatch):

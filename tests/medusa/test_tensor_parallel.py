@@ -80,6 +80,15 @@ def ranks(*arguments: str, count: int = 2) -> Iterator[list[subprocess.Popen[str
             process.communicate()
 
 
+@contextmanager
+def loaded(*names: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks that wait with a loaded model."""
+    with ranks("-c", WAITING, *names) as both:
+        assert both[0].stdout is not None
+        assert both[0].stdout.readline() == "loaded\n"
+        yield both
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["exact", "reference"])
 def test_two_processes_give_the_tokens_of_one(names: tuple[str, ...], attention: str, tmp_path: Path) -> None:
@@ -108,22 +117,16 @@ def test_after_a_pass_that_fails_on_one_rank_nothing_is_computed_and_all_end(nam
 
 @pytest.mark.slow
 def test_ranks_outlive_no_one(names: tuple[str, ...]) -> None:
-    with ranks("-c", WAITING, *names) as (first, second):
-        assert first.stdout is not None
-        assert first.stdout.readline() == "loaded\n"
+    with loaded(*names) as (first, second):
         second.terminate()  # as torchrun does to all; rank 0 may have answers to end
         told, errors = first.communicate("\n", timeout=60)
         assert (first.returncode, second.wait(60)) == (0, 0), errors
         assert told.startswith("BaseModel ")
-    with ranks("-c", WAITING, *names) as (first, second):
-        assert first.stdout is not None
-        assert first.stdout.readline() == "loaded\n"
+    with loaded(*names) as (first, second):
         first.kill()
         assert second.wait(60) == 1
         assert "rank 0 has gone, and this one (1) ends too" in second.communicate()[1]
-    with ranks("-c", WAITING, *names) as (first, second):
-        assert first.stdout is not None
-        assert first.stdout.readline() == "loaded\n"
+    with loaded(*names) as (first, second):
         second.kill()
         first.communicate("\n", timeout=60)
         assert first.returncode == 1

@@ -1,6 +1,11 @@
+"""Trees and drafts, and trees on the disk."""
+
+import json
+
 import pytest
 import torch
 
+from medusa import load_tree, save_tree
 from medusa.tree import Draft, Tree, ancestor_mask
 
 
@@ -62,3 +67,33 @@ def test_trees_of_several_sizes_keep_their_nodes():
     assert joined.tokens[1, :6].tolist() == [5, 9, 6, 7, 8, 9]
     assert joined.parents[1, :6].tolist() == [0, 0, 0, 2, 2, 0]
     assert draft.keeping(torch.ones(2, 5, dtype=torch.bool)).sizes is None
+
+
+def test_trees_survive_the_disk(tmp_path):
+    tree = Tree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    save_tree(tree, tmp_path / "tree.json", {"tokens_per_step": 1.9})
+    assert load_tree(tmp_path / "tree.json") == tree
+    values = json.loads((tmp_path / "tree.json").read_text())
+    assert (values["nodes"], values["depth"], values["tokens_per_step"]) == (6, 2, 1.9)
+    save_tree(Tree(()), tmp_path / "tree.json")
+    assert load_tree(tmp_path / "tree.json").nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "medusa-heads"}, "not of the format 'medusa-tree'"),
+        ({"paths": [[0], [1, 0]]}, r"damaged: .*has no parent \(1,\)"),
+        ({"paths": [[0], [-1]]}, "damaged: .*negative rank"),
+        ({"paths": [[0], ["1"]]}, "damaged: .*'1' is not a rank"),
+        ({"paths": [[]]}, "damaged"),
+        ({"paths": [0]}, "damaged"),
+        ({"nodes": 9}, r"damaged: .*nodes \(9\) is not that of its paths \(3\)"),
+        ({"depth": 1}, r"damaged: .*depth \(1\)"),
+    ],
+)
+def test_damaged_trees_are_refused(tmp_path, change, message):
+    save_tree(Tree.chain(2), tmp_path / "tree.json")
+    (tmp_path / "tree.json").write_text(json.dumps(json.loads((tmp_path / "tree.json").read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_tree(tmp_path / "tree.json")

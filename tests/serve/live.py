@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 
@@ -38,7 +38,9 @@ def serving(
 ) -> Iterator[Live]:
     """Serve a model under the name "small" until the end."""
     model.generate([1], max_new_tokens=2)  # builds the kernels, which takes longer than clients wait
-    running = Engine(model, engine or EngineSettings(), Metrics("small"))
+    # Not the share of the memory that a real server takes: servers of many tests lie about for a while.
+    settings = replace(engine or EngineSettings(), cache_tokens=16_384)
+    running = Engine(model, settings, Metrics("small"))
     app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api or ApiSettings()), drain)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -27,11 +27,6 @@ TOOL_TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def speaker(base, make_heads):
-    return MedusaModel(base, make_heads())
-
-
-@pytest.fixture(scope="module")
 def live(speaker):
     api = ApiSettings(admin_key=ADMIN, max_body=100_000, max_n=8, origins=("http://elsewhere",))
     with serving(speaker, EngineSettings(max_batch=8), api) as server:
@@ -313,7 +308,8 @@ def test_a_full_queue_is_429(speaker):
         assert first.status_code == second.status_code == 200
         third = post(live)
         assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
-        assert third.json()["error"]["type"] == "rate_limit_error"
+        error = third.json()["error"]
+        assert error["type"] == "rate_limit_error" and "queue (1 requests) is full" in error["message"]
 
 
 def test_clients_that_vanish_leave_nothing_behind(live):
@@ -336,7 +332,9 @@ def test_a_slow_reader_holds_up_nobody(live, client):
 
 def test_time_limits(live):
     answer = post(live, timeout=1e-9)
-    assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+    error = answer.json()["error"]
+    assert answer.status_code == 408 and error["code"] == "timeout"
+    assert error["message"].startswith("timeout (1e-09 s) is over")
 
 
 def test_a_server_that_goes_down_ends_its_answers(speaker):

@@ -20,8 +20,9 @@ from tests.serve.live import serving
     "flags",
     [
         "--bogus", "--nodes 0", "--nodes x", "--temperature -1", "--acceptance no", "--drafter eagle",
-        "--attention paged", "--acceptance typical", "--nodes 8 --tree tree.json", "--drafter heads --tree tree.json",
-        "--endpoint http://x/v1 --base base", "--model small",
+        "--attention paged", "--acceptance sampling", "--acceptance greedy --temperature 0.5",
+        "--nodes 8 --tree tree.json", "--drafter heads --tree tree.json", "--endpoint http://x/v1 --base base",
+        "--model small",
     ],
 )  # fmt: skip
 def test_wrong_use_exits_2(flags, capsys):
@@ -44,11 +45,6 @@ def test_help_says_what_is_lossy(capsys):
 
 def test_attention_names_are_those_of_the_registry():
     assert ("auto", *BACKENDS) == ATTENTION
-
-
-@pytest.fixture(scope="module")
-def speaker(base, make_heads):
-    return MedusaModel(base, make_heads())
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,6 @@ from serve.chat.conversation import Conversation, GenerationOptions, Turn, load,
 THREE_TURNS = Conversation("be brief", [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")])
 
 
-@pytest.mark.parametrize(("acceptance", "temperature"), [("greedy", 0.5), ("sampling", 0.0), ("typical", 0.0)])
-def test_rule_and_temperature_must_agree(acceptance, temperature):
-    with pytest.raises(ValueError, match=rf"acceptance \({acceptance}\) does not go with temperature"):
-        GenerationOptions(acceptance=acceptance, temperature=temperature)
-
-
 def test_prompt_has_system_and_what_was_not_forgotten():
     contents = [message["content"] for message in THREE_TURNS.prompt("q4", forget=2)]
     assert contents == ["be brief", "q3", "a3", "q4"]

@@ -54,7 +54,7 @@ def test_settings_reach_the_model():
         ("/nodes 0", "nodes (0) must be"),
         ("/max 1.5", "max_new_tokens (1.5) must be"),
         ("/colour red", "colour (red) must be on or off"),
-        ("/acceptance typical", "does not go with temperature 0.0"),
+        ("/acceptance typical", "acceptance (typical) does not go with temperature 0.0"),
         ("/acceptance bold", "acceptance ('bold') is not known; choose one of: greedy"),
         ("/drafter eagle", "drafter ('eagle') is not known; choose one of: hybrid"),
         ("/drafter heads-sampled", "does not go with temperature 0.0"),

@@ -7,22 +7,17 @@ import pytest
 from medusa import MedusaModel, SamplingParams, Speculation
 from serve.engine import Engine
 from serve.metrics import Metrics
-from serve.request import Asked, BusyError, EngineError, LateError, StoppingError
+from serve.request import Asked, EngineError, StoppingError
 from serve.settings import EngineSettings
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def speaker(base, make_heads):
-    return MedusaModel(base, make_heads())
 
 
 def run(speaker, scenario, settings=None):
     """A scenario with an engine that is empty at its end."""
 
     async def whole():
-        engine = Engine(speaker, settings or EngineSettings(), Metrics("small"))
+        engine = Engine(speaker, settings or EngineSettings(cache_tokens=16_384), Metrics("small"))
         engine.start()
         try:
             result = await asyncio.wait_for(scenario(engine), 60)
@@ -44,17 +39,19 @@ async def taken(engine, *arguments, **options):
     return ticket
 
 
-def test_an_error_outside_a_step_ends_requests_and_not_the_engine(speaker, monkeypatch):
+@pytest.mark.parametrize("message", ["a step has failed", "the engine has failed"])
+def test_an_error_in_a_step_or_outside_ends_requests_and_not_the_engine(speaker, monkeypatch, message):
     async def scenario(engine):
-        ticket = await taken(engine, [5, 6, 7], LONG)
+        first = await taken(engine, [5, 6], LONG)
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_expire", lambda: 1 / 0)
-            with pytest.raises(EngineError, match="division"):
-                async for _ in ticket.deltas():
-                    pass
-        return [delta async for delta in (await taken(engine, [5, 6, 7], LONG)).deltas()]
+            place = (engine._batch, "step") if "step" in message else (engine, "_expire")
+            patch.setattr(*place, lambda: 1 / 0)
+            with pytest.raises(EngineError, match=f"{message}: division by zero"):
+                await first.complete()
+        after = await taken(engine, [5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        return (await after.complete()).tokens
 
-    assert run(speaker, scenario)
+    assert len(run(speaker, scenario)) == 3
 
 
 def test_places_that_are_free_are_not_a_queue(speaker):
@@ -110,17 +107,6 @@ def test_what_cannot_be_served_is_refused_before_it_waits(speaker):
     run(speaker, scenario, EngineSettings(cache_tokens=200))
 
 
-def test_a_full_queue_says_when_to_come_back(speaker):
-    async def scenario(engine):
-        tickets = [await taken(engine, [5, 6], LONG) for _ in range(3)]
-        with pytest.raises(BusyError, match=r"queue \(2 requests\) is full") as caught:
-            await taken(engine, [5, 6], LONG)
-        assert caught.value.retry_after > 0
-        return [len((await ticket.complete()).tokens) for ticket in tickets]
-
-    assert run(speaker, scenario, EngineSettings(max_batch=1, max_waiting=2)) == [60, 60, 60]
-
-
 def test_little_room_is_enough_for_all(speaker):
     """Requests wait, lose their room, and go on later with the same text."""
     asked = [([5, 6, number] * 30, LONG) for number in range(3, 9)]
@@ -151,30 +137,6 @@ def test_a_client_that_goes_away_frees_its_rows(speaker):
     run(speaker, scenario, EngineSettings(max_batch=2))
 
 
-def test_time_that_is_over_ends_a_request(speaker):
-    async def scenario(engine):
-        busy = await taken(engine, [5, 6], LONG)
-        late = await taken(engine, [5, 6], LONG, timeout=0.0)
-        with pytest.raises(LateError, match=r"timeout \(0.0 s\) is over"):
-            await late.complete()
-        await busy.complete()
-
-    run(speaker, scenario, EngineSettings(max_batch=1))
-
-
-def test_a_failed_step_costs_its_requests_and_not_the_engine(speaker, monkeypatch):
-    async def scenario(engine):
-        first = await taken(engine, [5, 6], LONG)
-        with monkeypatch.context() as broken:
-            broken.setattr(engine._batch, "step", lambda: 1 / 0)
-            with pytest.raises(EngineError, match="a step has failed: division by zero"):
-                await first.complete()
-        after = await taken(engine, [5, 6], SamplingParams(max_new_tokens=3, ignore_eos=True))
-        return (await after.complete()).tokens
-
-    assert len(run(speaker, scenario)) == 3
-
-
 def test_other_heads_while_requests_run(speaker, base, make_heads):
     """New ones read other layers of the base than those that run."""
     deep = make_heads(feature_layers=(1,))
@@ -201,7 +163,7 @@ def test_other_heads_while_requests_run(speaker, base, make_heads):
 
 def test_a_server_that_goes_down_lets_requests_end(speaker):
     async def scenario():
-        engine = Engine(speaker, EngineSettings(), Metrics("small"))
+        engine = Engine(speaker, EngineSettings(cache_tokens=16_384), Metrics("small"))
         engine.start()
         running = await taken(engine, [5, 6], LONG)
         stopping = asyncio.create_task(engine.stop(drain=30))

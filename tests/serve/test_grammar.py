@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
+from jsonschema import validate
 
 from medusa import MedusaModel, SamplingParams, Speculation
-from serve.grammar import Following, Grammars, _links
+from serve.grammar import Following, Grammars
 
 PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
 SHORT = {"type": "string", "maxLength": 6}
@@ -51,11 +52,6 @@ def schema_of(number, depth=2):
 
 
 @pytest.fixture(scope="module")
-def speaker(base, make_heads):
-    return MedusaModel(base, make_heads())
-
-
-@pytest.fixture(scope="module")
 def grammars(base):
     return Grammars(base)
 
@@ -84,9 +80,10 @@ def space(base):
     return [token for text in (" ", "\n", "\t", "\r") for token in base.tokenizer(text).input_ids]
 
 
-def check(speaker, grammars, space, numbers):
-    from jsonschema import validate
-
+@pytest.mark.parametrize(
+    ("numbers", "least"), [(range(8), 7), pytest.param(range(8, 108), 97, marks=pytest.mark.slow)], ids=str
+)
+def test_what_ends_follows_its_schema_whatever_drafts(speaker, grammars, space, numbers, least):
     ended = 0
     for number in numbers:
         schema, params = schema_of(number), params_of(number, space)
@@ -96,22 +93,11 @@ def check(speaker, grammars, space, numbers):
         if trees.finish_reason == "eos":
             validate(json.loads(trees.text), schema)
             ended += 1
-    return ended
-
-
-def test_schemas(speaker, grammars, space):
-    assert check(speaker, grammars, space, range(8)) >= 7
-
-
-@pytest.mark.slow
-def test_a_hundred_schemas(speaker, grammars, space):
-    assert check(speaker, grammars, space, range(8, 108)) >= 97
+    assert ended >= least
 
 
 @pytest.mark.slow
 def test_schemas_with_real_weights(smollm2_directory):
-    from jsonschema import validate
-
     model = MedusaModel.from_pretrained("data/pretrained/smollm2", base=smollm2_directory)
     grammars, drafted = Grammars(model.base), 0
     for number in range(12):
@@ -166,12 +152,6 @@ def test_masks_of_trees_are_those_of_their_paths(grammars, base):
                 alone.forbid([0], [0], expected)
                 assert torch.equal(logits[node].double(), expected[0])
                 assert expected.min() == -torch.inf
-
-
-def test_links():
-    children, siblings = _links([0, 0, 0, 1, 1, 3])
-    assert children.tolist() == [1, 3, -1, 5, -1, -1]
-    assert siblings.tolist() == [-1, 2, -1, 4, -1, -1]
 
 
 @pytest.mark.parametrize(

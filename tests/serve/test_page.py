@@ -19,7 +19,6 @@ from types import SimpleNamespace
 import pytest
 from fastapi.testclient import TestClient
 
-from medusa import MedusaModel
 from serve.api.app import PAGE, create_app
 from serve.settings import ApiSettings
 from tests.serve.live import serving
@@ -81,11 +80,6 @@ def browser():
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def speaker(base, make_heads):
-    return MedusaModel(base, make_heads())
 
 
 @pytest.fixture(scope="module")

@@ -104,14 +104,5 @@ def hand_on() -> None:
     check(figures, state)
 
 
-def every_stage() -> None:
-    """All steps under one ZeRO stage, for each."""
-    Workers.start("cpu", StopRequest())
-    for shape in SHAPES:
-        engine = make(*shape)
-        check([figure for step in range(STEPS) for figure in train_step(engine, step)], engine.state())
-
-
 if __name__ == "__main__":
     hand_on()
-    every_stage()

@@ -105,6 +105,7 @@ def workers(job: Job) -> list[int]:
 
 
 def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie that waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:

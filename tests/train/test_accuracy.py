@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, build_heads
-from train.evaluate import RANKS, accuracy_figures, count_ranks, rank_counts
+from train.evaluate import RANKS, count_ranks, rank_counts
 
 
 @pytest.fixture
@@ -37,11 +37,6 @@ def test_tokens_that_heads_cannot_draft_are_misses(model):
     assert (counts[0], even[0]) == (40, 20)
     assert torch.equal(counts[1:], even[1:])
     assert counts[1:].any()
-
-
-def test_figures_are_shares_of_a_heads_own_samples():
-    figures = accuracy_figures(torch.tensor([[10, 5, 2, 0, 0, 0, 0, 1], [8, 4, 1, 0, 0, 0, 0, 0], [0] * 8]))
-    assert figures == {"samples": [10, 8, 0], "top1": [0.5, 0.5, 0], "top5": [0.7, 0.625, 0], "top10": [0.8, 0.625, 0]}
 
 
 def test_chunks_change_nothing(model, monkeypatch):

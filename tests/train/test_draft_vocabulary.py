@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from data.packing import IGNORE, PackedRows
 from medusa.base.model import BaseModel
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
-from tests.train.jobs import Acting, assert_same_run, metrics, run, write_recipe
+from tests.train.jobs import Acting, assert_same_run, metrics, run
+from tests.train.test_joint import row_loss
 from train.fresh_heads import most_frequent_tokens
 from train.losses import HeadsLoss
 from train.workers import Workers
@@ -28,8 +28,7 @@ class Alone(Workers):
         return values.double()
 
 
-def _workers(rank: int = 0, world_size: int = 1) -> Workers:
-    return Alone(rank, world_size, torch.device("cpu"))
+ALONE = Alone(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,9 @@ def test_the_most_frequent_supervised_tokens_are_chosen(packed: PackedRows) -> N
     order = sorted(range(50), key=lambda token: (-counts[token], token))
     assert len(counts) < 30
     for size in (3, 11, len(counts) + 5):
-        chosen = most_frequent_tokens(packed, size, 50, _workers(), rows_at_a_time=5)
+        chosen = most_frequent_tokens(packed, size, 50, ALONE, rows_at_a_time=5)
         assert chosen.tolist() == sorted(order[:size])
-    filled = most_frequent_tokens(packed, len(counts) + 3, 50, _workers()).tolist()
+    filled = most_frequent_tokens(packed, len(counts) + 3, 50, ALONE).tolist()
     assert set(filled) - set(counts) == {0, 1, 2}, "the lowest ids fill up"
 
 
@@ -95,16 +94,10 @@ def test_the_loss_leaves_other_tokens_out(base: Path, kind: str, own: bool) -> N
             if labels[row, head] not in heads.draft_ids:
                 continue
             matrix = heads.lm_heads[head] if heads.lm_heads is not None else model.lm_head_weight[heads.draft_ids]
-            logprobs = (matrix @ features[head, row]).log_softmax(0)
+            scores = matrix @ features[head, row]
             place = heads.draft_ids.tolist().index(int(labels[row, head]))
-            target = model.logits(teacher[index[row, head]]).softmax(0)[heads.draft_ids]
-            target = target / target.sum()
-            expected[head] += {
-                "ce": -logprobs[place],
-                "kl": functional.kl_div(logprobs, target, reduction="sum"),
-                "tv": (logprobs.exp() - target).abs().sum() / 2,
-            }[kind]
-            correct[head] += int(logprobs.argmax()) == place
+            expected[head] += row_loss(kind, scores, place, model.logits(teacher[index[row, head]])[heads.draft_ids])
+            correct[head] += int(scores.argmax()) == place
     torch.testing.assert_close(loss_K, expected.detach(), rtol=0, atol=1e-9)
     assert correct_K.tolist() == correct
     parameters = list(heads.parameters())
@@ -116,35 +109,17 @@ def test_the_loss_leaves_other_tokens_out(base: Path, kind: str, own: bool) -> N
     )
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, base: Path, samples: Path, heldout: Path) -> Path:
-    sections = {
-        "heads": {"num_heads": 2, "draft_vocab": 12, "own_lm_heads": True},
-        "data": {"heldout": str(heldout)},
-        "optim": {"micro_rows": 4, "steps": 6, "loss": "kl"},
-        "evaluate": {"prompts": 1, "max_new_tokens": 8, "nodes": 4},
-        "log": {"checkpoint_steps": 4},
-    }
-    return write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml", base, samples, sections)
-
-
 @pytest.mark.slow
 def test_a_run_with_a_draft_vocabulary_resumes_exactly(recipe: Path, tmp_path: Path, interrupted_at: Acting) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(recipe, whole) == 0
+    values = {"heads.draft_vocab": 12, "heads.own_lm_heads": True, "optim.loss": "kl"}
+    assert run(recipe, whole, **values) == 0
     with interrupted_at(5):
-        assert run(recipe, parts) == 130
-    assert run(recipe, parts) == 0
+        assert run(recipe, parts, **values) == 130
+    assert run(recipe, parts, **values) == 0
 
     assert_same_run(parts, whole, tolerance=1e-6)
     first, *_, last, end = metrics(whole)
     assert last["loss"] < first["loss"] - 0.1
     assert load_heads(parts / "heads").lm_heads.shape[1] == 12
     assert 0 < end["heldout_top10"][0] < 0.95, "what heads cannot draft is a miss"
-
-
-def test_a_draft_vocabulary_larger_than_the_base_is_wrong_use(
-    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert run(recipe, tmp_path, **{"heads.draft_vocab": 258}) == 2
-    assert "heads.draft_vocab (258) is more than the vocabulary of the base (257)" in caplog.text

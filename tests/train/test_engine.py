@@ -14,11 +14,6 @@ def test_every_stage_goes_on_from_another_like_plain_torch() -> None:
 
 
 @pytest.mark.slow
-def test_every_stage_trains_like_plain_torch() -> None:
-    engine_agreement.every_stage()
-
-
-@pytest.mark.slow
 def test_three_processes_train_like_plain_torch() -> None:
     finish(launch(["-m", "tests.train.engine_agreement"], processes=3))
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -79,22 +78,6 @@ def test_a_signal_while_the_base_is_loaded_ends_at_once(
     assert run(recipe, tmp_path) == status
     assert f"stopped by {name} before training began; the same command goes on" in caplog.text
     assert signal.getsignal(number) is handler
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_a_run_with_one_sentence(
-    finished: Path, recipe: Path, tmp_path: Path, before_step: Acting, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with before_step(5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))):
-            assert run(recipe, tmp_path) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert f"run directory ({tmp_path}) cannot be written: File too large" in caplog.text
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-4"]
-    assert run(recipe, tmp_path) == 0
-    assert_same_run(tmp_path, finished, tolerance=1e-6)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

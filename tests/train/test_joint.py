@@ -89,11 +89,12 @@ def _naive(joint: JointLoss, original: BaseModel, packed: PackedRows, base_loss:
                         if label not in drafted:
                             continue
                         teacher, label = teacher[drafted], drafted.index(label)
-                    losses[column] += _loss(kind, scores[t], label, teacher)
+                    losses[column] += row_loss(kind, scores[t], label, teacher)
     return losses
 
 
-def _loss(kind: str, scores: Tensor, label: int, teacher: Tensor) -> Tensor:
+def row_loss(kind: str, scores: Tensor, label: int, teacher: Tensor) -> Tensor:
+    """The formula of a loss at one place: scores and the teacher's are logits."""
     if kind == "ce":
         return -scores.log_softmax(0)[label]
     if kind == "kl":

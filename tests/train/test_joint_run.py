@@ -137,22 +137,3 @@ def test_two_processes_with_unequal_shares_end_like_one(recipe: Path, tmp_path: 
     assert run(recipe, tmp_path / "one", **options) == 0
     finish(train(recipe, tmp_path / "two", options))
     assert_same_run(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
-
-
-@pytest.mark.slow
-def test_heads_learn_more_beside_a_base_that_meets_them_and_the_base_stays_close(recipe: Path, tmp_path: Path) -> None:
-    options = {
-        "optim.steps": 60,
-        "optim.lr": 0.01,
-        "lora.base_loss": "kl",
-        "lora.lr_ratio": 1.0,
-        "lora.heads_only": 0.1,
-    }
-    options |= {"evaluate.prompts": 0, "evaluate.rows": 0, "evaluate.every_steps": 0}
-    top1 = {}
-    for rank in (0, 8):
-        assert run(recipe, tmp_path / str(rank), **options, **{"lora.rank": rank}) == 0
-        *_, step, last = metrics(tmp_path / str(rank))
-        top1[rank] = torch.tensor(last["heldout_top1"])
-        assert step.get("base_loss", 0.0) < 0.5
-    assert (top1[8] > top1[0] + 0.1).all()

@@ -84,15 +84,6 @@ def test_equals_the_naive_loss_with_gradients(kind: str, chunk_rows: int, output
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_of_the_features_by_finite_differences(kind: str) -> None:
-    case = Case(kind, rows=4)
-    features = case.features.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda rows: fused_loss(rows, case.targets, _softcapped(case.matrix), chunk_rows=3)[0], [features]
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_logits_lose_only_their_own_rounding(kind: str) -> None:
     case = Case(kind, dtype=torch.bfloat16)
     case.features /= 3

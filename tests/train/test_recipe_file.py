@@ -1,8 +1,6 @@
 import re
 import shlex
-import subprocess
-import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from train.recipe_file import (
     leaves,
     parse_overrides,
     read_recipe,
-    resolved,
 )
 
 RECIPES = sorted((Path(__file__).parents[2] / "train" / "recipes").glob("*.yaml"))
@@ -69,7 +66,7 @@ def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
         "engine: {precision: int8}\nhead: 1\n",
     )
     with pytest.raises(RecipeError) as caught:
-        read_recipe(path, {"heads.num_heads": "2.5", "engine.zero_stages": "1"})
+        read_recipe(path, {"heads.num_heads": "2.5", "engine.zero_stages": "1", "heads.lr": "1"})
     lines = str(caught.value).splitlines()
     expected = (
         ("data.trian", "did you mean data.train?"),
@@ -81,15 +78,11 @@ def test_all_errors_are_shown_at_once(tmp_path: Path) -> None:
         ("unknown key head (1)", ""),
         ("heads.num_heads (2.5)", "an integer"),
         ("engine.zero_stages", "did you mean engine.zero_stage?"),
+        ("heads.lr", "did you mean optim.lr?"),
     )
     assert len(lines) == len(expected)
     for thing, remedy in expected:
         assert any(thing in line and remedy in line for line in lines), thing
-
-
-def test_a_key_in_the_wrong_section_is_found() -> None:
-    with pytest.raises(RecipeError, match=r"did you mean optim\.lr\?"):
-        build_recipe({"data.train": "x", "heads.lr": 1.0})
 
 
 def test_training_data_is_required() -> None:
@@ -126,18 +119,13 @@ def test_help_shows_every_key_with_its_docstring() -> None:
 def test_differences_name_what_matters_only() -> None:
     recipe = build_recipe({"data.train": "x"})
     other = replace(recipe, run="elsewhere", optim=replace(recipe.optim, lr=0.5, micro_rows=1))
-    assert differences(other, resolved(recipe)) == ["optim.lr is 0.5, the run was started with 0.001"]
+    assert differences(other, asdict(recipe)) == ["optim.lr is 0.5, the run was started with 0.001"]
 
 
 def test_runs_from_before_a_key_had_its_default() -> None:
     recipe = Recipe()
-    stored = resolved(recipe)
+    stored = asdict(recipe)
     del stored["heads"]["feature_layers"]
     assert differences(recipe, stored) == []
     changed = replace(recipe, heads=replace(recipe.heads, feature_layers=2))
     assert differences(changed, stored) == ["heads.feature_layers is 2, the run was started with 0"]
-
-
-def test_reading_a_recipe_does_not_import_torch() -> None:
-    code = "import sys, train.__main__, train.recipe_file; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=RECIPES[0].parents[2], check=False).returncode == 0

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from train.recipe_file import build_recipe, resolved
+from train.recipe_file import build_recipe
 from train.report import read_report, write_report
 from train.report.__main__ import main
 from train.report.figures import POINTS
@@ -31,7 +32,7 @@ EVALUATED = {f"heldout_top{rank}": [0.5, 0.25] for rank in (1, 5, 10)} | {"heldo
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     def write_run(*records: dict[str, Any]) -> Path:
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(resolved(RECIPE)), encoding="utf-8")
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(asdict(RECIPE)), encoding="utf-8")
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 9', encoding="utf-8")  # the process died in this line
         return tmp_path

@@ -95,13 +95,6 @@ def test_wandb_gets_the_last_figures_although_it_has_the_last_step(server: FakeS
     assert server.history[7]["heldout_tokens_per_step"] == 2.0
 
 
-def test_wandb_switched_on_later_gets_the_steps_before(server: FakeServer, tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    _train(directory, _recipe(), range(4))
-    _train(directory, _recipe(wandb="online"), range(3, 6))
-    assert sorted(server.history) == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_tracker_that_fails_later_is_dropped_and_training_goes_on(
     server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

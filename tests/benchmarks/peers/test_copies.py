@@ -7,7 +7,7 @@ import gguf
 import numpy
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaForCausalLM
 
 from benchmarks.peers.copies import CHECKPOINT, copies_of, directory_of
 from benchmarks.peers.gguf_file import pairs_together, write_gguf
@@ -15,13 +15,9 @@ from data import resolve_base_name
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
+def checkpoint(tiny_config, tmp_path):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    LlamaForCausalLM(tiny_config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 

@@ -11,7 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.peers.engine import MODES, SCRIPTS, Place
 from benchmarks.run.command import _peers
 from benchmarks.run.measure import Rate, figures, measure
-from benchmarks.run.methods import Answers, Method, ended, of_transformers, ours
+from benchmarks.run.methods import Answers, Method, of_transformers, ours
 from benchmarks.step.shapes import random_heads
 from medusa import BaseModel, MedusaModel
 from serve.demo.compare import unpacked_copy
@@ -42,12 +42,6 @@ def test_a_batch_of_transformers_is_ours(model):
 def test_methods_that_there_are_not_are_refused(model, name, message):
     with pytest.raises(ValueError, match=message):
         ours(model, name, 4, 0.8)
-
-
-def test_answers_end_with_the_first_end_of_sequence():
-    assert ended([5, 6, 2, 0, 0], frozenset({2})) == [5, 6, 2]
-    assert ended([5, 6], frozenset({2})) == [5, 6]
-    assert ended([], frozenset({2})) == []
 
 
 def test_rows_tell_speeds_and_what_is_equal(monkeypatch):

@@ -2,10 +2,7 @@
 
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tests.local_server import Handler, Server
 
@@ -34,21 +31,15 @@ class StreamingServer(Server):
 
     Attributes:
         reply: Request -> pieces of the body, sent one by one, or status and text.
-        requests: Bodies in the order of their arrival.
-        most: Most requests that were under way at a time.
+        paths: Where requests went.
         pause: Seconds before each piece.
     """
 
     def __init__(self, port=0):
-        super(Server, self).__init__(("127.0.0.1", port), _Handler)
-        self.lock = threading.Lock()
+        super().__init__(_Handler, port)
         self.reply = events
-        self.requests, self.paths = [], []
-        self.most = self.now = 0
+        self.paths = []
         self.pause = 0.0
-
-    def handle_error(self, *_):
-        pass
 
 
 class _Handler(Handler):
@@ -57,22 +48,14 @@ class _Handler(Handler):
         self.reply(200, {}, json.dumps(body).encode())
 
     def do_POST(self):  # noqa: N802
-        server = self.server
-        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with server.lock:
-            server.requests.append(request)
-            server.paths.append(self.path)
-            server.now += 1
-            server.most = max(server.most, server.now)
-        pieces = server.reply(request)
-        try:
+        request = self.asked()
+        self.server.paths.append(self.path)
+        with self.server.counted(request):
+            pieces = self.server.reply(request)
             if isinstance(pieces, tuple):
                 self.reply(pieces[0], {}, pieces[1].encode())
             else:
                 self._stream(pieces)
-        finally:
-            with server.lock:
-                server.now -= 1
 
     def _stream(self, pieces):
         self.send_response(200)
@@ -86,14 +69,6 @@ class _Handler(Handler):
                 return
             self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
         self.wfile.write(b"0\r\n\r\n")
-
-
-@contextmanager
-def streaming_server() -> Iterator[StreamingServer]:
-    """A running server."""
-    server = StreamingServer()
-    with server.running():
-        yield server
 
 
 if __name__ == "__main__":

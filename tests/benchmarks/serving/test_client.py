@@ -7,14 +7,14 @@ import re
 import pytest
 
 from benchmarks.serving.client import Answer, Asking, Client, first_model
-from tests.benchmarks.serving.streaming_server import events, streaming_server
+from tests.benchmarks.serving.streaming_server import StreamingServer, events
 
 REQUEST = {"messages": [], "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}
 
 
 @pytest.fixture
 def server():
-    with streaming_server() as running:
+    with StreamingServer().running() as running:
         yield running
 
 

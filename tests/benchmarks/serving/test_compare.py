@@ -11,10 +11,9 @@ from benchmarks.serving import __main__ as command
 from benchmarks.serving import servers
 from benchmarks.serving.compare import Plan, compare, medians
 from benchmarks.serving.servers import NAMES, Place, Server, places
-from tests.benchmarks.serving import streaming_server
-from tests.benchmarks.serving.streaming_server import streaming_server as running_server
+from tests.benchmarks.serving.streaming_server import StreamingServer
 
-HERE = Path(streaming_server.__file__)
+HERE = Path(__file__).with_name("streaming_server.py")
 ENVIRONMENT = {"PYTHONPATH": str(HERE.parents[3])}
 
 
@@ -78,7 +77,7 @@ def test_every_contestant_has_a_place():
 
 def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    with running_server() as server:
+    with StreamingServer().running() as server:
         words = ["load", f"{server.url}/v1", "--levels", "1", "2", "--requests", "4", "--max-tokens", "4"]
         assert command.main([*words, "--json", str(figures), "--picture", str(picture)]) == 0
         server.reply = lambda _: (500, "broken")

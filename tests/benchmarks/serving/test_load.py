@@ -9,12 +9,12 @@ from benchmarks.serving import load
 from benchmarks.serving.client import Answer, Asking, Client
 from benchmarks.serving.figures import summarize
 from benchmarks.serving.load import run_level
-from tests.benchmarks.serving.streaming_server import events, streaming_server
+from tests.benchmarks.serving.streaming_server import StreamingServer, events
 
 
 @pytest.fixture
 def server():
-    with streaming_server() as running:
+    with StreamingServer().running() as running:
         running.pause = 0.002
         yield running
 

@@ -1,6 +1,5 @@
 """Files that are damaged, or dangerous, are one clear sentence."""
 
-import json
 import pickle
 import random
 from pathlib import Path
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 
 from medusa.formats import load_heads, save_heads
 from tests.medusa.formats.engines import original_heads, write_original, write_vllm
-from tests.medusa.formats.stored import load_config
+from tests.medusa.formats.stored import change_config, load_config
 
 DIM, VOCAB = 4, 6
 
@@ -29,13 +28,14 @@ def write(directory, name):
     return write_original(directory, original_heads(3, 1, DIM, VOCAB).state_dict(), name) / name
 
 
-@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_truncated_files(tmp_path, name):
-    path = write(tmp_path, name)
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "medusa_lm_head.safetensors", "heads.safetensors"])
+def test_truncated_files(make_heads, tmp_path, name):
+    native = name == "heads.safetensors"
+    path = save_heads(make_heads(), tmp_path) / name if native else write(tmp_path, name)
     whole = path.read_bytes()
-    for length in {0, 1, 7, 8, 9, 60, *range(100, len(whole) - 1, 251), len(whole) - 1}:
+    for length in {0, 1, 7, 8, 9, 60, *range(100, min(len(whole), 4000) - 1, 251), len(whole) - 1}:
         path.write_bytes(whole[:length])
-        refused(tmp_path, rf"heads file \(.*{name}\) is damaged: ", (load_config, load_heads))
+        refused(tmp_path, rf"heads file \(.*{name}\) is damaged: ", (load_heads, *([] if native else [load_config])))
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -166,7 +166,10 @@ def test_a_vocabulary_that_is_none_is_refused(tmp_path):
     refused(tmp_path, r"vocab_size \('many'\) must be a whole number")
 
 
-def test_missing_files(tmp_path):
+def test_missing_files(make_heads, tmp_path):
+    (save_heads(make_heads(), tmp_path / "native") / "heads.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no heads\.safetensors"):
+        load_heads(tmp_path / "native")
     with pytest.raises(FileNotFoundError, match="does not exist; train heads first"):
         load_heads(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
@@ -176,16 +179,23 @@ def test_missing_files(tmp_path):
         load_heads(tmp_path)
 
 
-def change_config(directory, **values):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 @pytest.mark.parametrize("key", ["base", "architecture", "base_adapter"])
 @pytest.mark.parametrize("value", [3, [], {}])
 def test_odd_values_in_a_native_config_are_one_sentence(make_heads, tmp_path, key, value):
     change_config(save_heads(make_heads(), tmp_path), **{key: value})
     refused(tmp_path, rf"{key} \(.*\) must be text")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 9}, "does not fit its config"),
+        ({"architecture": "hydra9"}, "choose one of: medusa, markov, hydra, recurrent"),
+    ],
+)
+def test_a_native_config_of_other_heads(make_heads, tmp_path, values, message):
+    change_config(save_heads(make_heads(), tmp_path), **values)
+    refused(tmp_path, message)
 
 
 @pytest.mark.parametrize("outside", ["/etc", "..", "adapter/../../other"])

@@ -11,6 +11,7 @@ from medusa import MedusaModel
 from medusa.formats import save_heads
 from medusa.io.hub import CARD_MARK, fetch_heads, push
 from tests.medusa.formats.hub_stand_in import TOKEN, USER, hub_stand_in
+from tests.medusa.test_published import PROVENANCE, WORDS
 
 REPO = f"{USER}/heads"
 
@@ -59,6 +60,18 @@ def test_pushed_heads_come_back_byte_for_byte(hub, heads_directory):
     assert not hub.repositories[REPO].private
     del expected["README.md"]  # nobody needs it to decode
     assert on_disk(fetch_heads(REPO)) == expected
+
+
+def test_a_push_of_the_directory_of_training_says_nothing_private(hub, make_heads, tmp_path):
+    source = save_heads(make_heads(), tmp_path / "heads", PROVENANCE)
+    (source / "adapter").mkdir()
+    (source / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/ann/base"}')
+    push(source, REPO)
+    sent = hub.files(REPO)
+    assert {"config.json", "provenance.json", "heads.safetensors", "adapter/adapter_config.json"} <= sent.keys()
+    for name in (name for name in sent if name.endswith(".json")):
+        assert not [word for word in (*WORDS, str(tmp_path)) if word in sent[name].decode()], name
+    assert json.loads(sent["adapter/adapter_config.json"]) == {"base_model_name_or_path": "./base"}
 
 
 def test_a_model_is_pushed_and_loaded_by_its_id(hub, model, base):
