@@ -16,7 +16,7 @@ from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
 from medusa.cpu.int8 import round_linears
-from medusa.cpu.native import DTYPES, available, use_kernels
+from medusa.cpu.native import DTYPES, available, expands_quickly, use_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ def read_checkpoint(
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
             if (Path(path) / gguf.WEIGHTS).is_file() and not options:
-                usable = pack and device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and available()
-                model = gguf.load(path, dtype, expand=not usable or int8 or bool(adapter))
+                packed = pack and device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and expands_quickly()
+                model = gguf.load(path, dtype, expand=not packed or int8 or bool(adapter))
             else:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
             if not quantised and not spread:

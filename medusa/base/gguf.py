@@ -162,6 +162,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     """
     import torch
     from safetensors import safe_open
+    from safetensors.torch import load_file
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
@@ -173,7 +174,8 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     with no_init_weights():  # memory that is never written costs nothing
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with safe_open(directory / WEIGHTS, "pt") as file:
-        packings, tensors = json.loads(file.metadata()["packings"]), {name: file.get_tensor(name) for name in file.keys()}
+        packings = json.loads(file.metadata()["packings"])
+    tensors = load_file(directory / WEIGHTS)
     for name in tensors.keys() - packings.keys():
         _set(model, name, tensors[name].to(dtype))
     for name, packing in packings.items():

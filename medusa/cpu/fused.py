@@ -48,7 +48,8 @@ class _Weights(NamedTuple):
         weights, biases, scales = (
             [None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in self[:3]
         )
-        return [_Weights(*part, self.inputs, size) for *part, size in zip(weights, biases, scales, sizes, strict=True)]
+        triples = zip(weights, biases, scales, strict=True)
+        return [_Weights(*part, self.inputs, size) for part, size in zip(triples, sizes, strict=True)]
 
 
 class _Block(ctypes.Structure):
@@ -203,7 +204,8 @@ class FusedPass:
         for head, size in zip(heads, (queries, keys, keys), strict=True):
             if (head.outputs, head.inputs) != (size, shape["hidden"]):
                 raise UnusualBlockError("its heads are not those of the other layers")
-        plain = [tensor for one in linears for tensor in (one.bias, None if self._int8 or one.packing else one.weight)] + norms
+        own = [one.weight for one in linears if not self._int8 and not one.packing]
+        plain = [*own, *(one.bias for one in linears), *norms]
         if any(tensor is not None and tensor.dtype != self._dtype for tensor in plain):
             raise UnusualBlockError("its weights are of several dtypes")
         if any((one.scales is not None) != self._int8 for one in linears):

@@ -110,6 +110,12 @@ def has_tiles() -> bool:
 
 
 @cache
+def expands_quickly() -> bool:
+    """Whether packed weights (``medusa.cpu.packed``) are met faster than expanded ones: vectors of 512 bits do that."""
+    return available() and kernels().medusa_flavour().startswith((b"AMX", b"AVX512", b"AVX-512"))
+
+
+@cache
 def available() -> bool:
     """Whether the kernels run here; why not is logged once."""
     try:

@@ -15,7 +15,8 @@ from medusa.cpu import native
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-TESTS = [str(HERE / f"test_{name}.py") for name in ("native", "native_drafts", "exactness", "attention", "int8", "packed")]
+FILES = ("native", "native_drafts", "exactness", "attention", "int8", "packed")
+TESTS = [str(HERE / f"test_{name}.py") for name in FILES]
 CHECK = [
     "-std=c++17", "-ffp-contract=off", "-w", "-pthread", f"-I{Path(native.__file__).with_name('kernels')}",
     str(HERE / "kernels" / "check.cpp"),

@@ -7,11 +7,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from torch import nn
-from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import gguf
-from medusa.cpu.native import NativeLinear, available, use_kernels
+from medusa.base.checkpoint import resolve_base
+from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
 from medusa.cpu.packed import KINDS, Packed, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
@@ -80,7 +81,7 @@ def file(tmp_path_factory, tokenizer):
         own = "output_norm.weight" if own == "norm.weight" else own
         for letter, heads in (("q", 4), ("k", 2)):
             if f"attn_{letter}." in own:
-                weight = weight.view(heads, 2, -1, 64).transpose(1, 2).reshape(weight.shape)  # noqa: PLW2901
+                weight = weight.view(heads, 2, -1, 64).transpose(1, 2).reshape(weight.shape)
         if weight.dim() == 1:
             writer.add_tensor(own, weight.float().numpy())
             continue
@@ -93,37 +94,41 @@ def file(tmp_path_factory, tokenizer):
     return path
 
 
-def prepared(model, tokenizer):
-    use_kernels(model)
-    return fuse(choose_decoding(BaseModel(model, tokenizer)))
-
-
 @pytest.fixture(scope="module")
-def packed(file):
-    return BaseModel.load(file, device="cpu", pack=True)
-
-
-@pytest.fixture(scope="module")
-def pair(file, packed):
+def bases(file):
     """The model with its weights packed, and as transformers expands them."""
     how = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    directory = gguf.locate(str(file))
+    packed = gguf.load(directory, torch.bfloat16, expand=False)
     expanded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
-    bases = fuse(choose_decoding(packed)), prepared(expanded, packed.tokenizer)
+    for model in (packed, expanded):
+        use_kernels(model)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [fuse(choose_decoding(BaseModel(model, tokenizer))) for model in (packed, expanded)]
+
+
+@pytest.fixture(scope="module")
+def pair(bases):
     assert all(base.fused and base.dtype == torch.bfloat16 for base in bases)
     torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(64, packed.vocab_size, 3, architecture="recurrent")).bfloat16()
-    heads.init_from_base(packed.lm_head_weight)
+    heads = build_heads(HeadsConfig(64, bases[0].vocab_size, 3, architecture="recurrent")).bfloat16()
+    heads.init_from_base(bases[0].lm_head_weight)
     return [MedusaModel(base, heads) for base in bases]
 
 
-def test_matrices_stay_packed_and_other_types_are_expanded(packed):
+def test_matrices_stay_packed_and_other_types_are_expanded(bases):
+    packed, expanded = bases
     kinds = {name.split(".")[-1]: type(module) for name, module in packed.model.named_modules() if "proj" in name}
     assert kinds.pop("up_proj") is NativeLinear
-    assert set(kinds.values()) == {PackedLinear}
-    assert type(packed.model.get_output_embeddings()) is PackedLinear
-    assert packed.source == "weights of the GGUF file small.gguf (Q4_0, Q4_1, Q8_0 kept packed), as bfloat16"
-    half = sum(weight.nbytes for weight in gguf.load(gguf.locate(packed.name), torch.bfloat16, expand=True).parameters())
-    assert packed.weight_bytes < 0.55 * half, "Q5_1 is not kept packed here"
+    assert set(kinds.values()) == {PackedLinear} == {type(packed.model.get_output_embeddings())}
+    assert packed.weight_bytes < 0.55 * expanded.weight_bytes, "Q5_1 is not kept packed"
+
+
+def test_a_file_is_a_base_by_its_path(file):
+    base = BaseModel.load(file, device="cpu", pack=True)
+    assert (type(base.model.get_output_embeddings()) is PackedLinear) == expands_quickly()
+    assert base.source == "weights of the GGUF file small.gguf (Q4_0, Q4_1, Q8_0 kept packed), as bfloat16"
+    assert resolve_base(str(file)) == str(file)
 
 
 @pytest.mark.parametrize("drafter", ["heads", "prompt-lookup", "early-exit"])

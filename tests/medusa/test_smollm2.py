@@ -8,7 +8,7 @@ import pytest
 
 from data import load_tokenizer
 from medusa import BaseModel, MedusaModel
-from medusa.base import smollm2
+from medusa.base import gguf, smollm2
 from medusa.files import write_json
 
 
@@ -16,14 +16,14 @@ from medusa.files import write_json
 def no_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_from_hub", lambda cached: None)
-    return tmp_path / "medusa" / "bases" / "smollm2-q4_1"
+    return tmp_path / "medusa" / "bases" / "smollm2-packed"
 
 
 @pytest.fixture
 def expanded(no_hub, base_directory):
     """A small model in the place of the real one."""
     shutil.copytree(base_directory, no_hub)
-    write_json(no_hub / smollm2.SOURCE, {"source": smollm2.EXPANDED})
+    write_json(no_hub / gguf.SOURCE, {"source": smollm2.EXPANDED})
     return no_hub
 
 
