@@ -103,7 +103,7 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     small = model.drafters.parts.draft_model
     if small:
         lines.append(f"draft  {small.name.removeprefix(f'{Path.cwd()}/')} ({small.num_layers} layers)")
-    dtype = str(base.dtype).removeprefix("torch.") + ", fused pass" * base.fused
+    dtype = str(base.dtype).removeprefix("torch.") + ", packed weights" * base.packed + ", fused pass" * base.fused
     where = f"{base.device}, {base.ranks} processes" if base.ranks > 1 else str(base.device)
     lines.append(f"on     {where}, {dtype}, {base.attention.name} attention")
     if base.int8:

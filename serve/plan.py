@@ -102,7 +102,7 @@ def _config(base: str | None) -> Any:
     """The config of a base by its name, or of a config.json."""
     from transformers import AutoConfig
 
-    from medusa.base import smollm2
+    from medusa.base import gguf, smollm2
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
@@ -110,6 +110,8 @@ def _config(base: str | None) -> Any:
     if name == smollm2.HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
     try:
+        if name.endswith(gguf.SUFFIX):
+            return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())

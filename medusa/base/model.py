@@ -161,6 +161,11 @@ class BaseModel:
         """Whether a pass over tree rows is one call of C++, see ``with_fused_pass``."""
         return self._fused is not None
 
+    @cached_property
+    def packed(self) -> bool:
+        """Whether weights of 4 or 8 bits are read as they are, see ``medusa.cpu.packed``."""
+        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+
     @property
     def cheap_rows(self) -> int:
         """Rows of a pass that cost little more than one, about."""

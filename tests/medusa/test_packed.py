@@ -121,6 +121,7 @@ def test_matrices_stay_packed_and_other_types_are_expanded(bases):
     kinds = {name.split(".")[-1]: type(module) for name, module in packed.model.named_modules() if "proj" in name}
     assert kinds.pop("up_proj") is NativeLinear
     assert set(kinds.values()) == {PackedLinear} == {type(packed.model.get_output_embeddings())}
+    assert (packed.packed, expanded.packed) == (True, False)
     assert packed.weight_bytes < 0.55 * expanded.weight_bytes, "Q5_1 is not kept packed"
 
 
