@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GROUND_FLOOR = {"medusa", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tqdm"}
 GROUND_FLOOR |= {"jinja2"}  # transformers cannot render a chat template without it
 PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
-OPTIONAL = {"flash_attn", "peft", "triton"}
+OPTIONAL = {"flash_attn", "gguf", "peft", "triton"}
 
 
 def imported(source: Path):

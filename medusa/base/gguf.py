@@ -81,7 +81,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         What the weights are, in words.
 
     Raises:
-        ValueError: It is no GGUF file, or transformers cannot read its family.
+        ValueError: It is no GGUF file, transformers cannot read its family, or there is no package ``gguf``.
     """
     import torch
     from safetensors.torch import save_file
@@ -94,6 +94,8 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tensors, kinds = _pack(model, file)
+    except ImportError as error:
+        raise ValueError(f"GGUF file ({file}) cannot be read: {error}; pip install gguf") from error
     except Exception as error:  # readers of a damaged file fail in many ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"GGUF file ({file}) cannot be read: {reason}; give another file or base") from error

