@@ -17,7 +17,7 @@ from medusa.cpu.native import LinearKernel, LinearStruct
 
 PANEL, RUN = 16, 32
 """Outputs that stand together, and inputs that share a scale; as in kernels/weights.h."""
-FOUR_BITS, EIGHT_BITS = 1, 2
+FOUR_BITS, EIGHT_BITS, WIDE_FOUR_BITS, WIDE_EIGHT_BITS = 1, 2, 3, 4
 """``Packing`` of kernels/weights.h."""
 
 
@@ -48,7 +48,7 @@ class Packed:
             blocks: uint8 [O, bytes], rows as a GGUF file holds them.
             kind: The type's name there, one of ``KINDS``.
         """
-        arrange, size, packing = KINDS[kind]
+        arrange, _, size, packing = KINDS[kind]
         outputs = len(blocks)
         panels = pad(blocks, (0, 0, 0, -outputs % PANEL)).view(-1, PANEL, blocks.shape[1] // size, size)
         return cls(arrange(panels.transpose(1, 2)), packing, outputs)
@@ -56,19 +56,20 @@ class Packed:
     def expand(self, dtype: torch.dtype) -> Tensor:
         """[O, I] of that dtype, as a model whose weights are expanded when it is loaded has it."""
         panels, runs, _ = self.parts.shape
-        scales = self._halves(0)
-        if self.packing == FOUR_BITS:
-            nibbles = self.parts[..., 4 * PANEL :].unflatten(-1, (PANEL, 8, 2))
-            both = torch.stack([nibbles & 15, nibbles >> 4], -1)  # [P, K, 16, word, byte, nibble]
-            numbers = both.movedim(3, -1).flatten(3).float() * scales + self._halves(1)
+        wide = self.packing in (WIDE_FOUR_BITS, WIDE_EIGHT_BITS)
+        both = 2 if self.packing != EIGHT_BITS else 1  # scales and offsets, or the scales of two halves
+        size = both * PANEL * (4 if wide else 2)
+        found = self.parts[..., :size].contiguous().view(torch.float32 if wide else torch.float16).float()
+        first, last = found.unflatten(-1, (both, PANEL, 1)).movedim(2, 0)[[0, -1]]
+        if self.packing in (FOUR_BITS, WIDE_FOUR_BITS):
+            nibbles = self.parts[..., size:].unflatten(-1, (PANEL, 8, 2))
+            four = torch.stack([nibbles & 15, nibbles >> 4], -1)  # [P, K, 16, word, byte, nibble]
+            numbers = four.movedim(3, -1).flatten(3).float() * first + last
         else:
-            numbers = self.parts[..., 2 * PANEL :].view(torch.int8).unflatten(-1, (PANEL, RUN)).float() * scales
-        return numbers.to(dtype).transpose(1, 2).reshape(panels * PANEL, runs * RUN)[: self.outputs]
-
-    def _halves(self, place: int) -> Tensor:
-        """float32 [P, K, 16, 1] of the scales, or of the offsets behind them."""
-        own = self.parts[..., place * 2 * PANEL : (place + 1) * 2 * PANEL]
-        return own.contiguous().view(torch.float16).float()[..., None]
+            halves = self.parts[..., size:].view(torch.int8).unflatten(-1, (PANEL, 2, RUN // 2)).float()
+            numbers = (halves * torch.stack([first, last], 3)).flatten(3)
+        whole: Tensor = numbers.to(dtype).transpose(1, 2).reshape(panels * PANEL, runs * RUN)
+        return whole[: self.outputs]
 
 
 class PackedLinear(nn.Module):
@@ -103,29 +104,70 @@ class PackedLinear(nn.Module):
         return self.kernel(x)
 
 
-def _four_bits(scales: Tensor, offsets: Tensor, blocks: Tensor) -> Tensor:
-    """Of numbers i and i + 16 in a byte: words of numbers i, i + 8, i + 16 and i + 24."""
-    first, second = (blocks & 15).unflatten(-1, (2, 8)), (blocks >> 4).unflatten(-1, (2, 8))
-    words = torch.stack([numbers[..., 0, :] | numbers[..., 1, :] << 4 for numbers in (first, second)], -1)
-    return torch.cat([scales.flatten(2), offsets.flatten(2), words.flatten(2)], -1)
+def _bytes(*columns: Tensor) -> Tensor:
+    """[P, K, bytes] of what stands together, [P, K, ...] each."""
+    return torch.cat([column.contiguous().flatten(2).view(torch.uint8) for column in columns], -1)
+
+
+def _four_bits(scales: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
+    """Of numbers [P, K, 16, 32] up to 15."""
+    places = numbers.unflatten(-1, (2, 2, 8))
+    words = torch.stack([places[..., half, 0, :] | places[..., half, 1, :] << 4 for half in (0, 1)], -1)
+    return _bytes(scales, offsets, words)
+
+
+def _nibbles(blocks: Tensor) -> Tensor:
+    """Numbers [..., 32] of bytes that hold number i and i + 16."""
+    return torch.cat([blocks & 15, blocks >> 4], -1)
+
+
+def _half(blocks: Tensor, place: int) -> Tensor:
+    """float16 [...] at a place of blocks [..., bytes]."""
+    return blocks[..., place : place + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _runs(numbers: Tensor) -> Tensor:
+    """[P, 8 K, 16, ...] of superblocks [P, K, 16, 8, ...], which hold eight runs each."""
+    return numbers.movedim(3, 2).flatten(1, 2)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    scales = blocks[..., :2].contiguous().view(torch.float16)
-    return _four_bits(scales.view(torch.uint8), (scales * -8).view(torch.uint8), blocks[..., 2:])
+    scales = _half(blocks, 0)
+    return _four_bits(scales, scales * -8, _nibbles(blocks[..., 2:]))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _four_bits(blocks[..., :2], blocks[..., 2:4], blocks[..., 4:])
+    return _four_bits(_half(blocks, 0), _half(blocks, 2), _nibbles(blocks[..., 4:]))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return torch.cat([blocks[..., :2].flatten(2), blocks[..., 2:].flatten(2)], -1)
+    return _bytes(_half(blocks, 0), blocks[..., 2:])
 
 
-KINDS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
-    "Q4_0": (_q4_0, 18, FOUR_BITS),
-    "Q4_1": (_q4_1, 20, FOUR_BITS),
-    "Q8_0": (_q8_0, 34, EIGHT_BITS),
+def _q4_k(blocks: Tensor) -> Tensor:
+    packed = blocks[..., 4:16].unflatten(-1, (3, 4))  # 6 bits of eight scales and of eight minima
+    first, second, rest = packed.unbind(-2)
+    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], -1).float() * _half(blocks, 0).float()[..., None]
+    minima = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], -1).float() * _half(blocks, 2).float()[..., None]
+    pairs = blocks[..., 16:].unflatten(-1, (4, 32))  # of two runs in a row
+    numbers = torch.stack([pairs & 15, pairs >> 4], -2).flatten(-3, -2)
+    return _four_bits(_runs(scales), _runs(-minima), _runs(numbers))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low, high = blocks[..., :128].unflatten(-1, (2, 2, 32)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    lower = torch.stack([low & 15, low >> 4], -3).flatten(-3, -2)  # [..., half, run, 32]
+    upper = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
+    numbers = ((lower | upper << 4).to(torch.int8) - 32).flatten(-3, -2)
+    scales = blocks[..., 192:208].view(torch.int8).float() * _half(blocks, 208).float()[..., None]
+    return _bytes(_runs(scales.unflatten(-1, (8, 2))).transpose(2, 3), _runs(numbers))
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], int, int, int]] = {
+    "Q4_0": (_q4_0, RUN, 18, FOUR_BITS),
+    "Q4_1": (_q4_1, RUN, 20, FOUR_BITS),
+    "Q8_0": (_q8_0, RUN, 34, EIGHT_BITS),
+    "Q4_K": (_q4_k, 8 * RUN, 144, WIDE_FOUR_BITS),
+    "Q6_K": (_q6_k, 8 * RUN, 210, WIDE_EIGHT_BITS),
 }
-"""What arranges the blocks [P, K, 16, bytes] of a type, the bytes of one, and what becomes of them."""
+"""What arranges the blocks [P, K, 16, bytes] of a type, the numbers and the bytes of one, and what becomes of them."""

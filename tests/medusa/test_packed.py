@@ -19,21 +19,29 @@ from medusa.sampling import SamplingParams, Speculation
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
 
-TYPES = {"attn_q": "Q4_0", "attn_k": "Q4_1", "ffn_down": "Q8_0", "ffn_up": "Q5_1", "token_embd": "Q8_0"}
+TYPES = {"attn_q": "Q4_0", "attn_v": "Q4_K", "ffn_down": "Q6_K", "ffn_up": "Q5_1", "token_embd": "Q8_0"}
 """Others are of Q4_1."""
 
 
 def quantised(kind, outputs, inputs):
-    weight = np.random.default_rng(0).normal(size=(outputs, inputs)).astype(np.float32)
-    blocks = quantize(weight, GGMLQuantizationType[kind])
-    return torch.from_numpy(blocks).view(outputs, -1), torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
+    """Blocks of any bytes with small scales, and what they stand for."""
+    _, numbers, size, _ = KINDS[kind]
+    chance = np.random.default_rng(0)
+    blocks = chance.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
+    scales = (
+        (chance.normal(size=(*blocks.shape[:2], 2)) / (3000 if numbers > 32 else 50)).astype(np.float16).view(np.uint8)
+    )
+    places = {"Q6_K": [-2, -1], "Q4_1": [0, 1, 2, 3], "Q4_K": [0, 1, 2, 3]}.get(kind, [0, 1])
+    blocks[..., places] = scales[..., : len(places)]
+    blocks = blocks.reshape(outputs, -1)
+    return blocks, dequantize(blocks, GGMLQuantizationType[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(96, 576), (37, 64), (1, 32), (200, 1088)])
+@pytest.mark.parametrize("shape", [(96, 512), (37, 256), (1, 768), (200, 1024)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, dtype):
-    blocks, weight = quantised(kind, *shape)
+    blocks, weight = (torch.from_numpy(one) for one in quantised(kind, *shape))
     packed, bias = Packed.of(blocks, kind), torch.randn(shape[0]).to(dtype)
     assert torch.equal(packed.expand(dtype), weight.to(dtype))
     plain = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
@@ -50,15 +58,15 @@ def file(tmp_path_factory, tokenizer):
     """A small Llama as llama.cpp would write it."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer) + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.3,
+        vocab_size=len(tokenizer) + 1, hidden_size=256, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1,
     )  # fmt: skip
     model, path = LlamaForCausalLM(config), tmp_path_factory.mktemp("gguf") / "small.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(256)
-    writer.add_embedding_length(64)
+    writer.add_embedding_length(256)
     writer.add_block_count(2)
-    writer.add_feed_forward_length(96)
+    writer.add_feed_forward_length(256)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -70,10 +78,10 @@ def file(tmp_path_factory, tokenizer):
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
     names = {"self_attn": "attn", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "output"}
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight":
+    for key, weight in model.state_dict().items():
+        if key == "lm_head.weight":
             continue
-        own = name.removeprefix("model.").replace("layers.", "blk.").replace("self_attn.", "attn_")
+        own = key.removeprefix("model.").replace("layers.", "blk.").replace("self_attn.", "attn_")
         for ours, theirs in (*names.items(), ("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up")):
             own = own.replace(ours, theirs)
         own = own.replace("mlp.down_proj", "ffn_down").replace("input_layernorm", "attn_norm")
@@ -81,12 +89,14 @@ def file(tmp_path_factory, tokenizer):
         own = "output_norm.weight" if own == "norm.weight" else own
         for letter, heads in (("q", 4), ("k", 2)):
             if f"attn_{letter}." in own:
-                weight = weight.view(heads, 2, -1, 64).transpose(1, 2).reshape(weight.shape)
+                weight = weight.view(heads, 2, -1, 256).transpose(1, 2).reshape(weight.shape)
         if weight.dim() == 1:
             writer.add_tensor(own, weight.float().numpy())
             continue
-        kind = GGMLQuantizationType[next((kind for part, kind in TYPES.items() if part in own), "Q4_1")]
-        writer.add_tensor(own, quantize(weight.float().numpy(), kind), raw_dtype=kind)
+        name = next((kind for part, kind in TYPES.items() if part in own), "Q4_1")
+        kind, own_numbers = GGMLQuantizationType[name], weight.float().numpy()
+        blocks = quantised(name, *weight.shape)[0] if name.endswith("K") else quantize(own_numbers, kind)
+        writer.add_tensor(own, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -111,7 +121,7 @@ def bases(file):
 def pair(bases):
     assert all(base.fused and base.dtype == torch.bfloat16 for base in bases)
     torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(64, bases[0].vocab_size, 3, architecture="recurrent")).bfloat16()
+    heads = build_heads(HeadsConfig(256, bases[0].vocab_size, 3, architecture="recurrent")).bfloat16()
     heads.init_from_base(bases[0].lm_head_weight)
     return [MedusaModel(base, heads) for base in bases]
 
@@ -128,7 +138,7 @@ def test_matrices_stay_packed_and_other_types_are_expanded(bases):
 def test_a_file_is_a_base_by_its_path(file):
     base = BaseModel.load(file, device="cpu", pack=True)
     assert (type(base.model.get_output_embeddings()) is PackedLinear) == expands_quickly()
-    assert base.source == "weights of the GGUF file small.gguf (Q4_0, Q4_1, Q8_0 kept packed), as bfloat16"
+    assert base.source == "weights of the GGUF file small.gguf (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0 kept packed), as bfloat16"
     assert resolve_base(str(file)) == str(file)
 
 

@@ -10,7 +10,7 @@ constexpr int64_t RUN = 32;                     // numbers along `in` that share
 constexpr int64_t EXPANDED_BYTES = 64 << 10;   // of expanded weights at a time, about
 constexpr int64_t PACKED_AHEAD = 2048;          // bytes that are on their way
 
-enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS };
+enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS, WIDE_FOUR_BITS, WIDE_EIGHT_BITS };
 
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
@@ -20,14 +20,25 @@ struct Linear {
 };
 
 // Number i of output r is scale[r] * q + offset[r]: q is 4 bits of word i % 8, from bit i / 8 * 4 on.
-struct FourBits {
-    f16 scale[PANEL], offset[PANEL];
+template <class S> struct FourBits {
+    S scale[PANEL], offset[PANEL];
     uint16_t words[PANEL][8];
 };
-struct EightBits {  // scale[r] * numbers[r][i]
-    f16 scale[PANEL];
+// scale[i / (RUN / SCALES)][r] * numbers[r][i].
+template <class S, int SCALES> struct EightBits {
+    S scale[SCALES][PANEL];
     int8_t numbers[PANEL][RUN];
 };
+template <class P> constexpr bool IS_FOUR_BITS = false;
+template <class S> constexpr bool IS_FOUR_BITS<FourBits<S>> = true;
+
+// Calls use(what a packed weight is made of).
+template <class Use> static inline void with_parts(int64_t packing, Use use) {
+    if (packing == FOUR_BITS) use(FourBits<f16>());
+    else if (packing == EIGHT_BITS) use(EightBits<f16, 1>());
+    else if (packing == WIDE_FOUR_BITS) use(FourBits<float>());
+    else use(EightBits<float, 2>());
+}
 
 // The 16 numbers that a scale and an offset make of 4 bits.
 template <class T> static inline void levels(float scale, float offset, T* to) {
@@ -42,7 +53,7 @@ template <class T> static inline void expand(const uint16_t* words, float scale,
     levels(scale, offset, level);
     for (int i = 0; i < RUN; i++) to[i] = level[words[i % 8] >> i / 8 * 4 & 15];
 }
-template <class T> static inline void expand(const int8_t* numbers, float scale, T* to) {
+template <class T> static inline void expand(const int8_t* numbers, float first, float second, T* to) {
     for (int i = 0; i < RUN; i += LANES) {
 #if defined(__AVX512F__)
         const vf whole = vf(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + i)))));
@@ -52,7 +63,7 @@ template <class T> static inline void expand(const int8_t* numbers, float scale,
         typedef int8_t bytes __attribute__((vector_size(LANES)));
         const vf whole = __builtin_convertvector(load<bytes>(numbers + i), vf);
 #endif
-        put(rounded(splat(scale) * whole, T()), to + i);
+        put(rounded(splat(i < RUN / 2 ? first : second) * whole, T()), to + i);
     }
 }
 #if defined(__AVX512BW__)
@@ -87,43 +98,39 @@ static inline void expand(const uint16_t* words, float scale, float offset, bf16
 }
 #endif
 #if defined(__AVX512BF16__)
-static inline void expand(const int8_t* numbers, float scale, bf16* to) {
+static inline void expand(const int8_t* numbers, float first, float second, bf16* to) {
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)numbers)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + 16))));
-    const __m512 by = _mm512_set1_ps(scale);
-    _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, by), _mm512_mul_ps(low, by))));
+    const __m512 front = _mm512_mul_ps(low, _mm512_set1_ps(first)), back = _mm512_mul_ps(high, _mm512_set1_ps(second));
+    _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(back, front)));
 }
 #endif
 
 // Numbers k .. k + RUN of outputs first .. first + count: to[output - first], `stride` numbers apart. They are of one panel.
 template <class T> static inline void expand(const Linear& at, int64_t first, int64_t count, int64_t k, T* to, int64_t stride) {
-    alignas(64) float scale[PANEL], offset[PANEL];
-    const float *scales = scale, *offsets = offset;
+    alignas(64) float spread[2][PANEL];
+    const float *front = spread[0], *back = spread[1];
     const int64_t place = first / PANEL * (at.in / RUN) + k / RUN, row = first % PANEL;
-    const auto widened = [](const f16* from, float* to) {
-        for (int i = 0; i < PANEL; i += LANES) store(to + i, wide(from + i));
+    const auto widened = [&](int which, const auto* from) {
+        for (int i = 0; i < PANEL; i += LANES) store(spread[which] + i, wide(from + i));
     };
     const auto rows = [count](auto one) {
         if (count < PANEL) for (int64_t r = 0; r < count; r++) one(r);
         else UNROLLED for (int64_t r = 0; r < PANEL; r++) one(r);
     };
-    const auto ahead = [](const void* part, size_t bytes) {
-        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)part + PACKED_AHEAD + i, 0, 3);
-    };
-    if (at.packing == FOUR_BITS) {
-        const FourBits& part = ((const FourBits*)at.weight)[place];
-        ahead(&part, sizeof part);
-        widened(part.scale, scale), widened(part.offset, offset);
-        FORGET(scales);
-        FORGET(offsets);  // spread from memory, where that is done without the units that shuffle
-        rows([&](int64_t r) { expand(part.words[row + r], scales[row + r], offsets[row + r], to + r * stride); });
-    } else {
-        const EightBits& part = ((const EightBits*)at.weight)[place];
-        ahead(&part, sizeof part);
-        widened(part.scale, scale);
-        FORGET(scales);
-        rows([&](int64_t r) { expand(part.numbers[row + r], scales[row + r], to + r * stride); });
-    }
+    with_parts(at.packing, [&](const auto& kind) {
+        using Part = std::decay_t<decltype(kind)>;
+        const Part& part = ((const Part*)at.weight)[place];
+        for (size_t i = 0; i < sizeof part; i += 64) __builtin_prefetch((const char*)&part + PACKED_AHEAD + i, 0, 3);
+        if constexpr (IS_FOUR_BITS<Part>) widened(0, part.scale), widened(1, part.offset);
+        else widened(0, part.scale[0]), widened(1, part.scale[sizeof part.scale / sizeof part.scale[0] - 1]);
+        FORGET(front);  // read from memory, which spreads a number without the units that shuffle
+        FORGET(back);
+        rows([&](int64_t r) {
+            if constexpr (IS_FOUR_BITS<Part>) expand(part.words[row + r], front[row + r], back[row + r], to + r * stride);
+            else expand(part.numbers[row + r], front[row + r], back[row + r], to + r * stride);
+        });
+    });
 }
 
 // All numbers of outputs first .. last: to[output - first][in].

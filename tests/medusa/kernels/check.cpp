@@ -50,28 +50,28 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
 }
 
 // Packed weights: each number against its formula, and sums against those of the same numbers.
-template <class T, class P> static void check_packed(int64_t outputs, int64_t in) {
+template <class T, class P> static void check_packed(Packing packing, int64_t outputs, int64_t in) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL, runs = in / RUN;
     std::vector<P> parts(panels * runs);
+    const auto fill = [](auto& numbers) {  // a number of 16 bits, or its product with one of 6, as in a file
+        for (auto& x : numbers) narrow(rounded<f16>(noise()) * (sizeof x == 4 ? 1 + generator() % 63 : 1), &x);
+    };
     for (P& part : parts) {
-        uint8_t* bytes = (uint8_t*)&part;
-        for (size_t i = 0; i < sizeof part; i++) bytes[i] = uint8_t(generator());
-        for (f16& x : part.scale) narrow(noise(), &x);
-        if constexpr (std::is_same_v<P, FourBits>)
-            for (f16& x : part.offset) narrow(noise(), &x);
+        for (size_t i = 0; i < sizeof part; i++) ((uint8_t*)&part)[i] = uint8_t(generator());
+        if constexpr (IS_FOUR_BITS<P>) fill(part.scale), fill(part.offset);
+        else for (auto& scales : part.scale) fill(scales);
     }
     std::vector<T> weight(outputs * in);
     for (int64_t n = 0; n < outputs; n++)
         for (int64_t k = 0; k < in; k++) {
             const P& part = parts[n / PANEL * runs + k / RUN];
             const int64_t r = n % PANEL, i = k % RUN;
-            if constexpr (std::is_same_v<P, FourBits>)
-                narrow(float(part.words[r][i % 8] >> i / 8 * 4 & 15) * widen(part.scale[r]) + widen(part.offset[r]), &weight[n * in + k]);
-            else narrow(widen(part.scale[r]) * part.numbers[r][i], &weight[n * in + k]);
+            if constexpr (IS_FOUR_BITS<P>)
+                narrow(std::fma(float(part.words[r][i % 8] >> i / 8 * 4 & 15), widen(part.scale[r]), widen(part.offset[r])), &weight[n * in + k]);
+            else narrow(widen(part.scale[sizeof part.scale > 4 * PANEL && i >= 16][r]) * part.numbers[r][i], &weight[n * in + k]);
         }
     const auto bias = numbers<T>(outputs), x = numbers<T>(40 * in);
-    const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, std::is_same_v<P, FourBits> ? FOUR_BITS : EIGHT_BITS};
-    const Linear plain{weight.data(), bias.data(), outputs, in};
+    const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, packing}, plain{weight.data(), bias.data(), outputs, in};
     for (int64_t rows : {1, 3, 16, 40})
         for (int threads : {1, 3}) {
             std::vector<T> ours(rows * outputs), theirs(rows * outputs);
@@ -79,6 +79,10 @@ template <class T, class P> static void check_packed(int64_t outputs, int64_t in
             REQUIRE(medusa_linear(TYPE<T>, threads, &plain, rows, x.data(), theirs.data()) == DONE);
             REQUIRE(!std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(T)));
         }
+}
+template <class T> static void check_packed(int64_t outputs, int64_t in) {
+    check_packed<T, FourBits<f16>>(FOUR_BITS, outputs, in), check_packed<T, FourBits<float>>(WIDE_FOUR_BITS, outputs, in);
+    check_packed<T, EightBits<f16, 1>>(EIGHT_BITS, outputs, in), check_packed<T, EightBits<float, 2>>(WIDE_EIGHT_BITS, outputs, in);
 }
 
 // A tree's rows, and each node once more as the end of a chain of its ancestors.
@@ -152,10 +156,8 @@ int main() {
     check_functions(), check_float16();
     for (auto [outputs, in] : {std::pair{37, 100}, {96, 576}, {5, 33}, {1, 7}, {50, 1100}})
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
-    for (auto [outputs, in] : {std::pair{1, 32}, {37, 96}, {200, 576}}) {
-        check_packed<float, FourBits>(outputs, in), check_packed<bf16, FourBits>(outputs, in), check_packed<f16, FourBits>(outputs, in);
-        check_packed<float, EightBits>(outputs, in), check_packed<bf16, EightBits>(outputs, in), check_packed<f16, EightBits>(outputs, in);
-    }
+    for (auto [outputs, in] : {std::pair{1, 32}, {37, 96}, {200, 576}})
+        check_packed<float>(outputs, in), check_packed<bf16>(outputs, in), check_packed<f16>(outputs, in);
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
             for (int64_t length : {0, 5, 28, 127, 300})
