@@ -63,7 +63,7 @@ def locate(name: str) -> str:
 def locked(directory: Path) -> Iterator[None]:
     """One process at a time makes the directory; the others wait."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".lock").open("w") as lock:
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sweep(directory.parent, f"{directory.name}-*", age=0)  # of a run that was killed: the lock is ours
         yield

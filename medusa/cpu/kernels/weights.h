@@ -5,10 +5,10 @@
 #pragma once
 #include "vectors.h"
 
-constexpr int64_t PANEL = 16;                   // outputs whose packed weights stand together
-constexpr int64_t RUN = 32;                     // numbers along `in` that share a scale
+constexpr int64_t PANEL = 16;                  // outputs whose packed weights stand together
+constexpr int64_t RUN = 32;                    // numbers along `in` that share a scale, or two
 constexpr int64_t EXPANDED_BYTES = 64 << 10;   // of expanded weights at a time, about
-constexpr int64_t PACKED_AHEAD = 2048;          // bytes that are on their way
+constexpr int64_t PACKED_AHEAD = 2048;         // bytes that are on their way
 
 enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS, WIDE_FOUR_BITS, WIDE_EIGHT_BITS };
 
