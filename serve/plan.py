@@ -100,6 +100,7 @@ def _head_weights(directory: str | None) -> int:
 
 def _config(base: str | None) -> Any:
     """The config of a base by its name, or of a config.json."""
+    import torch
     from transformers import AutoConfig
 
     from medusa.base import gguf, smollm2
@@ -111,7 +112,9 @@ def _config(base: str | None) -> Any:
         return AutoConfig.for_model(**SMOLLM2)
     try:
         if name.endswith(gguf.SUFFIX):
-            return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
+            config = AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
+            config.dtype = config.dtype or getattr(torch, gguf.DTYPE)
+            return config
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())

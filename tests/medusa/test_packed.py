@@ -16,6 +16,7 @@ from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kern
 from medusa.cpu.packed import KINDS, Packed, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
+from serve.server import main
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
 
@@ -168,6 +169,11 @@ def test_training_reads_the_same_numbers(file, pair):
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
     assert plain.model.state_dict().keys() == expanded.keys()
     assert all(torch.equal(weight, expanded[name]) for name, weight in plain.model.state_dict().items())
+
+
+def test_a_dry_run_plans_for_it(file, capsys):
+    assert main(["--dry-run", "--base", str(file)]) == 0
+    assert "16 bits a weight" in capsys.readouterr().out
 
 
 def test_a_file_is_read_once_and_again_when_it_has_changed(file, tmp_path, caplog):
