@@ -63,9 +63,10 @@ def read_checkpoint(
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-            if (Path(path) / gguf.WEIGHTS).is_file() and not options:
-                packed = pack and device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and expands_quickly()
-                model = gguf.load(path, dtype, expand=not packed or int8 or bool(adapter))
+            readable = device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and expands_quickly()
+            packed = pack and readable and not int8 and not adapter
+            if not options and gguf.holds(path, packed):
+                model = gguf.load(path, dtype, expand=not packed)
             else:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
             if not quantised and not spread:

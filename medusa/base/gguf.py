@@ -6,11 +6,11 @@ are kept expanded.
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -46,27 +46,36 @@ def locate(name: str) -> str:
     stat = file.stat()
     same = hashlib.sha256(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
     directory = cache_directory() / "bases" / f"{file.stem}-{same}"
-    if directory.exists():
-        return str(directory)
-    with locked(directory):
-        if not directory.exists():
-            logger.info("base %s: reading the GGUF file and keeping it in %s, once", file.name, directory)
-            with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as beside:
-                model = Path(beside) / "model"
-                source = convert(file, model)
-                write_json(model / SOURCE, {"name": str(file), "source": source})
-                model.replace(directory)
+
+    def make(model: Path) -> None:
+        logger.info("base %s: reading the GGUF file and keeping it in %s, once", file.name, directory)
+        source = convert(file, model)
+        write_json(model / SOURCE, {"name": str(file), "source": source})
+
+    keep(directory, make)
     return str(directory)
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """One process at a time makes the directory; the others wait."""
+def keep(directory: Path, make: Callable[[Path], None]) -> None:
+    """Have a directory: where it is not there, one process makes it, whole or not at all, and the others wait.
+
+    Args:
+        directory: In the cache.
+        make: Makes it under another name, in a directory of its own that goes at the end.
+    """
+    if directory.exists():
+        return
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        sweep(directory.parent, f"{directory.name}-*", age=0)  # of a run that was killed: the lock is ours
-        yield
+        if directory.exists():
+            return
+        # Of a run that was killed: the lock is ours.
+        sweep(directory.parent, f"{glob.escape(directory.name)}-*", age=0)
+        with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as beside:
+            model = Path(beside) / "model"
+            make(model)
+            model.replace(directory)
 
 
 def convert(file: Path, directory: Path, expanded: bool = False) -> str:
@@ -152,6 +161,12 @@ def _orders(outputs: int, config: Any) -> "Iterator[Tensor]":
     for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
         if outputs % (2 * heads) == 0:
             yield in_order.view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def holds(directory: str | Path, packed: bool) -> bool:
+    """Whether ``load`` reads a directory: it holds packed weights, and these are wanted or it has no others."""
+    directory = Path(directory)
+    return (directory / WEIGHTS).is_file() and (packed or not (directory / "model.safetensors").is_file())
 
 
 def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrainedModel":

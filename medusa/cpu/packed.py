@@ -87,17 +87,13 @@ class PackedLinear(nn.Module):
         self.packed, self.dtype = packed, dtype
         self.in_features, self.out_features = packed.inputs, packed.outputs
         self.bias, self._weight = bias, weight
-        self.kernel = LinearKernel(self.struct(), dtype, [packed.parts, bias])
+        layer = LinearStruct.of(packed.parts, bias, None, packed.inputs, packed.outputs, packed.packing)
+        self.kernel = LinearKernel(layer, dtype, [packed.parts, bias])
 
     @property
     def weight(self) -> Tensor:
         """[O, I] expanded; where no tensor holds it already, that takes its time and memory."""
         return self.packed.expand(self.dtype) if self._weight is None else self._weight
-
-    def struct(self) -> LinearStruct:
-        """What kernels know of it."""
-        packed = self.packed
-        return LinearStruct.of(packed.parts, self.bias, None, packed.inputs, packed.outputs, packed.packing)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for x [..., I] of the layer's dtype; no gradient passes through."""
