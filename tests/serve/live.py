@@ -39,7 +39,8 @@ def serving(
     """Serve a model under the name "small" until the end."""
     model.generate([1], max_new_tokens=2)  # builds the kernels, which takes longer than clients wait
     # Not the share of the memory that a real server takes: servers of many tests lie about for a while.
-    settings = replace(engine or EngineSettings(), cache_tokens=16_384)
+    settings = engine or EngineSettings()
+    settings = replace(settings, cache_tokens=settings.cache_tokens or 16_384)
     running = Engine(model, settings, Metrics("small"))
     app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api or ApiSettings()), drain)
     with socket.socket() as free:

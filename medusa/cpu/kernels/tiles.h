@@ -284,7 +284,7 @@ struct Tiles {
         const int64_t wide_to = room(gate.outputs);
         const auto from = [&](int64_t n) {
             const int count = int(std::min<int64_t>(SIDE, last - n));
-return Outputs{{&gate, &up}, {n, n}, {count, count}};
+            return Outputs{{&gate, &up}, {n, n}, {count, count}};
         };
         each(first, last, SIDE, x, rows, from, [&](int64_t n, int64_t row, const Sums* sums) {
             bf16* pairs = to + row * wide_to + n * SIDE;
