@@ -26,7 +26,7 @@ from medusa.cache import BlockPool, CachedSequence, commit, plan_pass
 from medusa.cpu import native
 from medusa.cpu.fused import FusedPass, UnusualBlockError
 from medusa.cpu.int8 import Int8Linear
-from medusa.cpu.packed import PackedLinear
+from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 from medusa.tree import Draft
 
 
@@ -382,8 +382,6 @@ class BaseModel:
         int8 = [one for module in modules if isinstance(module, Int8Linear) for one in (module.rounded, module.scales)]
         packed = [module.packed.parts for module in modules if isinstance(module, PackedLinear)]
         read = [*self.model.parameters(), *self.model.buffers(), *int8, *packed]
-        if isinstance(self.model.get_output_embeddings(), PackedLinear):  # a row of the embeddings is read, not all
-            read = [weight for weight in read if weight is not self._embeddings.weight]
         return sum(weight.nbytes for weight in read)
 
     @property
@@ -392,13 +390,15 @@ class BaseModel:
         return self._output.linear
 
     @property
-    def matrices(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def matrices(self) -> tuple[Tensor | Packed, Tensor, Tensor | None] | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
         embeddings, output = self._embeddings, self._output.matrices
-        plain = type(embeddings) is nn.Embedding and type(embeddings.weight) is nn.Parameter
-        if output is None or not plain:
+        if output is None:
             return None
-        return embeddings.weight, *output
+        if isinstance(embeddings, PackedEmbedding) and embeddings.scale is None:
+            return embeddings.packed, *output
+        plain = type(embeddings) is nn.Embedding and type(embeddings.weight) is nn.Parameter
+        return (embeddings.weight, *output) if plain else None
 
     def check_tokens(self, where: str, tokens: Iterable[object]) -> None:
         """Refuse what is no token id of this base.

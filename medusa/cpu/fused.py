@@ -17,7 +17,7 @@ from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
-from medusa.cpu.packed import PackedLinear
+from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear
 
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
@@ -32,21 +32,32 @@ _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class _Weights(NamedTuple):
-    """A linear layer, or rows of one."""
+    """A linear layer, or outputs of one."""
 
-    weight: Tensor
+    weight: Tensor | Packed
     bias: Tensor | None
     scales: Tensor | None
     inputs: int
     outputs: int
-    packing: int = 0
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """What must not move."""
+        return [self.weight.parts if isinstance(self.weight, Packed) else self.weight, self.bias, self.scales]
+
+    @property
+    def struct(self) -> LinearStruct:
+        """For the kernels."""
+        if isinstance(self.weight, Packed):
+            return self.weight.struct(self.bias)
+        return LinearStruct.of(self.weight, self.bias, self.scales, self.inputs, self.outputs)
 
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
-        """Its rows as layers of their own."""
-        if self.packing:
-            raise UnusualBlockError("several layers are packed as one")
+        """Its outputs as layers of their own."""
+        if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
+            raise UnusualBlockError("of several layers that are packed as one, one ends within a panel")
         weights, biases, scales = (
-            [None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in self[:3]
+            [None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:3]
         )
         triples = zip(weights, biases, scales, strict=True)
         return [_Weights(*part, self.inputs, size) for part, size in zip(triples, sizes, strict=True)]
@@ -66,7 +77,7 @@ class _Pass(ctypes.Structure):
             (name, _INT)
             for name in (
                 "number_type", "int8", "threads", "batch", "hidden", "inner", "heads", "kv_heads", "dim", "rotated",
-                "layers", "width", "vocabulary", "context",
+                "layers", "width", "context",
             )
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
@@ -74,8 +85,9 @@ class _Pass(ctypes.Structure):
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[
             (name, _POINTER)
-            for name in ("cosines", "sines", "norm", "embeddings", "out", "blocks", "keys", "values")
+            for name in ("cosines", "sines", "norm")
         ],
+        ("embeddings", LinearStruct), ("out", _POINTER), ("blocks", _POINTER), ("keys", _POINTER), ("values", _POINTER),
     ]  # fmt: skip
 
 
@@ -117,12 +129,12 @@ class FusedPass:
             window, chunk = spans.get(index, Span())
             block.window, block.chunk = window or 0, chunk or 0
         embeddings = self._embeddings()
-        self._alive += [embeddings, decoder.norm.weight.detach()]
+        self._alive += [*embeddings.tensors[:1], decoder.norm.weight.detach()]
         self._fixed = _Pass(
             number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
-            vocabulary=len(embeddings), context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
+            context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
             multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)), norm=decoder.norm.weight.data_ptr(),
-            embeddings=embeddings.data_ptr(), blocks=ctypes.addressof(self._blocks), **self._shape,
+            embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
         self._angles: tuple[Tensor, Tensor] | None = None
         self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the pool of the last pass
@@ -164,13 +176,15 @@ class FusedPass:
         self._found = weakref.ref(keys[0]), pair
         return pair
 
-    def _embeddings(self) -> Tensor:
+    def _embeddings(self) -> _Weights:
         layer = self._decoder.embed_tokens
+        if isinstance(layer, PackedEmbedding) and layer.scale is None and self._dtype == DTYPE:
+            return _Weights(layer.packed, None, None, layer.packed.inputs, layer.packed.outputs)
         if type(layer) is not nn.Embedding or type(layer.weight) is not nn.Parameter or layer.max_norm is not None:
             raise UnusualBlockError(f"its embeddings are {type(layer).__name__}")
         if layer.weight.dtype != self._dtype or not layer.weight.is_contiguous():
             raise UnusualBlockError(f"its embeddings are of {layer.weight.dtype}")
-        return layer.weight.detach()
+        return _Weights(layer.weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings)
 
     def _read(self, layer: Any) -> _Block:
         """The pointers of a layer's weights."""
@@ -204,18 +218,19 @@ class FusedPass:
         for head, size in zip(heads, (queries, keys, keys), strict=True):
             if (head.outputs, head.inputs) != (size, shape["hidden"]):
                 raise UnusualBlockError("its heads are not those of the other layers")
-        own = [one.weight for one in linears if not self._int8 and not one.packing]
+        own = [one.weight for one in linears if not self._int8]
         plain = [*own, *(one.bias for one in linears), *norms]
-        if any(tensor is not None and tensor.dtype != self._dtype for tensor in plain):
+        dtypes = {DTYPE if isinstance(one, Packed) else one.dtype for one in plain if one is not None}
+        if dtypes != {self._dtype}:
             raise UnusualBlockError("its weights are of several dtypes")
         if any((one.scales is not None) != self._int8 for one in linears):
             raise UnusualBlockError("some of its weights are rounded to 8 bits and others are not")
         if any(norm is not None and norm.numel() != shape["dim"] for norm in norms[2:]):
             raise UnusualBlockError("it norms queries and keys over all heads")
-        tensors = [*(tensor for one in linears for tensor in one[:3]), *norms]
+        tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
         self._alive += [tensor.detach() for tensor in tensors if tensor is not None]  # where a module moves, it stays
         return _Block(
-            *(LinearStruct.of(*one) for one in linears),
+            *(one.struct for one in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms),
         )
 
@@ -275,8 +290,7 @@ def _whole(linear: Any) -> _Weights:
     if isinstance(linear, Int8Linear):
         return _Weights(linear.rounded, linear.bias, linear.scales, linear.in_features, linear.out_features)
     if isinstance(linear, PackedLinear):
-        parts, packing = linear.packed.parts, linear.packed.packing
-        return _Weights(parts, linear.bias, None, linear.in_features, linear.out_features, packing)
+        return _Weights(linear.packed, linear.bias, None, linear.in_features, linear.out_features)
     if not native.is_plain(linear) or not linear.weight.is_contiguous():
         raise UnusualBlockError(f"a linear layer is {type(linear).__name__}")
     return _Weights(linear.weight, linear.bias, None, linear.in_features, linear.out_features)

@@ -30,7 +30,7 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
-        ("scales", ctypes.c_void_p), ("packing", ctypes.c_int64),
+        ("scales", ctypes.c_void_p), ("packing", ctypes.c_int64), ("runs", ctypes.c_int64),
     ]  # fmt: skip
 
     @classmethod
@@ -42,6 +42,7 @@ class LinearStruct(ctypes.Structure):
         inputs: int | None = None,
         outputs: int | None = None,
         packing: int = 0,
+        runs: int = 0,
     ) -> "LinearStruct":
         """The layer of these tensors, which must outlive it.
 
@@ -52,11 +53,12 @@ class LinearStruct(ctypes.Structure):
             inputs: None = columns of the weight.
             outputs: None = rows of the weight.
             packing: How the weight is packed (``medusa.cpu.packed``).
+            runs: Of its blocks.
         """
         assert weight.is_contiguous(), "rows of a weight follow each other"
         bias_at, scales_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, scales))
         sizes = outputs or len(weight), inputs or weight.shape[1]
-        return cls(weight.data_ptr(), bias_at, *sizes, scales_at, packing)
+        return cls(weight.data_ptr(), bias_at, *sizes, scales_at, packing, runs)
 
 
 @cache

@@ -1,13 +1,14 @@
-"""Linear layers whose weights stay packed as GGUF files hold them: a third of the bytes of bfloat16 to read.
+"""Linear layers whose weights stay packed as files hold them: a quarter or half of the bytes of bfloat16 to read.
 
-Nothing is lost by it: a block of weights is expanded to the numbers that an expanded model has while it is in a core's
-cache, and sums are the same bit by bit (kernels/weights.h).
+Nothing is lost by it: where a weight is met it becomes the number of bfloat16 that an expanded model has, and sums are
+the same bit by bit (kernels/weights.h).
 
-Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs.
+Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs, B blocks of runs, F factors, C codes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,49 @@ from medusa.cpu.native import LinearKernel, LinearStruct
 
 PANEL, RUN = 16, 32
 """Outputs that stand together, and inputs that share a scale; as in kernels/weights.h."""
-FOUR_BITS, EIGHT_BITS, WIDE_FOUR_BITS, WIDE_EIGHT_BITS = 1, 2, 3, 4
-"""``Packing`` of kernels/weights.h."""
+DTYPE = torch.bfloat16
+"""Of the numbers that packed weights stand for."""
+SLICE = 1 << 24
+"""Numbers that are expanded at a time, about."""
+
+
+class Form(NamedTuple):
+    """What stands in a panel, as ``Form`` of kernels/weights.h."""
+
+    factor: torch.dtype
+    factors: int
+    code: torch.dtype
+    codes: int
+    bits: int
+
+
+FORMS = {
+    1: Form(torch.float16, 2, torch.uint8, 0, 4),
+    2: Form(torch.float16, 2, torch.uint8, 0, 5),
+    3: Form(torch.float16, 1, torch.int8, 0, 8),
+    4: Form(torch.float16, 2, torch.uint8, 2, 4),
+    5: Form(torch.float16, 2, torch.uint8, 2, 5),
+    6: Form(torch.float16, 1, torch.int8, 2, 8),
+    7: Form(torch.float32, 1, torch.uint8, 1, 4),
+    8: Form(torch.float32, 1, torch.int8, 0, 8),
+}
+"""By ``Packing`` of kernels/weights.h."""
+
+
+class Parts(NamedTuple):
+    """What a weight is made of.
+
+    Attributes:
+        packing: A key of ``FORMS``.
+        factors: [P, 16, B, F].
+        numbers: uint8 [P, 16, K, 32], or int8 where they have 8 bits.
+        codes: [P, 16, K, C].
+    """
+
+    packing: int
+    factors: Tensor
+    numbers: Tensor
+    codes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -26,50 +68,126 @@ class Packed:
     """A packed weight [O, I].
 
     Attributes:
-        parts: uint8 [P, K, bytes], ``FourBits`` or ``EightBits`` of kernels/weights.h.
-        packing: Which of them.
+        parts: uint8 [P, bytes], as kernels/weights.h reads them.
+        packing: What they are: a key of ``FORMS``.
         outputs: O; what is behind it in the last panel is 0.
+        inputs: I.
+        runs: Of a block, which shares its factors.
     """
 
     parts: Tensor
     packing: int
     outputs: int
-
-    @property
-    def inputs(self) -> int:
-        """I."""
-        return self.parts.shape[1] * RUN
+    inputs: int
+    runs: int
 
     @classmethod
     def of(cls, blocks: Tensor, kind: str) -> "Packed":
-        """Arranged for the kernels.
+        """A weight of a GGUF file.
 
         Args:
-            blocks: uint8 [O, bytes], rows as a GGUF file holds them.
+            blocks: uint8 [O, bytes], rows as the file holds them.
             kind: The type's name there, one of ``KINDS``.
         """
-        arrange, _, size, packing = KINDS[kind]
-        outputs = len(blocks)
-        panels = pad(blocks, (0, 0, 0, -outputs % PANEL)).view(-1, PANEL, blocks.shape[1] // size, size)
-        return cls(arrange(panels.transpose(1, 2)), packing, outputs)
+        read, numbers, size = KINDS[kind]
+        blocks = blocks.view(len(blocks), -1, size)
+        return cls._of(read(_panels(blocks)), len(blocks), blocks.shape[1] * numbers)
 
-    def expand(self, dtype: torch.dtype) -> Tensor:
-        """[O, I] of that dtype, as a model whose weights are expanded when it is loaded has it."""
-        panels, runs, _ = self.parts.shape
-        wide = self.packing in (WIDE_FOUR_BITS, WIDE_EIGHT_BITS)
-        both = 2 if self.packing != EIGHT_BITS else 1  # scales and offsets, or the scales of two halves
-        size = both * PANEL * (4 if wide else 2)
-        found = self.parts[..., :size].contiguous().view(torch.float32 if wide else torch.float16).float()
-        first, last = found.unflatten(-1, (both, PANEL, 1)).movedim(2, 0)[[0, -1]]
-        if self.packing in (FOUR_BITS, WIDE_FOUR_BITS):
-            nibbles = self.parts[..., size:].unflatten(-1, (PANEL, 8, 2))
-            four = torch.stack([nibbles & 15, nibbles >> 4], -1)  # [P, K, 16, word, byte, nibble]
-            numbers = four.movedim(3, -1).flatten(3).float() * first + last
+    @classmethod
+    def of_groups(cls, numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> "Packed | None":
+        """The weight (numbers - zeros) * scales; None where no packing holds exactly that.
+
+        Args:
+            numbers: uint8 [O, I].
+            scales: [O, G], of groups of inputs that are of one size and in order.
+            zeros: uint8 [O, G].
+            bits: Of a number, 4 or 8.
+        """
+        (outputs, inputs), groups, scales = numbers.shape, scales.shape[1], scales.float()
+        if inputs % (RUN * groups):
+            return None
+        factors = _panels(scales[..., None])
+        if bits == 4:
+            # Products of 16 bits and 4 are exact in float32, and so is a sum of two that is one.
+            if not any(torch.equal(scales.to(dtype).float(), scales) for dtype in (torch.float16, torch.bfloat16)):
+                return None
+            codes = _panels(zeros.repeat_interleave(inputs // RUN // groups, 1)[..., None])
+            return cls._of(Parts(7, factors, _panels(numbers.unflatten(1, (-1, RUN))), codes), outputs, inputs)
+        signed = numbers.view(outputs, groups, -1).short() - zeros[..., None].short()
+        if signed.amin() < -128 or signed.amax() > 127:
+            return None
+        return cls._of(Parts(8, factors, _panels(signed.to(torch.int8).view(outputs, -1, RUN))), outputs, inputs)
+
+    @classmethod
+    def _of(cls, parts: Parts, outputs: int, inputs: int) -> "Packed":
+        form, numbers = FORMS[parts.packing], parts.numbers
+        columns = [parts.factors.to(form.factor).permute(0, 2, 3, 1)]
+        if parts.codes is not None:
+            columns.append(parts.codes.to(form.code).permute(0, 2, 3, 1))
+        if form.bits == 8:
+            together = numbers
         else:
-            halves = self.parts[..., size:].view(torch.int8).unflatten(-1, (PANEL, 2, RUN // 2)).float()
-            numbers = (halves * torch.stack([first, last], 3)).flatten(3)
-        whole: Tensor = numbers.to(dtype).transpose(1, 2).reshape(panels * PANEL, runs * RUN)
+            together = (numbers[..., ::2] & 15) | numbers[..., 1::2] << 4
+        runs = [together.transpose(1, 2).flatten(2).contiguous().view(torch.uint8)]
+        if form.bits == 5:
+            fifth = (numbers.long() >> 4 << torch.arange(RUN)).sum(-1).to(torch.uint32)
+            runs.append(fifth.transpose(1, 2).contiguous().view(torch.uint8))
+        columns.append(torch.cat(runs, -1))
+        whole = torch.cat([column.contiguous().flatten(1).view(torch.uint8) for column in columns], -1)
+        return cls(whole, parts.packing, outputs, inputs, inputs // RUN // parts.factors.shape[2])
+
+    def expand(self) -> Tensor:
+        """bfloat16 [O, I], as a model whose weights are expanded when it is loaded has it."""
+        whole = torch.empty(len(self.parts) * PANEL, self.inputs, dtype=DTYPE)
+        some = max(1, SLICE // (PANEL * self.inputs))
+        for part, to in zip(self.parts.split(some), whole.split(some * PANEL), strict=True):
+            to.copy_(self._expand(part))
         return whole[: self.outputs]
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """bfloat16 [..., I] of outputs int64 [...]."""
+        panels, within = indices.flatten() // PANEL, indices.flatten() % PANEL
+        some = zip(panels.split(SLICE // (PANEL * self.inputs) + 1), within.split(SLICE // (PANEL * self.inputs) + 1), strict=True)
+        found = [self._expand(self.parts[p]).unflatten(0, (-1, PANEL))[torch.arange(len(p)), w] for p, w in some]
+        return torch.cat(found).view(*indices.shape, self.inputs)
+
+    def split(self, counts: Sequence[int]) -> "list[Packed]":
+        """Its outputs as weights of their own, so many each; each but the last must end with a panel."""
+        parts = self.parts.split([-(-count // PANEL) for count in counts])
+        return [replace(self, parts=part, outputs=count) for part, count in zip(parts, counts, strict=True)]
+
+    def _expand(self, parts: Tensor) -> Tensor:
+        """bfloat16 [16 P, I] of panels."""
+        form, panels, runs = FORMS[self.packing], len(parts), self.inputs // RUN
+        blocks, found, at = runs // self.runs, [], 0
+        for kind, rows, count in ((form.factor, blocks, form.factors), (form.code, runs, form.codes)):
+            size = rows * count * PANEL * kind.itemsize
+            found.append(parts[:, at : at + size].contiguous().view(kind).view(panels, rows, count, PANEL).float())
+            at += size
+        factors, codes = found[0].repeat_interleave(self.runs, 1), found[1]
+        values = (factors[:, :, 0], factors[:, :, -1])  # [P, K, 16] each
+        if form.codes == 1:
+            values = factors[:, :, 0], -(factors[:, :, 0] * codes[:, :, 0])
+        elif form.codes == 2:
+            sign = 1 if form.bits == 8 else -1
+            values = factors[:, :, 0] * codes[:, :, 0], sign * (factors[:, :, -1] * codes[:, :, 1])
+        rest = parts[:, at:].reshape(panels, runs, -1)
+        if form.bits == 8:
+            halves = rest.view(torch.int8).view(panels, runs, PANEL, 2, RUN // 2)
+            numbers = (halves.float() * torch.stack(values, -1)[..., None]).flatten(3)
+        else:
+            pairs = rest[..., : PANEL * RUN // 2].unflatten(-1, (PANEL, RUN // 2))
+            whole = torch.stack([pairs & 15, pairs >> 4], -1).flatten(3)
+            if form.bits == 5:
+                fifth = rest[..., PANEL * RUN // 2 :].contiguous().view(torch.int32)[..., None]
+                whole = whole | (fifth >> torch.arange(RUN) & 1).to(torch.uint8) << 4
+            numbers = whole.float() * values[0][..., None] + values[1][..., None]
+        weight: Tensor = numbers.to(DTYPE).transpose(1, 2).reshape(panels * PANEL, self.inputs)
+        return weight
+
+    def struct(self, bias: Tensor | None = None) -> LinearStruct:
+        """For the kernels; no tensor must move."""
+        return LinearStruct.of(self.parts, bias, None, self.inputs, self.outputs, self.packing, self.runs)
 
 
 class PackedLinear(nn.Module):
@@ -77,93 +195,130 @@ class PackedLinear(nn.Module):
 
     Args:
         packed: Its weight; the tensor must not move.
-        dtype: Of the numbers that it stands for, and of what the layer reads.
-        bias: [O] of that dtype, or None.
-        weight: The expanded weight, where there is one anyway: tied embeddings.
+        bias: [O] of bfloat16, or None.
     """
 
-    def __init__(self, packed: Packed, dtype: torch.dtype, bias: Tensor | None = None, weight: Tensor | None = None):
+    def __init__(self, packed: Packed, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.packed, self.dtype = packed, dtype
+        self.packed, self.bias = packed, bias
         self.in_features, self.out_features = packed.inputs, packed.outputs
-        self.bias, self._weight = bias, weight
-        layer = LinearStruct.of(packed.parts, bias, None, packed.inputs, packed.outputs, packed.packing)
-        self.kernel = LinearKernel(layer, dtype, [packed.parts, bias])
+        self.kernel = LinearKernel(packed.struct(bias), DTYPE, [packed.parts, bias])
 
     @property
     def weight(self) -> Tensor:
-        """[O, I] expanded; where no tensor holds it already, that takes its time and memory."""
-        return self.packed.expand(self.dtype) if self._weight is None else self._weight
+        """[O, I] expanded: it takes its time and memory."""
+        return self.packed.expand()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` for x [..., I] of the layer's dtype; no gradient passes through."""
+        """``x @ weight.T + bias`` for x [..., I] of bfloat16; no gradient passes through."""
         return self.kernel(x)
 
 
-def _bytes(*columns: Tensor) -> Tensor:
-    """[P, K, bytes] of what stands together, [P, K, ...] each."""
-    return torch.cat([column.contiguous().flatten(2).view(torch.uint8) for column in columns], -1)
+class PackedEmbedding(nn.Module):
+    """Frozen embeddings of which only the rows that are read are expanded.
+
+    Args:
+        packed: Their weight, an output for each token.
+        scale: What rows are multiplied by, as some families do; None = nothing.
+    """
+
+    def __init__(self, packed: Packed, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.packed, self.scale = packed, scale
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D] expanded: it takes its time and memory."""
+        return self.packed.expand()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """bfloat16 [..., D] of token ids [...]."""
+        rows = self.packed.rows(tokens)
+        return rows if self.scale is None else rows * self.scale
 
 
-def _four_bits(scales: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
-    """Of numbers [P, K, 16, 32] up to 15."""
-    places = numbers.unflatten(-1, (2, 2, 8))
-    words = torch.stack([places[..., half, 0, :] | places[..., half, 1, :] << 4 for half in (0, 1)], -1)
-    return _bytes(scales, offsets, words)
+def _panels(x: Tensor) -> Tensor:
+    """[P, 16, ...] of [O, ...]; zeros behind the last output."""
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % PANEL)).unflatten(0, (-1, PANEL))
 
 
-def _nibbles(blocks: Tensor) -> Tensor:
-    """Numbers [..., 32] of bytes that hold number i and i + 16."""
-    return torch.cat([blocks & 15, blocks >> 4], -1)
+def _half(blocks: Tensor, *places: int) -> Tensor:
+    """float16 [..., F] at places of blocks [..., bytes]."""
+    return torch.cat([blocks[..., place : place + 2] for place in places], -1).contiguous().view(torch.float16)
 
 
-def _half(blocks: Tensor, place: int) -> Tensor:
-    """float16 [...] at a place of blocks [..., bytes]."""
-    return blocks[..., place : place + 2].contiguous().view(torch.float16)[..., 0]
+def _nibbles(x: Tensor) -> Tensor:
+    """Numbers [..., 2 n] of bytes [..., n], which hold number i and number i + n."""
+    return torch.cat([x & 15, x >> 4], -1)
 
 
-def _runs(numbers: Tensor) -> Tensor:
-    """[P, 8 K, 16, ...] of superblocks [P, K, 16, 8, ...], which hold eight runs each."""
-    return numbers.movedim(3, 2).flatten(1, 2)
+def _fifth(bits: Tensor) -> Tensor:
+    """uint8 [..., 32], 16 where a bit of 4 bytes [..., 4] is set."""
+    return (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    scales = _half(blocks, 0)
-    return _four_bits(scales, scales * -8, _nibbles(blocks[..., 2:]))
+def _q4_0(blocks: Tensor) -> Parts:
+    scale = _half(blocks, 0)
+    return Parts(1, torch.cat([scale, scale * -8], -1), _nibbles(blocks[..., 2:]))
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _four_bits(_half(blocks, 0), _half(blocks, 2), _nibbles(blocks[..., 4:]))
+def _q4_1(blocks: Tensor) -> Parts:
+    return Parts(1, _half(blocks, 0, 2), _nibbles(blocks[..., 4:]))
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return _bytes(_half(blocks, 0), blocks[..., 2:])
+def _q5_0(blocks: Tensor) -> Parts:
+    scale = _half(blocks, 0)
+    return Parts(2, torch.cat([scale, scale * -16], -1), _nibbles(blocks[..., 6:]) | _fifth(blocks[..., 2:6]))
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    packed = blocks[..., 4:16].unflatten(-1, (3, 4))  # 6 bits of eight scales and of eight minima
-    first, second, rest = packed.unbind(-2)
-    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], -1).float() * _half(blocks, 0).float()[..., None]
-    minima = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], -1).float() * _half(blocks, 2).float()[..., None]
-    pairs = blocks[..., 16:].unflatten(-1, (4, 32))  # of two runs in a row
-    numbers = torch.stack([pairs & 15, pairs >> 4], -2).flatten(-3, -2)
-    return _four_bits(_runs(scales), _runs(-minima), _runs(numbers))
+def _q5_1(blocks: Tensor) -> Parts:
+    return Parts(2, _half(blocks, 0, 2), _nibbles(blocks[..., 8:]) | _fifth(blocks[..., 4:8]))
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q8_0(blocks: Tensor) -> Parts:
+    return Parts(3, _half(blocks, 0), blocks[..., 2:].view(torch.int8))
+
+
+def _six_bits(blocks: Tensor) -> Tensor:
+    """uint8 [..., 8 B, 2]: scales and minima of a superblock's eight runs."""
+    first, second, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], -1)
+    minima = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], -1)
+    return torch.stack([scales, minima], -1).flatten(-3, -2)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """Numbers [..., 8, 32] of 4 bits: each 32 of 128 bytes hold two runs."""
+    both = x.unflatten(-1, (4, 32))
+    return torch.stack([both & 15, both >> 4], -2).flatten(-3, -2)
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    return Parts(4, _half(blocks, 0, 2), _pairs(blocks[..., 16:]).flatten(-3, -2), _six_bits(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [..., 8, 32]
+    return Parts(5, _half(blocks, 0, 2), (_pairs(blocks[..., 48:]) | fifth << 4).flatten(-3, -2), _six_bits(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Parts:
     low, high = blocks[..., :128].unflatten(-1, (2, 2, 32)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     lower = torch.stack([low & 15, low >> 4], -3).flatten(-3, -2)  # [..., half, run, 32]
     upper = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
-    numbers = ((lower | upper << 4).to(torch.int8) - 32).flatten(-3, -2)
-    scales = blocks[..., 192:208].view(torch.int8).float() * _half(blocks, 208).float()[..., None]
-    return _bytes(_runs(scales.unflatten(-1, (8, 2))).transpose(2, 3), _runs(numbers))
+    numbers = ((lower | upper << 4).to(torch.int8) - 32).flatten(-4, -2)
+    codes = blocks[..., 192:208].view(torch.int8).unflatten(-1, (8, 2)).flatten(-3, -2)
+    return Parts(6, _half(blocks, 208), numbers, codes)
 
 
-KINDS: dict[str, tuple[Callable[[Tensor], Tensor], int, int, int]] = {
-    "Q4_0": (_q4_0, RUN, 18, FOUR_BITS),
-    "Q4_1": (_q4_1, RUN, 20, FOUR_BITS),
-    "Q8_0": (_q8_0, RUN, 34, EIGHT_BITS),
-    "Q4_K": (_q4_k, 8 * RUN, 144, WIDE_FOUR_BITS),
-    "Q6_K": (_q6_k, 8 * RUN, 210, WIDE_EIGHT_BITS),
+KINDS: dict[str, tuple[Callable[[Tensor], Parts], int, int]] = {
+    "Q4_0": (_q4_0, 32, 18),
+    "Q4_1": (_q4_1, 32, 20),
+    "Q5_0": (_q5_0, 32, 22),
+    "Q5_1": (_q5_1, 32, 24),
+    "Q8_0": (_q8_0, 32, 34),
+    "Q4_K": (_q4_k, 256, 144),
+    "Q5_K": (_q5_k, 256, 176),
+    "Q6_K": (_q6_k, 256, 210),
 }
-"""What arranges the blocks [P, K, 16, bytes] of a type, the numbers and the bytes of one, and what becomes of them."""
+"""What reads blocks [P, 16, B, bytes] of a type, and the numbers and the bytes of one."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct
+from medusa.cpu.packed import DTYPE, Packed
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -57,7 +58,7 @@ class _Drafting(ctypes.Structure):
     _fields_ = [
         *[(name, _INT) for name in ("number_type", "threads", "batch", "hidden", "taps", "inner", "blocks")],
         ("fusion", LinearStruct), ("into", _POINTER), ("out_of", _POINTER), ("output", LinearStruct),
-        ("embeddings", _POINTER), ("ids", _POINTER),
+        ("embeddings", LinearStruct), ("ids", _POINTER),
         *[(name, _INT) for name in ("levels", "width", "nodes", "beam")],
         *[(name, _FLOAT) for name in ("level_floor", "node_floor", "lowest", "edge_cost")],
         *[(name, _POINTER) for name in ("picks", "picked", "chosen", "states", "roots", "active", "keys")],
@@ -72,7 +73,7 @@ class RecurrentWeights:
     Args:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
         fusion: [D, F - D], or None without feature layers.
-        embeddings: [vocabulary, D].
+        embeddings: [vocabulary, D], packed or not.
         weight: [V, D] of the output layer.
         bias: [V] or None.
         ids: int64 [V] tokens of its columns.
@@ -82,7 +83,7 @@ class RecurrentWeights:
         self,
         blocks: Iterable[Any],
         fusion: Tensor | None,
-        embeddings: Tensor,
+        embeddings: Tensor | Packed,
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
@@ -91,7 +92,8 @@ class RecurrentWeights:
         layers = zip(*((LinearStruct.of(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
         self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
         inside = [parameter for pair in pairs for layer in pair for parameter in layer.parameters()]
-        tensors = [embeddings, weight, bias, fusion, ids, *inside]
+        packed = isinstance(embeddings, Packed)
+        tensors = [embeddings.parts if packed else embeddings, weight, bias, fusion, ids, *inside]
         # The memory itself: a module that is moved gets new one.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
         self._drafting = _Drafting(
@@ -99,13 +101,17 @@ class RecurrentWeights:
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
             fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
             out_of=ctypes.addressof(self._out_of), output=LinearStruct.of(weight, bias),
-            embeddings=embeddings.data_ptr(), ids=ids.data_ptr(),
+            embeddings=embeddings.struct() if packed else LinearStruct.of(embeddings), ids=ids.data_ptr(),
         )  # fmt: skip
 
     @classmethod
-    def fits(cls, *tensors: Tensor | None) -> bool:
+    def fits(cls, embeddings: Tensor | Packed, *tensors: Tensor | None) -> bool:
         """Whether the kernel knows such weights."""
         known = [tensor for tensor in tensors if tensor is not None]
+        if not isinstance(embeddings, Packed):
+            known.append(embeddings)
+        elif known[0].dtype != DTYPE:
+            return False
         same = len({tensor.dtype for tensor in known}) == 1 and known[0].dtype in native.DTYPES
         return same and all(x.device.type == "cpu" and x.is_contiguous() for x in known) and native.available()
 

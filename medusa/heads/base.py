@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
 
 
@@ -28,7 +29,7 @@ class Vocabulary(Protocol):
         """What computes the logits of some tokens alone; see ``BaseModel.logits_of``."""
 
     @property
-    def matrices(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def matrices(self) -> tuple[Tensor | Packed, Tensor, Tensor | None] | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
 
 

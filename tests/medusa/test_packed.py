@@ -13,7 +13,7 @@ from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import gguf
 from medusa.base.checkpoint import resolve_base
 from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
-from medusa.cpu.packed import KINDS, Packed, PackedLinear
+from medusa.cpu.packed import KINDS, Packed, PackedEmbedding, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
 from serve.server import main
@@ -26,32 +26,66 @@ TYPES = {"attn_q": "Q4_0", "attn_v": "Q4_K", "ffn_down": "Q6_K", "ffn_up": "Q5_1
 
 def quantised(kind, outputs, inputs):
     """Blocks of any bytes with small scales, and what they stand for."""
-    _, numbers, size, _ = KINDS[kind]
+    _, numbers, size = KINDS[kind]
     chance = np.random.default_rng(0)
     blocks = chance.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
     scales = (
         (chance.normal(size=(*blocks.shape[:2], 2)) / (3000 if numbers > 32 else 50)).astype(np.float16).view(np.uint8)
     )
-    places = {"Q6_K": [-2, -1], "Q4_1": [0, 1, 2, 3], "Q4_K": [0, 1, 2, 3]}.get(kind, [0, 1])
+    places = {"Q6_K": [-2, -1], "Q4_0": [0, 1], "Q5_0": [0, 1], "Q8_0": [0, 1]}.get(kind, [0, 1, 2, 3])
     blocks[..., places] = scales[..., : len(places)]
     blocks = blocks.reshape(outputs, -1)
     return blocks, dequantize(blocks, GGMLQuantizationType[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(96, 512), (37, 256), (1, 768), (200, 1024)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, dtype):
-    blocks, weight = (torch.from_numpy(one) for one in quantised(kind, *shape))
-    packed, bias = Packed.of(blocks, kind), torch.randn(shape[0]).to(dtype)
-    assert torch.equal(packed.expand(dtype), weight.to(dtype))
-    plain = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
+def check_sums(packed, weight):
+    """A packed layer computes what a plain one does."""
+    bias = torch.randn(len(weight)).bfloat16()
+    plain = nn.Linear(weight.shape[1], len(weight), dtype=torch.bfloat16).requires_grad_(False)
     plain.weight.copy_(weight)
     plain.bias.copy_(bias)
-    ours, theirs = PackedLinear(packed, dtype, bias), NativeLinear(plain)
-    for rows in (1, 3, 16, 17, 40, 200):
-        x = torch.randn(rows, shape[1]).to(dtype)
+    ours, theirs = PackedLinear(packed, bias), NativeLinear(plain)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 40, 200):
+        x = torch.randn(rows, weight.shape[1]).bfloat16()
         assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(96, 512), (37, 256), (1, 768), (200, 1024)])
+def test_numbers_and_sums_are_those_of_expanded_weights(kind, shape, monkeypatch):
+    monkeypatch.setattr("medusa.cpu.packed.SLICE", 20_000)
+    blocks, weight = (torch.from_numpy(one) for one in quantised(kind, *shape))
+    packed, weight = Packed.of(blocks, kind), weight.bfloat16()
+    assert torch.equal(packed.expand(), weight)
+    some = torch.randint(shape[0], (3, 50))
+    assert torch.equal(packed.rows(some), weight[some])
+    assert torch.equal(PackedEmbedding(packed, torch.tensor(3.0).bfloat16())(some), weight[some] * 3)
+    check_sums(packed, weight)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q8_0", 8.5), ("Q4_K", 4.63), ("Q5_K", 5.63), ("Q6_K", 8.57)])
+def test_what_is_packed_takes_what_it_takes_in_the_file_or_8_bits(kind, most):
+    packed = Packed.of(torch.from_numpy(quantised(kind, 64, 512)[0]), kind)
+    assert packed.parts.numel() * 8 <= most * 64 * 512
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128, 384])
+def test_weights_of_groups(bits, group):
+    numbers = torch.randint(1 << bits, (40, 384), dtype=torch.uint8)
+    scales = (torch.randn(40, 384 // group) / 30).bfloat16()
+    zeros = torch.randint(1 << bits, scales.shape, dtype=torch.uint8) if bits == 4 else torch.full(scales.shape, 128)
+    packed = Packed.of_groups(numbers, scales, zeros.to(torch.uint8), bits)
+    spread = [x.float().repeat_interleave(group, 1) for x in (scales, zeros)]
+    weight = ((numbers.float() - spread[1]) * spread[0]).bfloat16()
+    assert torch.equal(packed.expand(), weight)
+    check_sums(packed, weight)
+
+
+def test_outputs_of_a_packed_layer_become_layers():
+    packed = Packed.of(torch.from_numpy(quantised("Q4_K", 100, 256)[0]), "Q4_K")
+    parts = packed.split([32, 48, 20])
+    assert torch.equal(torch.cat([part.expand() for part in parts]), packed.expand())
 
 
 @pytest.fixture(scope="module")

@@ -176,8 +176,10 @@ template <class T, bool TILES> struct Attention {
             }
             normalise(weights, top[r], total[r]);
         }
-        if constexpr (TILES) this->accumulate_tiles(rows, b, kv, start, skipped, count, s, sums);
-        else accumulate(rows, b, kv, start, stop, skipped, count, s, sums, width);
+#ifdef MEDUSA_TILES
+        if constexpr (TILES) return accumulate_tiles(rows, b, kv, start, skipped, count, s, sums);
+#endif
+        accumulate(rows, b, kv, start, stop, skipped, count, s, sums, width);
     }
 
     // Products of queries with turned keys, [rows][stride].

@@ -13,7 +13,7 @@ struct Drafting {
     Linear fusion;                // [hidden, taps hidden], where heads read other layers of the base too
     const Linear *into, *out_of;  // [blocks]: [inner, 2 hidden] and [hidden, inner]
     Linear output;                // [columns, hidden]
-    const void* embeddings;       // [vocabulary, hidden]
+    Linear embeddings;            // an output for each token
     const int64_t* ids;           // [columns] tokens
     int64_t levels, width, nodes, beam;  // width: children of a node; beam: nodes of a level that get any
     float level_floor, node_floor, lowest, edge_cost;  // log-probabilities
@@ -84,7 +84,8 @@ template <class T, class W> class Draft {  // W: how weights are met
     void read(int64_t r, int64_t above, int64_t token) {
         float* row = &both[r * 2 * at.hidden];
         std::memcpy(row, &before[above * at.hidden], at.hidden * sizeof(float));
-        scaled((const T*)at.embeddings + token * at.hidden, row + at.hidden);
+        Buffer<T> embedding;
+        scaled(row_of(at.embeddings, token, embedding), row + at.hidden);
         W::arrange(row, 2 * at.hidden, x.data(), wide_both, r, 0);
     }
 

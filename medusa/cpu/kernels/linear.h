@@ -226,6 +226,72 @@ static void linear(const Linear& at, const number<T>* x, int64_t rows, O out, in
     });
 }
 
+// Adds products of one run of C outputs of a packed panel, from `row` on, and R rows.
+template <int R, int C, class N>
+static inline void meet(vf (&sums)[R][C], const N& numbers, const Values& values, int64_t row, const number<bf16>* x, int64_t room) {
+    const float *first = values[0] + row, *second = values[1] + row;
+    FORGET(first);  // read from memory, which spreads a number without the units that shuffle
+    FORGET(second);
+    if constexpr (std::is_same_v<number<bf16>, float>)
+        UNROLLED for (int c = 0; c < C; c++) {
+            Widened inputs;
+            widen(numbers, row + c, first[c], second[c], inputs);
+            UNROLLED for (int r = 0; r < R; r++)
+                UNROLLED for (int i = 0; i < RUN / LANES; i++) sums[r][c] = fma(load<vf>(x + r * room + i * LANES), inputs[i], sums[r][c]);
+        }
+    else {
+        alignas(64) bf16 inputs[C][RUN];
+        expand<C>(numbers, row, first, second, inputs[0], RUN);
+        UNROLLED for (int64_t k = 0; k < RUN; k += STEP<bf16>) Row<bf16>::add(sums, x + k, room, inputs[0] + k, RUN);
+    }
+}
+
+// Outputs row .. row + C of a packed panel, of R rows: to[r * STRIP + c].
+template <int R, int C, class N>
+static inline void packed_tile(const N* numbers, const Values* values, int64_t runs, int64_t row, const number<bf16>* x, int64_t room, float* to) {
+    vf sums[R][C] = {};
+    constexpr int64_t share = sizeof(N) * C / PANEL;  // of a run, whose successor is on its way
+    for (int64_t run = 0; run < runs; run++) {
+        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch((const char*)(numbers + run) + row * share / C + PACKED_AHEAD + i, 0, 3);
+        meet(sums, numbers[run], values[run], row, x + run * RUN, room);
+    }
+    constexpr int TOGETHER = C < 4 ? C : 4;
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c += TOGETHER) {
+            const v4 all = added(sums[r][c], sums[r][C > 1 ? c + 1 : c], C > 2 ? sums[r][c + 2] : vf{}, C > 2 ? sums[r][c + 3] : vf{});
+            UNROLLED for (int i = 0; i < TOGETHER; i++) to[r * STRIP + c + i] = all[i];
+        }
+}
+
+constexpr int PACKED_ROWS = 8;  // so few meet packed weights in registers
+// Outputs that R rows meet together: a part of a panel whose sums stay in registers.
+template <int R> constexpr int PACKED_OUTPUTS = LANES == 8 ? (R < 3 ? 4 : R < 5 ? 2 : 1) : R < 3 ? 8 : R < 7 ? 4 : 2;
+
+// Outputs first .. last of at most PACKED_ROWS rows.
+template <class O>
+static void packed_strips(const Linear& at, int64_t first, int64_t last, const number<bf16>* x, int64_t rows, O out, int64_t stride) {
+    alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
+    thread_local Buffer<float> kept;
+    const int64_t runs = at.in / RUN, room = arranged<bf16>(at.in);
+    grow(kept, runs * 2 * PANEL);
+    Values* values = (Values*)kept.data();
+    for (int64_t n = first, next; n < last; n = next) {
+        next = std::min(last, n / PANEL * PANEL + PANEL);
+        with_panel(at, n / PANEL, [&](const auto& panel) {
+            for (int64_t run = 0; run < runs; run++) panel.values(at, run, values[run]);
+            with_constant<PACKED_ROWS>(int(rows), [&](auto some) {
+                constexpr int R = decltype(some)::value, C = PACKED_OUTPUTS<R>;
+                for (int64_t c = n, count; c < next; c += count) {
+                    count = c % C == 0 && c + C <= next ? C : 1;
+                    if (count == C) packed_tile<R, C>(panel.numbers, values, runs, c % PANEL, x, room, sums + c - n);
+                    else packed_tile<R, 1>(panel.numbers, values, runs, c % PANEL, x, room, sums + c - n);
+                }
+            });
+        });
+        finish<bf16>(at, n, int(next - n), sums, rows, out, stride);
+    }
+}
+
 // How a pass meets weights as they are.
 template <class T> struct Plain {
     typedef ::number<T> number;
@@ -241,8 +307,13 @@ template <class T> struct Plain {
     }
     template <class O>
     static void linear(const Linear& at, const number* x, int64_t rows, O out, int64_t stride, int64_t first, int64_t last) {
-        expanded<T>(at, first, last, [&](const Linear& there, int64_t from, int64_t to) {
-            ::linear<T>(there, x, rows, out, stride, from, to);
-        });
+        if constexpr (std::is_same_v<T, bf16>) {
+            if (at.packing != NUMBERS && rows <= PACKED_ROWS) return packed_strips(at, first, last, x, rows, out, stride);
+            if (at.packing != NUMBERS)
+                return expanded(at, first, last, [&](const Linear& there, int64_t from, int64_t to) {
+                    ::linear<T>(there, x, rows, out, stride, from, to);
+                });
+        }
+        ::linear<T>(at, x, rows, out, stride, first, last);
     }
 };

@@ -18,13 +18,14 @@ struct Block {
 
 struct Pass {
     int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, width;
-    int64_t vocabulary, context;  // positions behind the context become its last one
+    int64_t context;              // positions behind it become its last one
     float epsilon, scaling, residual, multiplier;
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [rows]
     const int64_t* firsts;                      // [batch + 1] where the rows of each sequence begin
     Table table;
     const void *cosines, *sines;  // [positions, rotated]
-    const void *norm, *embeddings;  // the latter [vocabulary, hidden]
+    const void* norm;
+    Linear embeddings;              // an output for each token
     void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
     void *const *keys, *const *values;  // of each layer, [blocks, size, kv heads, D]
@@ -233,7 +234,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             const int64_t first = at.firsts[b], count = at.firsts[b + 1] - first;
             depths(at.parents + first, count, positions.data() + first);
             for (int64_t r = first; r < first + count; r++) {
-                if (at.tokens[r] < 0 || at.tokens[r] >= at.vocabulary) throw std::out_of_range("token");
+                if (at.tokens[r] < 0 || at.tokens[r] >= at.embeddings.outputs) throw std::out_of_range("token");
                 positions[r] = std::min(at.lengths[b] + positions[r], at.context - 1);
                 places.push_back(at.table.place(b, at.lengths[b] + r - first));
             }
@@ -244,8 +245,9 @@ template <class T, class W> class Run {  // W: how its weights are met
         Work work(any_layer(), int(at.threads));
         Team(int(at.threads), stages()).run([&](Member& member) {
             const typename W::Thread equipped;
+            Buffer<T> embedding;
             member.share(rows, [&](int64_t r) {
-                const T* row = (const T*)at.embeddings + at.tokens[r] * at.hidden;
+                const T* row = row_of(at.embeddings, at.tokens[r], embedding);
                 for (int64_t i = 0; i < at.hidden; i += LANES) {
                     const int here = int(at.hidden - i);
                     put(rounded(wide(row + i, here) * splat(at.multiplier), T()), &stream[r * at.hidden + i], here);

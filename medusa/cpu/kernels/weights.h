@@ -1,151 +1,213 @@
-// Where a linear layer's weights stand: as numbers, or packed as GGUF files hold them (medusa/cpu/packed.py).
+// Where a linear layer's weights stand: as numbers, or packed as GGUF files and group-wise checkpoints hold them
+// (medusa/cpu/packed.py).
 //
-// Packed weights are expanded to the numbers of the pass in blocks of outputs that stay in a core's cache, and are met
-// there as others are. So sums are those of a model whose weights were expanded when it was loaded, bit by bit.
+// Packed weights are expanded to the numbers of the pass where they are met, and enter the same sums in the same order. So
+// outputs are those of a model whose weights were expanded when it was loaded, bit by bit.
 #pragma once
 #include "vectors.h"
 
-constexpr int64_t PANEL = 16;                  // outputs whose packed weights stand together
-constexpr int64_t RUN = 32;                    // numbers along `in` that share a scale, or two
-constexpr int64_t EXPANDED_BYTES = 64 << 10;   // of expanded weights at a time, about
-constexpr int64_t PACKED_AHEAD = 2048;         // bytes that are on their way
+constexpr int64_t PANEL = 16;                 // outputs whose packed weights stand together
+constexpr int64_t RUN = 32;                   // numbers along `in` that share a scale, or two
+constexpr int64_t EXPANDED_BYTES = 64 << 10;  // of expanded weights at a time, about
+constexpr int64_t PACKED_AHEAD = 2048;        // bytes that are on their way
 
-enum Packing : int64_t { NUMBERS, FOUR_BITS, EIGHT_BITS, WIDE_FOUR_BITS, WIDE_EIGHT_BITS };
+enum Packing : int64_t { NUMBERS, SIMPLE_FOUR, SIMPLE_FIVE, SIMPLE_EIGHT, SUPER_FOUR, SUPER_FIVE, SUPER_EIGHT, GROUP_FOUR, GROUP_EIGHT };
 
 struct Linear {
     const void *weight, *bias;  // [outputs, in] and [outputs] or null
     int64_t outputs, in;
     const float* scales;  // [outputs] where weights are rounded to 8 bits: [outputs, whole groups] bytes; else null
-    int64_t packing;      // otherwise the weight is [panels of outputs, runs of `in`] of these:
+    int64_t packing;      // otherwise, for numbers of bfloat16: each panel is a `Form`
+    int64_t runs;         // of `in` that share factors
 };
 
-// Number i of output r is scale[r] * q + offset[r]: q is 4 bits of word i % 8, from bit i / 8 * 4 on.
-template <class S> struct FourBits {
-    S scale[PANEL], offset[PANEL];
-    uint16_t words[PANEL][8];
+// A whole number q for every input of a run, for each output of a panel.
+struct Four {
+    uint8_t pairs[PANEL][RUN / 2];  // the lower 4 bits of byte i: input 2 i, the upper ones: input 2 i + 1
 };
-// scale[i / (RUN / SCALES)][r] * numbers[r][i].
-template <class S, int SCALES> struct EightBits {
-    S scale[SCALES][PANEL];
+struct Five {
+    uint8_t pairs[PANEL][RUN / 2];
+    uint32_t fifth[PANEL];  // bit i: of input i, above the other four
+};
+struct Eight {
     int8_t numbers[PANEL][RUN];
 };
-template <class P> constexpr bool IS_FOUR_BITS = false;
-template <class S> constexpr bool IS_FOUR_BITS<FourBits<S>> = true;
 
-// Calls use(what a packed weight is made of).
-template <class Use> static inline void with_parts(int64_t packing, Use use) {
-    if (packing == FOUR_BITS) use(FourBits<f16>());
-    else if (packing == EIGHT_BITS) use(EightBits<f16, 1>());
-    else if (packing == WIDE_FOUR_BITS) use(FourBits<float>());
-    else use(EightBits<float, 2>());
-}
-
-// The 16 numbers that a scale and an offset make of 4 bits.
-template <class T> static inline void levels(float scale, float offset, T* to) {
-    for (int i = 0; i < 16; i += LANES) {
-        vf steps;
-        for (int j = 0; j < LANES; j++) steps[j] = float(i + j);
-        put(rounded(fma(splat(scale), steps, splat(offset)), T()), to + i, 16 - i);
-    }
-}
-template <class T> static inline void expand(const uint16_t* words, float scale, float offset, T* to) {
-    T level[16];
-    levels(scale, offset, level);
-    for (int i = 0; i < RUN; i++) to[i] = level[words[i % 8] >> i / 8 * 4 & 15];
-}
-template <class T> static inline void expand(const int8_t* numbers, float first, float second, T* to) {
-    for (int i = 0; i < RUN; i += LANES) {
+// Whole numbers of 8 or 16 bits, as they stand in memory.
+template <class B> static inline vi whole(const B* from) {
 #if defined(__AVX512F__)
-        const vf whole = vf(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + i)))));
+    if constexpr (std::is_same_v<B, uint8_t>) return vi(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+    if constexpr (std::is_same_v<B, int8_t>) return vi(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 #elif defined(__AVX2__)
-        const vf whole = vf(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(numbers + i)))));
-#else
-        typedef int8_t bytes __attribute__((vector_size(LANES)));
-        const vf whole = __builtin_convertvector(load<bytes>(numbers + i), vf);
+    if constexpr (std::is_same_v<B, uint8_t>) return vi(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+    if constexpr (std::is_same_v<B, int8_t>) return vi(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #endif
-        put(rounded(splat(i < RUN / 2 ? first : second) * whole, T()), to + i);
+    typedef B numbers __attribute__((vector_size(LANES * sizeof(B))));
+    return __builtin_convertvector(load<numbers>(from), vi);
+}
+static inline vf floats(vi x) { return __builtin_convertvector(x, vf); }
+
+// A panel: factors of each block of runs, codes of each run, numbers of each run. They give an output two values in a run:
+//   no codes   the first factor, the last factor
+//   one        the factor, -factor * code
+//   two        first factor * first code, last factor * second code; the latter negative where numbers have no sign
+// An input is first * q + second; of 8 bits first * q in the run's first half and second * q in the other.
+typedef float Values[2][PANEL];
+template <class F, int FACTORS, class C, int CODES, class N> struct Form {
+    typedef N Numbers;
+    const F (*factors)[FACTORS][PANEL];
+    const C (*codes)[CODES ? CODES : 1][PANEL];
+    const N* numbers;
+
+    Form(const Linear& at, int64_t panel) {
+        const int64_t runs = at.in / RUN, head = runs / at.runs * sizeof *factors, coded = CODES ? runs * sizeof *codes : 0;
+        const char* from = (const char*)at.weight + panel * (head + coded + runs * sizeof(N));
+        factors = (decltype(factors))from, codes = (decltype(codes))(from + head), numbers = (const N*)(from + head + coded);
+    }
+    void values(const Linear& at, int64_t run, Values& to) const {
+        const auto& factor = factors[at.runs == 1 ? run : run / at.runs];
+        for (int i = 0; i < PANEL; i += LANES) {
+            vf first = wide(factor[0] + i), second = wide(factor[FACTORS - 1] + i);
+            if (CODES == 1) second = -(first * floats(whole(codes[run][0] + i)));
+            if (CODES == 2) first *= floats(whole(codes[run][0] + i)), second *= floats(whole(codes[run][CODES - 1] + i));
+            if (CODES == 2 && !std::is_same_v<N, Eight>) second = -second;
+            store(to[0] + i, first), store(to[1] + i, second);
+        }
+    }
+};
+
+// Calls use(a panel of a packed weight).
+template <class Use> static inline void with_panel(const Linear& at, int64_t panel, Use use) {
+    const int64_t packing = at.packing;
+    if (packing == SIMPLE_FOUR) use(Form<f16, 2, uint8_t, 0, Four>(at, panel));
+    else if (packing == SIMPLE_FIVE) use(Form<f16, 2, uint8_t, 0, Five>(at, panel));
+    else if (packing == SIMPLE_EIGHT) use(Form<f16, 1, int8_t, 0, Eight>(at, panel));
+    else if (packing == SUPER_FOUR) use(Form<f16, 2, uint8_t, 2, Four>(at, panel));
+    else if (packing == SUPER_FIVE) use(Form<f16, 2, uint8_t, 2, Five>(at, panel));
+    else if (packing == SUPER_EIGHT) use(Form<f16, 1, int8_t, 2, Eight>(at, panel));
+    else if (packing == GROUP_FOUR) use(Form<float, 1, uint8_t, 1, Four>(at, panel));
+    else use(Form<float, 1, int8_t, 0, Eight>(at, panel));
+}
+
+// The nearest numbers of bfloat16; of what is no number it makes anything.
+static inline vf nearest(vf x) {
+    const vu bits = vu(x);
+    return vf((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
+
+// Inputs of output r in a run as floats, in the order of Row<bf16>: of 2 LANES at a time the even ones, then the odd ones.
+typedef vf Widened[RUN / LANES];
+static inline vu pairs(const uint8_t* from, int step) { return vu(whole(from + step * LANES)); }
+static inline vf input(vu q, float first, float second) { return nearest(fma(splat(first), floats(vi(q)), splat(second))); }
+static inline void widen(const Four& numbers, int64_t r, float first, float second, Widened& to) {
+    UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
+        const vu x = pairs(numbers.pairs[r], step);
+#ifdef __AVX512F__
+        const __m512 level = __m512(input(vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, first, second));
+        to[0] = vf(_mm512_permutexvar_ps(__m512i(x), level)), to[1] = vf(_mm512_permutexvar_ps(__m512i(x >> 4), level));
+#else
+        to[2 * step] = input(x & 15, first, second), to[2 * step + 1] = input(x >> 4, first, second);
+#endif
     }
 }
-#if defined(__AVX512BW__)
-static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
-    const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 level = _mm512_fmadd_ps(_mm512_set1_ps(scale), steps, _mm512_set1_ps(offset));
+static inline void widen(const Five& numbers, int64_t r, float first, float second, Widened& to) {
+    vu places;
+    for (int i = 0; i < LANES; i++) places[i] = 2 * i;
+    UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
+        const vu x = pairs(numbers.pairs[r], step), fifth = (vu{} + numbers.fifth[r]) >> (places + 2 * step * LANES);
+        to[2 * step] = input((x & 15) | (fifth & 1) << 4, first, second), to[2 * step + 1] = input(x >> 4 | (fifth & 2) << 3, first, second);
+    }
+}
+static inline void widen(const Eight& numbers, int64_t r, float first, float second, Widened& to) {
+    UNROLLED for (int step = 0; step < RUN / 2 / LANES; step++) {
+        const vi x = whole((const uint16_t*)numbers.numbers[r] + step * LANES);
+        vf scale = splat(2 * step * LANES < RUN / 2 ? first : second);
+#ifdef __AVX512F__
+        scale = vf(_mm512_mask_mov_ps(__m512(scale), 0xff00, __m512(splat(second))));
+#endif
+        to[2 * step] = nearest(floats(x << 24 >> 24) * scale), to[2 * step + 1] = nearest(floats(x << 16 >> 24) * scale);
+    }
+}
+
+// The same in bfloat16, in order.
+template <class N> static inline void expand(const N& numbers, int64_t r, float first, float second, bf16* to) {
+    Widened all;
+    widen(numbers, r, first, second, all);
+    UNROLLED for (int i = 0; i < RUN / LANES; i += 2) store(to + i * LANES, vu(all[i]) >> 16 | vu(all[i + 1]));
+}
+template <int COUNT, class N> static inline void expand(const N& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
+    UNROLLED for (int c = 0; c < COUNT; c++) expand(numbers, row + c, first[c], second[c], to + c * stride);
+}
 #ifdef __AVX512BF16__
-    const __m512i twice = __m512i(_mm512_cvtne2ps_pbh(level, level));
-#else
-    const __m512i twice = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(__m512i(rounded(vf(level), bf16())), 16)));
-#endif
-    // The levels stand there twice: a fifth bit of the index, of the next number, changes nothing.
-    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)words));
-    alignas(64) static constexpr uint16_t SHIFTS[] = {0, 0, 0, 0, 0, 0, 0, 0, 4,  4,  4,  4,  4,  4,  4,  4,
-                                                      8, 8, 8, 8, 8, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12};
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_srlv_epi16(all, _mm512_load_si512(SHIFTS)), twice));
+static inline __m512 level(float first, float second, float from = 0) {
+    const vf steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __m512(fma(splat(first), from ? steps + from : steps, splat(second)));
 }
-#elif defined(__AVX2__)
-static inline void expand(const uint16_t* words, float scale, float offset, bf16* to) {
-    const auto upper_half = [&](vf steps) { return __m256i(vu(rounded(fma(splat(scale), steps, splat(offset)), bf16())) >> 16); };
-    const __m256i level = _mm256_permute4x64_epi64(  // the levels, then their bytes, in both halves
-        _mm256_packus_epi32(upper_half(vf{0, 1, 2, 3, 4, 5, 6, 7}), upper_half(vf{8, 9, 10, 11, 12, 13, 14, 15})), 0xd8);
-    const auto bytes = [](__m256i x) { return _mm256_permute4x64_epi64(_mm256_packus_epi16(x, x), 0x88); };
-    const __m256i lower = bytes(_mm256_and_si256(level, _mm256_set1_epi16(255))), upper = bytes(_mm256_srli_epi16(level, 8));
-    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)words));
-    const __m256i index = _mm256_and_si256(_mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
-    const __m256i low = _mm256_shuffle_epi8(lower, index), high = _mm256_shuffle_epi8(upper, index), byte = _mm256_set1_epi16(255);
-    // Numbers 0 .. 7 and 8 .. 15 are in even bytes, the others in odd ones.
-    const __m256i even = _mm256_or_si256(_mm256_and_si256(low, byte), _mm256_slli_epi16(high, 8));
-    const __m256i odd = _mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(byte, high));
-    _mm256_storeu_si256((__m256i*)to, even), _mm256_storeu_si256((__m256i*)(to + 16), odd);
+static inline __m512i indices(const uint8_t* pairs) {
+    const __m512i x = __m512i(whole(pairs));
+    return _mm512_ternarylogic_epi32(x, _mm512_slli_epi32(x, 12), _mm512_set1_epi16(15), 0xa8);  // (a | b) & c
 }
-#endif
-#if defined(__AVX512BF16__)
-static inline void expand(const int8_t* numbers, float first, float second, bf16* to) {
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)numbers)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(numbers + 16))));
-    const __m512 front = _mm512_mul_ps(low, _mm512_set1_ps(first)), back = _mm512_mul_ps(high, _mm512_set1_ps(second));
-    _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(back, front)));
+static inline void expand(const Five& numbers, int64_t r, float first, float second, bf16* to) {
+    const __m512i lower = indices(numbers.pairs[r]), index = _mm512_mask_add_epi16(lower, numbers.fifth[r], lower, _mm512_set1_epi16(16));
+    const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first, second, 16), level(first, second)));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, levels));
+}
+static inline void expand(const Eight& numbers, int64_t r, float first, float second, bf16* to) {
+    const vf front = floats(whole(numbers.numbers[r])) * splat(first), back = floats(whole(numbers.numbers[r] + RUN / 2)) * splat(second);
+    _mm512_storeu_si512(to, __m512i(_mm512_cvtne2ps_pbh(__m512(back), __m512(front))));
+}
+// Levels of two outputs stand side by side.
+template <int COUNT> static inline void expand(const Four& numbers, int64_t row, const float* first, const float* second, bf16* to, int64_t stride) {
+    UNROLLED for (int c = 0; c < COUNT; c += 2) {
+        const bool two = c + 1 < COUNT;
+        const __m512i levels = __m512i(_mm512_cvtne2ps_pbh(level(first[c + two], second[c + two]), level(first[c], second[c])));
+        _mm512_storeu_si512(to + c * stride, _mm512_permutexvar_epi16(indices(numbers.pairs[row + c]), levels));
+        if (!two) break;
+        const __m512i upper = _mm512_or_si512(indices(numbers.pairs[row + c + 1]), _mm512_set1_epi16(16));
+        _mm512_storeu_si512(to + (c + 1) * stride, _mm512_permutexvar_epi16(upper, levels));
+    }
 }
 #endif
 
 // Numbers k .. k + RUN of outputs first .. first + count: to[output - first], `stride` numbers apart. They are of one panel.
-template <class T> static inline void expand(const Linear& at, int64_t first, int64_t count, int64_t k, T* to, int64_t stride) {
-    alignas(64) float spread[2][PANEL];
-    const float *front = spread[0], *back = spread[1];
-    const int64_t place = first / PANEL * (at.in / RUN) + k / RUN, row = first % PANEL;
-    const auto widened = [&](int which, const auto* from) {
-        for (int i = 0; i < PANEL; i += LANES) store(spread[which] + i, wide(from + i));
-    };
-    const auto rows = [count](auto one) {
-        if (count < PANEL) for (int64_t r = 0; r < count; r++) one(r);
-        else UNROLLED for (int64_t r = 0; r < PANEL; r++) one(r);
-    };
-    with_parts(at.packing, [&](const auto& kind) {
-        using Part = std::decay_t<decltype(kind)>;
-        const Part& part = ((const Part*)at.weight)[place];
-        for (size_t i = 0; i < sizeof part; i += 64) __builtin_prefetch((const char*)&part + PACKED_AHEAD + i, 0, 3);
-        if constexpr (IS_FOUR_BITS<Part>) widened(0, part.scale), widened(1, part.offset);
-        else widened(0, part.scale[0]), widened(1, part.scale[sizeof part.scale / sizeof part.scale[0] - 1]);
+static inline void expand(const Linear& at, int64_t first, int64_t count, int64_t k, bf16* to, int64_t stride) {
+    with_panel(at, first / PANEL, [&](const auto& panel) {
+        alignas(64) Values values;
+        const int64_t run = k / RUN, row = first % PANEL;
+        const auto& numbers = panel.numbers[run];
+        for (size_t i = 0; i < sizeof numbers; i += 64) __builtin_prefetch((const char*)&numbers + PACKED_AHEAD + i, 0, 3);
+        panel.values(at, run, values);
+        const float *front = values[0] + row, *back = values[1] + row;
         FORGET(front);  // read from memory, which spreads a number without the units that shuffle
         FORGET(back);
-        rows([&](int64_t r) {
-            if constexpr (IS_FOUR_BITS<Part>) expand(part.words[row + r], front[row + r], back[row + r], to + r * stride);
-            else expand(part.numbers[row + r], front[row + r], back[row + r], to + r * stride);
-        });
+        if (count == PANEL) return expand<PANEL>(numbers, 0, front, back, to, stride);
+        for (int64_t r = 0; r < count; r++) expand<1>(numbers, row + r, front + r, back + r, to + r * stride, stride);
     });
 }
 
 // All numbers of outputs first .. last: to[output - first][in].
-template <class T> static void expand(const Linear& at, int64_t first, int64_t last, T* to) {
+static void expand(const Linear& at, int64_t first, int64_t last, bf16* to) {
     for (int64_t n = first, next; n < last; n = next) {
         next = std::min(last, n / PANEL * PANEL + PANEL);
         for (int64_t k = 0; k < at.in; k += RUN) expand(at, n, next - n, k, to + (n - first) * at.in + k, at.in);
     }
 }
 
+// The numbers of output n, where they stand or, if they are packed, in `room`.
+template <class T> static inline const T* row_of(const Linear& at, int64_t n, Buffer<T>& room) {
+    if constexpr (std::is_same_v<T, bf16>)
+        if (at.packing != NUMBERS) {
+            grow(room, at.in);
+            expand(at, n, n + 1, room.data());
+            return room.data();
+        }
+    return (const T*)at.weight + n * at.in;
+}
+
 // Calls use(layer of numbers, from, to) for outputs first .. last, as many at a time as stay near where they are packed.
-template <class T, class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
-    if (at.packing == NUMBERS) return use(at, first, last);
-    thread_local Buffer<T> numbers;
-    const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(T)), block = std::max(3 * PANEL, fitting / 48 * 48);
+template <class Use> static void expanded(const Linear& at, int64_t first, int64_t last, Use use) {
+    thread_local Buffer<bf16> numbers;
+    const int64_t fitting = EXPANDED_BYTES / int64_t(at.in * sizeof(bf16)), block = std::max(3 * PANEL, fitting / 48 * 48);
     grow(numbers, block * at.in);
     for (int64_t from = first; from < last; from += block) {
         const int64_t to = std::min(from + block, last);
