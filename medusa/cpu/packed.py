@@ -53,6 +53,43 @@ class Packed:
         panels = pad(blocks, (0, 0, 0, -outputs % PANEL)).view(-1, PANEL, blocks.shape[1] // size, size)
         return cls(arrange(panels.transpose(1, 2)), packing, outputs)
 
+    @classmethod
+    def of_groups(cls, numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> "Packed | None":
+        """Weights (numbers - zeros) * scales; None where no packing holds exactly these.
+
+        Args:
+            numbers: uint8 [O, I].
+            scales: [O, G], of groups of inputs that are of one size and in order.
+            zeros: uint8 [O, G].
+            bits: Of a number, 4 or 8.
+        """
+        (outputs, inputs), groups, scales = numbers.shape, scales.shape[1], scales.float()
+        if inputs % (RUN * groups):
+            return None
+        fit, offsets = (0, 0, 0, -outputs % PANEL), -scales * zeros
+        half = torch.equal(scales.half().float(), scales)
+
+        def runs(x: Tensor) -> Tensor:
+            """[P, K, 16] of [O, G]."""
+            x = pad(x.repeat_interleave(inputs // RUN // groups, 1), fit)
+            return x.view(-1, PANEL, inputs // RUN).transpose(1, 2)
+
+        if bits == 4:
+            # Products of 16 bits and 4 are exact in float32, and so is a sum of two that is one.
+            if not half and not torch.equal(scales.bfloat16().float(), scales):
+                return None
+            half = half and torch.equal(offsets.half().float(), offsets)
+            to, packing = (torch.float16, FOUR_BITS) if half else (torch.float32, WIDE_FOUR_BITS)
+            panels = pad(numbers, fit).view(-1, PANEL, inputs // RUN, RUN).transpose(1, 2)
+            return cls(_four_bits(runs(scales).to(to), runs(offsets).to(to), panels), packing, outputs)
+        signed = numbers.view(outputs, groups, -1).short() - zeros[..., None].short()
+        if signed.amin() < -128 or signed.amax() > 127:
+            return None
+        panels = pad(signed.to(torch.int8).flatten(1), fit).view(-1, PANEL, inputs // RUN, RUN).transpose(1, 2)
+        if half:
+            return cls(_bytes(runs(scales).half(), panels), EIGHT_BITS, outputs)
+        return cls(_bytes(runs(scales)[:, :, None].repeat(1, 1, 2, 1), panels), WIDE_EIGHT_BITS, outputs)
+
     def expand(self, dtype: torch.dtype) -> Tensor:
         """[O, I] of that dtype, as a model whose weights are expanded when it is loaded has it."""
         panels, runs, _ = self.parts.shape
