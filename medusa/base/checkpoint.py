@@ -64,8 +64,9 @@ def read_checkpoint(
             keep = pack and device.type == "cpu" and expands_quickly() and not int8 and not adapter
             packing = getattr(torch, gguf.DTYPE)
             if dtype is None and grouped and keep:
-                dtype = groupwise.PACKED_DTYPES.get(config.dtype)
-                logger.info("dtype %s: packed weights stand for it, in another one they are expanded", gguf.DTYPE)
+                dtype = groupwise.packed_dtype(config)
+                if dtype != config.dtype:
+                    logger.info("dtype %s: packed weights stand for it, and would be expanded in another", gguf.DTYPE)
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded

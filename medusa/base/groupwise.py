@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 FILES = ["*.json", "model*.safetensors", "gptq_model*.safetensors"]
 """Of a repository of the Hub."""
 INDEX = "model.safetensors.index.json"
-PACKED_DTYPES = dict.fromkeys((None, torch.float16, torch.bfloat16), torch.bfloat16)
-"""What packed layers of a checkpoint's dtype stand for, where no other is asked for."""
 HELD_BITS = {4: 6, 8: 10}
 """Of a packed weight in memory at most, with its share of scales."""
 
@@ -52,6 +50,11 @@ def describe(config: Any) -> str:
     return f"weights of {' and '.join(kinds)} ({told['quant_method']})"
 
 
+def packed_dtype(config: Any) -> torch.dtype:
+    """In which dtype a base with this config is loaded to stay packed, where no other is asked for."""
+    return torch.float32 if config.dtype == torch.float32 else torch.bfloat16  # float32 is kept, and expanded
+
+
 def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
     """Bits of a layer's weight that is packed on a CPU, scales included, at most; None = nothing is packed there.
 
@@ -59,7 +62,7 @@ def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
         config: The base's.
         dtype: That is asked for; None = nothing is.
     """
-    if not describe(config) or not expands_quickly() or (dtype or PACKED_DTYPES.get(config.dtype)) != torch.bfloat16:
+    if not describe(config) or not expands_quickly() or (dtype or packed_dtype(config)) != torch.bfloat16:
         return None
     return max(HELD_BITS[bits] for bits, _ in bits_and_sizes(_quantisation(config)))
 

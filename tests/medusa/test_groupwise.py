@@ -243,9 +243,27 @@ def test_old_writers_of_gptq_give_each_layer_a_bias_and_name_files_otherwise(che
     tensors |= {f"{path}.bias": torch.zeros(len(weight), dtype=torch.float16) for path, weight in without.items()}
     save_file(tensors, tmp_path / "gptq_model-4bit-128g.safetensors")
     config = LlamaConfig.from_pretrained(directory)
-    model = groupwise.load(str(tmp_path), config, torch.bfloat16, pack=True)
+    model = groupwise.load(str(tmp_path), config, torch.bfloat16, pack=available())
     assert all(model.get_submodule(path).bias is None for path in without)
     assert not {"gate_proj", "up_proj", "down_proj"} - {path.split(".")[-1] for path in without}
+
+
+@pytest.mark.parametrize("pack", sorted({False, available()}))
+def test_the_output_layer_may_be_tied_or_quantised(pack, checkpoint, tmp_path):
+    directory, _ = checkpoint("w4a16")
+    tensors, config = load_file(directory / "model.safetensors"), LlamaConfig.from_pretrained(directory)
+    vocabulary = len(tensors.pop("lm_head.weight"))
+    save_file(tensors, tmp_path / "model.safetensors")
+    config.tie_word_embeddings = True
+    model = groupwise.load(str(tmp_path), config, torch.bfloat16, pack)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    own = layer("w4a16", vocabulary, HIDDEN)
+    save_file(tensors | {f"lm_head.{name}": one for name, one in own.items()}, tmp_path / "model.safetensors")
+    for config.tie_word_embeddings in (False, True):
+        model = groupwise.load(str(tmp_path), config, torch.bfloat16, pack)
+        kept = pack and not config.tie_word_embeddings
+        assert type(model.lm_head) is (PackedLinear if kept else nn.Linear)
+        assert torch.equal(model.lm_head.weight, defined("w4a16", own, vocabulary, HIDDEN).bfloat16())
 
 
 @pytest.mark.parametrize(
