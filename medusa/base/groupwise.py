@@ -148,12 +148,12 @@ def _stored(directory: Path, stack: ExitStack) -> dict[str, Any]:
 
 def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors that are not quantised, without biases of 0 that the model has not: old writers of GPTQ add them."""
-    tensors = {key: file.get_tensor(key) for key, file in stored.items()}
-    empty = {
-        key for key in tensors.keys() - model.state_dict().keys() if key.endswith(".bias") and not tensors[key].any()
-    }
-    cast = {key: one.to(dtype) if one.is_floating_point() else one for key, one in tensors.items()}
-    return {key: one for key, one in cast.items() if key not in empty}
+    known, plain = model.state_dict().keys(), dict[str, Tensor]()
+    for key, file in stored.items():
+        tensor = file.get_tensor(key)
+        if key in known or not key.endswith(".bias") or tensor.any():
+            plain[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return plain
 
 
 def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
