@@ -98,6 +98,8 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     """The banner: which base, which heads, where and in what type they run."""
     base, heads = model.base, model.heads
     lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
+    if base.source:
+        lines.append(f"       {base.source}")
     if heads:
         lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
     small = model.drafters.parts.draft_model

@@ -50,11 +50,15 @@ def show_plan(args: argparse.Namespace) -> int:
     """
     import torch
 
+    from medusa.base import groupwise
     from serve.engine import MEMORY, machine_memory
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    shape = read_shape(_config(args.base), dtype, args.int8)
+    config = _config(args.base)
+    shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
+    if not on_gpu and not args.int8 and groupwise.reads(config):
+        shape = replace(shape, bits=groupwise.held_bits(config, dtype) or 8 * shape.itemsize)
     memory = args.device_memory or machine_memory()
     limits = engine_limits(from_flags(EngineSettings, args), recorded=on_gpu and not args.no_graph)
     limits = replace(limits, head_bytes=shape.itemsize * _head_weights(args.heads or shipped_heads(args.base)))

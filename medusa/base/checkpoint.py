@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from medusa.base import gguf, smollm2
+from medusa.base import gguf, groupwise, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
@@ -59,13 +59,21 @@ def read_checkpoint(
     try:
         with _garbage_kept():
             config = AutoConfig.from_pretrained(path)
-            quantised = "quantization_config" in options or hasattr(config, "quantization_config")
+            grouped = device.type == "cpu" and not options and not spread and groupwise.reads(config)
+            quantised = not grouped and ("quantization_config" in options or hasattr(config, "quantization_config"))
+            keep = pack and device.type == "cpu" and expands_quickly() and not int8 and not adapter
+            packing = getattr(torch, gguf.DTYPE)
+            if dtype is None and grouped and keep:
+                dtype = groupwise.packed_dtype(config)
+                if dtype != config.dtype:
+                    logger.info("dtype %s: packed weights stand for it, and would be expanded in another", gguf.DTYPE)
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-            readable = device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and expands_quickly()
-            packed = pack and readable and not int8 and not adapter
-            if not options and gguf.holds(path, packed):
+            packed = keep and dtype == packing
+            if grouped:
+                model = groupwise.load(path, config, dtype, packed)
+            elif not options and gguf.holds(path, packed):
                 model = gguf.load(path, dtype, expand=not packed)
             else:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
@@ -82,7 +90,7 @@ def read_checkpoint(
         round_linears(model, keep=model.get_output_embeddings())
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
-    return Checkpoint(model, tokenizer, name, smollm2.source(path))
+    return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
 
 
 @contextmanager

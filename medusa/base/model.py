@@ -116,7 +116,7 @@ class BaseModel:
             dtype: Of weights and computation; None = the checkpoint's, or what a CPU has instead: ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
-                quantised layers, or on a base that is spread).
+                layers that transformers quantises, or on a base that is spread).
             int8: LOSSY, for CPUs: round linear layers and what they read to 8 bits, but not the output layer.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 exact on a CPU with a C++ compiler, otherwise the reference.

@@ -134,12 +134,16 @@ def _experts(config: Any, name: str) -> tuple[int, int]:
 
 def _bits(config: Any, name: str) -> int | None:
     """Of a weight of the layers; None = it is not quantised."""
+    from medusa.base.group_layouts import bits_and_sizes
+
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
         return None
     told = quantised if isinstance(quantised, dict) else quantised.to_dict()
     bits = told.get("bits") or (4 if told.get("load_in_4bit") else None)
     bits = bits or (8 if told.get("load_in_8bit") or told.get("quant_method") == "fp8" else None)
+    if bits is None and told.get("config_groups"):
+        bits = max(each for each, _ in bits_and_sizes(told))
     if bits is None:
         raise ValueError(
             f"quantisation ({told.get('quant_method')}) of the base ({name}) does not tell its bits; take"

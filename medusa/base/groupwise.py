@@ -1,0 +1,203 @@
+"""Checkpoints of 4 or 8 bits in groups (GPTQ, AWQ, compressed-tensors) as bases on a CPU.
+
+Where our kernels know a layer's groups it stays packed (``medusa.cpu.packed``), elsewhere it is expanded: both compute
+with the same weights. On a GPU transformers reads these checkpoints.
+"""
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from medusa.base.group_layouts import LAYOUTS, Grouped, Layout, bits_and_sizes, read_layer
+from medusa.cpu.native import expands_quickly
+from medusa.cpu.packed import Packed, PackedLinear
+
+logger = logging.getLogger(__name__)
+
+FILES = ["*.json", "model*.safetensors", "gptq_model*.safetensors"]
+"""Of a repository of the Hub."""
+INDEX = "model.safetensors.index.json"
+HELD_BITS = {4: 6, 8: 10}
+"""Of a packed weight in memory at most, with its share of scales."""
+
+
+def reads(config: Any) -> bool:
+    """Whether a base with this config is of a method that ``load`` knows."""
+    return _quantisation(config).get("quant_method") in LAYOUTS
+
+
+def describe(config: Any) -> str:
+    """What the weights of a base with this config are, in words; "" where ``load`` does not know them."""
+    told = _quantisation(config)
+    if not reads(config) or LAYOUTS[told["quant_method"]].oddities(told):
+        return ""
+    kinds = [
+        f"{bits} bits {f'in groups of {size}' if size else 'with a scale for each output'}"
+        for bits, size in bits_and_sizes(told)
+    ]
+    return f"weights of {' and '.join(kinds)} ({told['quant_method']})"
+
+
+def packed_dtype(config: Any) -> torch.dtype:
+    """In which dtype a base with this config is loaded to stay packed, where no other is asked for."""
+    return torch.float32 if config.dtype == torch.float32 else torch.bfloat16  # float32 is kept, and expanded
+
+
+def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
+    """Bits of a layer's weight that is packed on a CPU, scales included, at most; None = nothing is packed there.
+
+    Args:
+        config: The base's.
+        dtype: That is asked for; None = nothing is.
+    """
+    if not describe(config) or not expands_quickly() or (dtype or packed_dtype(config)) != torch.bfloat16:
+        return None
+    return max(HELD_BITS[bits] for bits, _ in bits_and_sizes(_quantisation(config)))
+
+
+def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedModel:
+    """The model of a checkpoint, on the CPU.
+
+    Args:
+        name: Directory or Hub id.
+        config: The checkpoint's.
+        dtype: Of the model.
+        pack: Keep layers packed where the kernels know their groups. Otherwise all become plain ones: for training,
+            for other dtypes than packed layers have, or where the kernels do not run.
+
+    Raises:
+        OSError: It cannot be fetched, or has no safetensors.
+        ValueError: It is quantised in another way, or has other layers than the model.
+    """
+    told = _quantisation(config)
+    _check(told)
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    with no_init_weights():  # memory that is never written costs nothing
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=dtype)
+    directory = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=FILES))
+    layout, packed = LAYOUTS[told["quant_method"]], dict[str, Packed]()
+    tied = model.get_output_embeddings() if plain.tie_word_embeddings else None
+    with ExitStack() as stack:
+        stored = _stored(directory, stack)
+        layers = {path for path, _, own in (key.rpartition(".") for key in stored) if own == layout.parts[0]}
+        parts = {f"{path}.{own}" for path in layers for own in layout.parts}
+        state = _plain({key: file for key, file in stored.items() if key not in parts}, model, dtype)
+        for path in sorted(layers):
+            module = _linear(model, path)
+            weight = _weight(layout, stored, path, module, told)
+            kept = _packed(weight) if pack and module is not tied else None
+            if kept is None:
+                state[f"{path}.weight"] = weight.expand(dtype)
+            else:
+                packed[path] = kept
+    _fill(model, state, packed)
+    for path, kept in packed.items():
+        model.set_submodule(path, PackedLinear(kept, dtype, _linear(model, path).bias))
+    counts = len(packed), len(layers) - len(packed)
+    logger.info("base %s: %s, %d layers kept packed, %d expanded", name, describe(config), *counts)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def _quantisation(config: Any) -> Mapping[str, Any]:
+    told = getattr(config, "quantization_config", None) or {}
+    return told if isinstance(told, dict) else told.to_dict()
+
+
+def _check(told: Mapping[str, Any]) -> None:
+    """Raises ValueError: a checkpoint is quantised in a way that is not read."""
+    odd = LAYOUTS[told["quant_method"]].oddities(told)
+    if odd:
+        raise ValueError(
+            f"quantisation ({told['quant_method']}: {odd[0]}) is not read on a CPU, only 4 or 8 bits of GPTQ, AWQ"
+            " (gemm) and compressed-tensors (pack-quantized) are; take such weights, a GGUF file or plain ones, or a"
+            " GPU"
+        )
+
+
+def _stored(directory: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each tensor."""
+    found = sorted(directory.glob("*.safetensors"))
+    if (directory / INDEX).is_file():
+        names = json.loads((directory / INDEX).read_text())["weight_map"].values()
+        found = [directory / name for name in sorted(set(names))]
+    elif (directory / "model.safetensors").is_file():
+        found = [directory / "model.safetensors"]
+    if not found:
+        raise OSError(f"{directory} has no safetensors, which quantised weights are read from; convert its weights")
+    stored = dict[str, Any]()
+    for path in found:
+        file = stack.enter_context(safe_open(path, "pt"))
+        stored |= dict.fromkeys(file.keys(), file)
+    return stored
+
+
+def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors that are not quantised, without biases of 0 that the model has not: old writers of GPTQ add them."""
+    known, plain = model.state_dict().keys(), dict[str, Tensor]()
+    for key, file in stored.items():
+        tensor = file.get_tensor(key)
+        if key in known or not key.endswith(".bias") or tensor.any():
+            plain[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return plain
+
+
+def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
+    """A layer of the model."""
+    try:
+        module: nn.Module | None = model.get_submodule(path)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.Linear):
+        what = "not in the model" if module is None else f"no linear layer there but {type(module).__name__}"
+        raise ValueError(f"quantised layer ({path}) is {what}; take a checkpoint of plain weights, or a GPU")
+    return module
+
+
+def _weight(
+    layout: Layout, stored: Mapping[str, Any], path: str, module: nn.Linear, told: Mapping[str, Any]
+) -> Grouped:
+    """Of a quantised layer."""
+    keys = {own: f"{path}.{own}" for own in layout.parts if f"{path}.{own}" in stored}
+    tensors = {own: stored[key].get_tensor(key) for own, key in keys.items()}
+    try:
+        return read_layer(layout, tensors, module.out_features, module.in_features, told)
+    except ValueError as error:
+        raise ValueError(f"quantised layer ({path}) is not read: {error}; take another checkpoint") from error
+
+
+def _packed(weight: Grouped) -> Packed | None:
+    """As the kernels know it, where they do."""
+    if weight.groups is not None:
+        return None
+    return Packed.of_groups(weight.numbers, weight.scales, weight.zeros, weight.bits)
+
+
+def _fill(model: PreTrainedModel, state: dict[str, Tensor], packed: Collection[str]) -> None:
+    """Give a model its tensors, but the weights of the packed layers.
+
+    Raises:
+        ValueError: They are not those that it has.
+    """
+    missing, unexpected = map(set, model.load_state_dict(state, strict=False, assign=True))
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    missing -= {f"{path}.weight" for path in packed}
+    odd = {key for key in unexpected if not any(re.search(pattern, key) for pattern in patterns)} | missing
+    if odd:
+        where = "is missing" if min(odd) in missing else "is not in the model"
+        raise ValueError(f"tensor ({min(odd)}) {where}; take a checkpoint of plain weights, or a GPU")
