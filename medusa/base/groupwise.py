@@ -7,6 +7,7 @@ with the same weights. On a GPU transformers reads these checkpoints.
 import copy
 import json
 import logging
+import math
 import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 FILES = ["*.json", "model*.safetensors", "gptq_model*.safetensors"]
 """Of a repository of the Hub."""
 INDEX = "model.safetensors.index.json"
-HELD_BITS = {4: 6, 8: 10}
-"""Of a packed weight in memory at most, with its share of scales."""
 
 
 def reads(config: Any) -> bool:
@@ -64,7 +63,8 @@ def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
     """
     if not describe(config) or not expands_quickly() or (dtype or packed_dtype(config)) != torch.bfloat16:
         return None
-    return max(HELD_BITS[bits] for bits, _ in bits_and_sizes(_quantisation(config)))
+    kinds = bits_and_sizes(_quantisation(config))
+    return max(math.ceil(bits + (32 / size if size else 0) + (bits == 4) / 4) for bits, size in kinds)
 
 
 def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedModel:
@@ -105,7 +105,7 @@ def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedMo
                 packed[path] = kept
     _fill(model, state, packed)
     for path, kept in packed.items():
-        model.set_submodule(path, PackedLinear(kept, dtype, _linear(model, path).bias))
+        model.set_submodule(path, PackedLinear(kept, _linear(model, path).bias))
     counts = len(packed), len(layers) - len(packed)
     logger.info("base %s: %s, %d layers kept packed, %d expanded", name, describe(config), *counts)
     if (directory / "generation_config.json").is_file():
