@@ -50,39 +50,54 @@ template <class T> static void check_linear(int64_t outputs, int64_t in) {
 }
 
 // Packed weights: each number against its formula, and sums against those of the same numbers.
-template <class T, class P> static void check_packed(Packing packing, int64_t outputs, int64_t in) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, runs = in / RUN;
-    std::vector<P> parts(panels * runs);
-    const auto fill = [](auto& numbers) {  // a number of 16 bits, or its product with one of 6, as in a file
-        for (auto& x : numbers) narrow(rounded<f16>(noise()) * (sizeof x == 4 ? 1 + generator() % 63 : 1), &x);
-    };
-    for (P& part : parts) {
-        for (size_t i = 0; i < sizeof part; i++) ((uint8_t*)&part)[i] = uint8_t(generator());
-        if constexpr (IS_FOUR_BITS<P>) fill(part.scale), fill(part.offset);
-        else for (auto& scales : part.scale) fill(scales);
+static int64_t number_of(const Four& all, int64_t r, int64_t i) { return all.pairs[r][i / 2] >> i % 2 * 4 & 15; }
+static int64_t number_of(const Five& all, int64_t r, int64_t i) {
+    return (all.pairs[r][i / 2] >> i % 2 * 4 & 15) | (all.fifth[r] >> i & 1) << 4;
+}
+static int64_t number_of(const Eight& all, int64_t r, int64_t i) { return all.numbers[r][i]; }
+template <class F, int FACTORS, class C, int CODES, class N>
+static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, int64_t outputs, int64_t in, int64_t in_block) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, runs = in / RUN, head = runs / in_block * FACTORS * PANEL;
+    const int64_t size = head * sizeof(F) + runs * (CODES * PANEL * sizeof(C) + sizeof(N));
+    std::vector<uint8_t> parts(panels * size);
+    for (uint8_t& x : parts) x = uint8_t(generator());
+    const auto bias = numbers<bf16>(outputs), x = numbers<bf16>(40 * in);
+    const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, packing, in_block};
+    std::vector<bf16> weight(outputs * in);
+    for (int64_t p = 0; p < panels; p++) {
+        for (int64_t i = 0; i < head; i++) narrow(rounded<bf16>(noise() / 20), (F*)&parts[p * size] + i);  // products are exact
+        const Form<F, FACTORS, C, CODES, N> panel(packed, p);
+        for (int64_t r = 0; r < PANEL && p * PANEL + r < outputs; r++)
+            for (int64_t k = 0; k < in; k++) {
+                const auto& factors = panel.factors[k / RUN / in_block];
+                const auto& codes = panel.codes[CODES ? k / RUN : 0];
+                float first = widen(factors[0][r]), second = widen(factors[FACTORS - 1][r]);
+                if (CODES == 1) second = -first * codes[0][r];
+                if (CODES == 2) first *= codes[0][r], second *= codes[CODES - 1][r] * (std::is_same_v<N, Eight> ? 1.f : -1.f);
+                const float q = float(number_of(panel.numbers[k / RUN], r, k % RUN));
+                const float number = std::is_same_v<N, Eight> ? (k % RUN < RUN / 2 ? first : second) * q : std::fma(first, q, second);
+                narrow(number, &weight[(p * PANEL + r) * in + k]);
+            }
     }
-    std::vector<T> weight(outputs * in);
-    for (int64_t n = 0; n < outputs; n++)
-        for (int64_t k = 0; k < in; k++) {
-            const P& part = parts[n / PANEL * runs + k / RUN];
-            const int64_t r = n % PANEL, i = k % RUN;
-            if constexpr (IS_FOUR_BITS<P>)
-                narrow(std::fma(float(part.words[r][i % 8] >> i / 8 * 4 & 15), widen(part.scale[r]), widen(part.offset[r])), &weight[n * in + k]);
-            else narrow(widen(part.scale[sizeof part.scale > 4 * PANEL && i >= 16][r]) * part.numbers[r][i], &weight[n * in + k]);
-        }
-    const auto bias = numbers<T>(outputs), x = numbers<T>(40 * in);
-    const Linear packed{parts.data(), bias.data(), outputs, in, nullptr, packing}, plain{weight.data(), bias.data(), outputs, in};
-    for (int64_t rows : {1, 3, 16, 40})
+    const Linear plain{weight.data(), bias.data(), outputs, in};
+    Buffer<bf16> room;
+    for (int64_t n = 0; n < outputs; n++) REQUIRE(!std::memcmp(row_of(packed, n, room), &weight[n * in], in * sizeof(bf16)));
+    for (int64_t rows : {1, 2, 3, 5, 7, 8, 16, 40})
         for (int threads : {1, 3}) {
-            std::vector<T> ours(rows * outputs), theirs(rows * outputs);
-            REQUIRE(medusa_linear(TYPE<T>, threads, &packed, rows, x.data(), ours.data()) == DONE);
-            REQUIRE(medusa_linear(TYPE<T>, threads, &plain, rows, x.data(), theirs.data()) == DONE);
-            REQUIRE(!std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(T)));
+            std::vector<bf16> ours(rows * outputs), theirs(rows * outputs);
+            REQUIRE(medusa_linear(BFLOAT16, threads, &packed, rows, x.data(), ours.data()) == DONE);
+            REQUIRE(medusa_linear(BFLOAT16, threads, &plain, rows, x.data(), theirs.data()) == DONE);
+            REQUIRE(!std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(bf16)));
         }
 }
-template <class T> static void check_packed(int64_t outputs, int64_t in) {
-    check_packed<T, FourBits<f16>>(FOUR_BITS, outputs, in), check_packed<T, FourBits<float>>(WIDE_FOUR_BITS, outputs, in);
-    check_packed<T, EightBits<f16, 1>>(EIGHT_BITS, outputs, in), check_packed<T, EightBits<float, 2>>(WIDE_EIGHT_BITS, outputs, in);
+static void check_packed(int64_t outputs, int64_t in) {
+    const uint8_t nothing[4096] = {};
+    for (int64_t packing = SIMPLE_FOUR; packing <= GROUP_EIGHT; packing++) {
+        const bool blocks = packing >= SUPER_FOUR && in % 96 == 0;
+        with_panel(Linear{nothing, nullptr, 1, RUN, nullptr, packing, 1}, 0, [&](const auto& form) {
+            check_packed(form, Packing(packing), outputs, in, blocks ? 3 : 1);
+        });
+    }
 }
 
 // A tree's rows, and each node once more as the end of a chain of its ancestors.
@@ -157,7 +172,7 @@ int main() {
     for (auto [outputs, in] : {std::pair{37, 100}, {96, 576}, {5, 33}, {1, 7}, {50, 1100}})
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
     for (auto [outputs, in] : {std::pair{1, 32}, {37, 96}, {200, 576}})
-        check_packed<float>(outputs, in), check_packed<bf16>(outputs, in), check_packed<f16>(outputs, in);
+        check_packed(outputs, in);
     for (int64_t groups : {1, 3})
         for (int64_t dim : {64, 40, 33})
             for (int64_t length : {0, 5, 28, 127, 300})
