@@ -1,0 +1,140 @@
+"""A GGUF file becomes the directory of a base; the largest tensor is in memory in float32, the model never."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+from medusa.base.gguf_reading import Reading
+from medusa.base.gguf_tensors import SLICE, Stored
+from medusa.cpu.packed import KINDS, PANEL, Packed
+
+WEIGHTS = "packed-{:05}.safetensors"
+"""Files of weights, numbered."""
+DTYPE = torch.bfloat16
+"""Of the numbers that packed weights stand for."""
+SHARD = 2**30
+"""Bytes of weights after which another file begins."""
+
+
+def convert(file: Path, directory: Path, expanded: bool = False) -> str:
+    """Make the directory of a GGUF file.
+
+    Args:
+        file: The file.
+        directory: It must not exist. After an error it holds a part.
+        expanded: Write the expanded model there too, for those who read no packed weights. It is whole in memory then.
+
+    Returns:
+        What the weights are, in words.
+
+    Raises:
+        OSError: The directory cannot be written.
+        ValueError: The file is damaged, transformers cannot read its family, or there is no package ``gguf``.
+    """
+    with _one_error(file):
+        values, _ = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+        reading = Reading(file, values, DTYPE)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        whole = None if reading.singly() and not expanded else reading.whole()
+    model = whole or reading.outline
+    directory.mkdir()
+    if expanded:
+        model.save_pretrained(directory)
+    else:
+        model.config.save_pretrained(directory)
+        model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    found = reading.tensors() if whole is None else reading.tensors_in(whole)
+    kinds = _write(directory, _packed(file, found, model.config))
+    told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
+    return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
+
+
+@contextmanager
+def _one_error(file: Path) -> Iterator[None]:
+    """Say what is wrong with a file in one way: readers of damaged ones fail in many."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"GGUF file ({file}) cannot be read: {error}; pip install gguf") from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(f"GGUF file ({file}) cannot be read: {reason}; give another file or base") from error
+
+
+def _packed(
+    file: Path, found: Iterable[tuple[str, Tensor, Stored | None]], config: PretrainedConfig
+) -> Iterator[tuple[str, Tensor | Packed, str]]:
+    """The model's tensors, packed where that is the same, and the types of those."""
+    with _one_error(file):
+        for name, tensor, stored in found:
+            packed = None if stored is None else _pack(tensor, stored, config)
+            yield (name, packed, stored.kind) if stored and packed else (name, tensor, "")
+
+
+def _pack(expanded: Tensor, stored: Stored, config: PretrainedConfig) -> Packed | None:
+    """The packed tensor whose numbers are those of the expanded one, all of them; None where there is none."""
+    if stored.kind not in KINDS or expanded.dim() != 2 or stored.shape != expanded.shape:
+        return None
+    blocks = stored.blocks()
+    for rows in _orders(len(expanded), config):
+        if packed := _pack_rows(expanded, blocks, rows, stored.kind):
+            return packed
+    return None
+
+
+def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Packed | None:
+    """Made and compared by panels that lie one after another, since both take a multiple of their memory."""
+    parts, step = [], max(1, SLICE // expanded.shape[1] // PANEL) * PANEL
+    for some, wanted in zip(rows.split(step), expanded.split(step), strict=True):
+        packed = Packed.of(blocks[some], kind)
+        if not torch.equal(packed.expand(expanded.dtype), wanted):
+            return None
+        parts.append(packed)
+    return Packed(torch.cat([part.parts for part in parts]), parts[0].packing, len(expanded))
+
+
+def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:
+    """How rows may stand in the file: in order, or, in Llama's queries and keys, the halves of each head in turn."""
+    in_order = torch.arange(outputs)
+    yield in_order
+    for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
+        if outputs % (2 * heads) == 0:
+            yield in_order.view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _write(directory: Path, found: Iterable[tuple[str, Tensor | Packed, str]]) -> list[str]:
+    """Write the tensors as they come, into files of some ``SHARD`` bytes; the types of those that are packed."""
+    tensors, packings, kinds = dict[str, Tensor](), dict[str, tuple[int, int]](), set[str]()
+    number = size = 0
+
+    def end() -> None:
+        nonlocal size, number
+        path = directory / WEIGHTS.format(number)
+        try:
+            save_file(tensors, path, {"packings": json.dumps(packings)})
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"weights ({path}) cannot be written: {error}; free disk space, or set XDG_CACHE_HOME"
+            ) from error
+        number, size = number + 1, 0
+        tensors.clear()
+        packings.clear()
+
+    for name, one, kind in found:
+        if isinstance(one, Packed):
+            packings[name] = (one.packing, one.outputs)
+            kinds.add(kind)
+        tensors[name] = one.parts if isinstance(one, Packed) else one.contiguous()
+        size += tensors[name].nbytes
+        if size >= SHARD:
+            end()
+    end()
+    return sorted(kinds)
