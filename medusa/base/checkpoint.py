@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from medusa.base import gguf, smollm2
+from medusa.base import gguf, gguf_names, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
@@ -109,7 +109,7 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
     for candidate in candidates:
         if candidate.is_dir():
             return str(candidate.resolve())
-        if candidate.suffix == gguf.SUFFIX and candidate.is_file():
+        if candidate.suffix == gguf_names.SUFFIX and candidate.is_file():
             return str(candidate.resolve())
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+from medusa.base.gguf_names import find
 from medusa.files import cache_directory, sweep, write_json
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".gguf"
 WEIGHTS = "packed*.safetensors"
 """Files of a directory's weights."""
 LAYOUT = 2
@@ -36,13 +36,14 @@ DTYPE = "bfloat16"
 
 
 def locate(name: str) -> str:
-    """The directory that a GGUF file has become, now or earlier; any other name as it is.
+    """The directory that the GGUF file of a base has become, now or earlier; any other name as it is.
 
     Raises:
-        ValueError: The file cannot be read.
+        OSError: The file cannot be had, or the directory not be written.
+        ValueError: The file cannot be read, or the name means several (``medusa.base.gguf_names``).
     """
-    file = Path(name)
-    if file.suffix != SUFFIX or not file.is_file():
+    file = find(name)
+    if file is None:
         return name
     stat = file.stat()
     same = hashlib.sha256(f"{LAYOUT} {file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
@@ -53,6 +54,8 @@ def locate(name: str) -> str:
 
         logger.info("base %s: reading the GGUF file and keeping it in %s, once", file.name, directory)
         source = convert(file, model)
+        if (now := file.stat()).st_mtime_ns != stat.st_mtime_ns or now.st_size != stat.st_size:
+            raise ValueError(f"GGUF file ({file}) has changed while it was read; load it again when it is complete")
         write_json(model / SOURCE, {"name": str(file), "source": source})
 
     keep(directory, make)

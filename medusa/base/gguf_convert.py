@@ -39,8 +39,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         ValueError: The file is damaged, transformers cannot read its family, or there is no package ``gguf``.
     """
     with _one_error(file):
-        values, _ = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
-        reading = Reading(file, values, DTYPE)
+        reading = Reading(file, DTYPE)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         whole = None if reading.singly() and not expanded else reading.whole()
     model = whole or reading.outline
@@ -55,6 +54,16 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
     kinds = _write(directory, _packed(file, found, model.config))
     told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
     return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
+
+
+def read_config(file: Path) -> PretrainedConfig:
+    """The config that ``convert`` writes.
+
+    Raises:
+        ValueError: As ``convert`` does.
+    """
+    with _one_error(file):
+        return Reading(file, DTYPE).outline.config
 
 
 @contextmanager

@@ -5,15 +5,14 @@ queries and keys, norms plus 1).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,7 +25,6 @@ class Reading:
 
     Args:
         file: It.
-        values: The model's config, as transformers finds it there.
         dtype: Of the model.
 
     Attributes:
@@ -37,20 +35,20 @@ class Reading:
         ValueError: The file is damaged, or transformers does not know the family.
     """
 
-    def __init__(self, file: Path, values: Mapping[str, Any], dtype: torch.dtype):
+    def __init__(self, file: Path, dtype: torch.dtype):
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         self._file, self._dtype = file, dtype
-        family, self._stored = stored_tensors(file)
+        self._family, self._stored = stored_tensors(file)
+        values, _ = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
         config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
         with torch.device("meta"), no_init_weights():
             self.outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        self._processor = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=dict(values))
+        self._processor = TENSOR_PROCESSORS.get(self._family, TensorProcessor)(config=dict(values))
         try:
             self._names = get_gguf_hf_weights_map(self.outline, self._processor)
         except NotImplementedError:  # of a family that only reads as a whole
             self._names = {}
-        self._family = family
 
     def name(self, stored: Stored) -> str:
         """The model's name for a tensor of the file; "" where transformers does not read it."""

@@ -13,7 +13,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), **sizes):
+def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), wrong=None, seed=0):
     """Write a random model; returns the file's path.
 
     Args:
@@ -23,12 +23,13 @@ def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), *
         tokenizer: Its tokenizer.
         kind: Type of the matrices.
         without: Tensors that are left out, by llama.cpp's names.
-        sizes: Other than ``SIZES``.
+        wrong: Sizes that the file promises in place of ``SIZES``.
+        seed: Of the weights.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    sizes = SIZES | sizes
-    model = AutoModelForCausalLM.from_config(config_class(vocab_size=len(letters) + 1, initializer_range=0.1, **sizes))
+    model = AutoModelForCausalLM.from_config(config_class(vocab_size=len(letters) + 1, initializer_range=0.1, **SIZES))
+    sizes = SIZES | (wrong or {})
     writer = GGUFWriter(path, family)
     writer.add_context_length(256)
     writer.add_embedding_length(sizes["hidden_size"])
