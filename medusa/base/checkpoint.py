@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from medusa.base import gguf, gguf_names, smollm2
 from medusa.base.adapter import apply_adapter
@@ -65,10 +66,10 @@ def read_checkpoint(
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
             readable = device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and expands_quickly()
             packed = pack and readable and not int8 and not adapter
-            if not options and gguf.holds(path, packed):
+            if gguf.holds(path, packed) and not options and not is_deepspeed_zero3_enabled():
                 model = gguf.load(path, dtype, expand=not packed)
             else:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+                model = AutoModelForCausalLM.from_pretrained(gguf.expanded(path), dtype=dtype, **options)
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)

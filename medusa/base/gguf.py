@@ -29,6 +29,8 @@ WEIGHTS = "packed*.safetensors"
 """Files of a directory's weights."""
 LAYOUT = 2
 """Of directories that files become: other ones are left alone."""
+EXPANDED = "-expanded"
+"""End of the name of a directory's other form; see ``expanded``."""
 SOURCE = "source.json"
 """What the weights are."""
 DTYPE = "bfloat16"
@@ -88,6 +90,25 @@ def holds(directory: str | Path, packed: bool) -> bool:
     """Whether ``load`` reads a directory: it holds packed weights, and these are wanted or it has no others."""
     directory = Path(directory)
     return any(directory.glob(WEIGHTS)) and (packed or not (directory / "model.safetensors").is_file())
+
+
+def expanded(directory: str) -> str:
+    """A directory that transformers reads: this one, or, of packed weights alone, one that is made of it once."""
+    if not holds(directory, packed=False):
+        return directory
+    import torch
+
+    from medusa.base.gguf_convert import save_expanded
+
+    whole = Path(f"{directory}{EXPANDED}")
+
+    def make(beside: Path) -> None:
+        logger.info("base %s: keeping it expanded in %s, once: transformers reads no packed weights", directory, whole)
+        beside.mkdir()
+        save_expanded(load(directory, getattr(torch, DTYPE), expand=True), beside)
+
+    keep(whole, make)
+    return str(whole)
 
 
 def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrainedModel":

@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from medusa.base.gguf_reading import Reading
+from medusa.base.gguf_reading import Reading, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored
 from medusa.cpu.packed import KINDS, PANEL, Packed
 
@@ -45,15 +45,27 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
     model = whole or reading.outline
     directory.mkdir()
     if expanded:
-        model.save_pretrained(directory)
+        save_expanded(model, directory)
     else:
-        model.config.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
+        _save_config(model, directory)
     tokenizer.save_pretrained(directory)
     found = reading.tensors() if whole is None else reading.tensors_in(whole)
     kinds = _write(directory, _packed(file, found, model.config))
     told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
     return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
+
+
+def save_expanded(model: PreTrainedModel, directory: Path) -> None:
+    """Write a model as transformers reads it; its own ``save_pretrained`` does nothing in processes but the first."""
+    model.config.architectures = [type(model).__name__]
+    _save_config(model, directory)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors_of(model).items()}
+    _save(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def _save_config(model: PreTrainedModel, directory: Path) -> None:
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
 
 
 def read_config(file: Path) -> PretrainedConfig:
@@ -126,13 +138,7 @@ def _write(directory: Path, found: Iterable[tuple[str, Tensor | Packed, str]]) -
 
     def end() -> None:
         nonlocal size, number
-        path = directory / WEIGHTS.format(number)
-        try:
-            save_file(tensors, path, {"packings": json.dumps(packings)})
-        except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"weights ({path}) cannot be written: {error}; free disk space, or set XDG_CACHE_HOME"
-            ) from error
+        _save(tensors, directory / WEIGHTS.format(number), {"packings": json.dumps(packings)})
         number, size = number + 1, 0
         tensors.clear()
         packings.clear()
@@ -147,3 +153,10 @@ def _write(directory: Path, found: Iterable[tuple[str, Tensor | Packed, str]]) -
             end()
     end()
     return sorted(kinds)
+
+
+def _save(tensors: dict[str, Tensor], path: Path, told: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, told)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"weights ({path}) cannot be written: {error}; free disk space, or set XDG_CACHE_HOME") from error

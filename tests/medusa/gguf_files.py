@@ -49,6 +49,7 @@ def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), w
     writer.add_token_types([3] + [1] * len(letters))
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
+    writer.add_chat_template(tokenizer.chat_template)
     weights = model.state_dict()
     names = get_gguf_hf_weights_map(model, TENSOR_PROCESSORS.get(family, TensorProcessor)())
     for name, own in names.items():

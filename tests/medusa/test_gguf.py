@@ -283,3 +283,15 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(file, cache, tmp_path,
     with pytest.raises(ValueError, match="has changed while it was read; load it again"):
         gguf.locate(str(path))
     assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_loads_in_its_own_ways_is_expanded_once(family, cache, tokenizer, tmp_path):
+    file = write_file(tmp_path / "small.gguf", family, FAMILIES[family], tokenizer)
+    plain = BaseModel.load(file, torch.float32, "cpu")
+    for _ in range(2):
+        placed = BaseModel.load(file, torch.float32, "cpu", load_options={"device_map": {"": "cpu"}})
+        assert placed.source == plain.source
+        for name, weight in plain.model.state_dict().items():
+            assert torch.equal(placed.model.state_dict()[name], weight)
+    assert [kept.name.endswith("-expanded") for kept in sorted(cache.iterdir()) if kept.is_dir()] == [False, True]
