@@ -4,6 +4,7 @@ It decides every number: names, shapes, and how it undoes what llama.cpp has cha
 queries and keys, norms plus 1).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from medusa.base.gguf_tensors import Stored, stored_tensors
+
+logger = logging.getLogger(__name__)
 
 
 class Reading:
@@ -70,6 +73,9 @@ class Reading:
             ValueError: A tensor has another shape, or a type that cannot be expanded.
         """
         wanted, made = tensors_of(self.outline), dict[str, Tensor]()
+        if left_out := [stored.name for stored in self._stored if self.name(stored) not in wanted]:
+            said = "GGUF file %s: transformers leaves out %s; texts may differ from those of llama.cpp"
+            logger.warning(said, self._file.name, ", ".join(left_out))
         left = Counter(self.name(stored) for stored in self._stored)
         for stored in tqdm(self._stored, desc=f"tensors of {self._file.name}", unit="", disable=None, leave=False):
             name = self.name(stored)

@@ -13,7 +13,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), wrong=None, seed=0):
+def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), extra=(), wrong=None, seed=0):
     """Write a random model; returns the file's path.
 
     Args:
@@ -23,6 +23,7 @@ def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), w
         tokenizer: Its tokenizer.
         kind: Type of the matrices.
         without: Tensors that are left out, by llama.cpp's names.
+        extra: Tensors that the model has no place for.
         wrong: Sizes that the file promises in place of ``SIZES``.
         seed: Of the weights.
     """
@@ -66,6 +67,8 @@ def write_file(path, family, config_class, tokenizer, kind="Q4_1", without=(), w
         else:
             blocks = quantize(numbers, GGMLQuantizationType[kind])
             writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
+    for name in extra:
+        writer.add_tensor(name, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -246,6 +246,13 @@ def test_a_file_without_what_its_config_promises_is_one_error(sizes, reason, cac
     assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
 
 
+def test_what_transformers_leaves_out_is_said(tokenizer, tmp_path, caplog):
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, extra=["rope_freqs.weight"])
+    gguf_convert.convert(file, tmp_path / "base")
+    assert "small.gguf: transformers leaves out rope_freqs.weight; texts may differ" in caplog.text
+    check(tmp_path / "base", expanded(file))
+
+
 def test_a_full_disk_is_one_error_and_nothing_is_kept(file, cache, monkeypatch):
     def full(*_):
         raise SafetensorError("No space left on device")
