@@ -50,7 +50,8 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
         _save_config(model, directory)
     tokenizer.save_pretrained(directory)
     found = reading.tensors() if whole is None else reading.tensors_in(whole)
-    kinds = _write(directory, _packed(file, found, model.config))
+    with _one_thread():
+        kinds = _write(directory, _packed(file, found, model.config))
     told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
     return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
 
@@ -76,6 +77,17 @@ def read_config(file: Path) -> PretrainedConfig:
     """
     with _one_error(file):
         return Reading(file, DTYPE).outline.config
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations are many and small: on a busy machine two threads that wait for each other take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 FIXED = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """``struct``'s letters for the other types of values in a header."""
-SLICE = 2**24
+SLICE = 2**22
 """Numbers that are expanded at a time: the package ``gguf`` needs a multiple of their memory for it."""
 
 
