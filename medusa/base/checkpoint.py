@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from medusa.base import gguf, gguf_names, smollm2
+from medusa.base import gguf, gguf_convert, gguf_names, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
@@ -64,7 +64,7 @@ def read_checkpoint(
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-            readable = device.type == "cpu" and dtype == getattr(torch, gguf.DTYPE) and expands_quickly()
+            readable = device.type == "cpu" and dtype == gguf_convert.DTYPE and expands_quickly()
             packed = pack and readable and not int8 and not adapter
             if gguf.holds(path, packed) and not options and not is_deepspeed_zero3_enabled():
                 model = gguf.load(path, dtype, expand=not packed)

@@ -33,8 +33,6 @@ EXPANDED = "-expanded"
 """End of the name of a directory's other form; see ``expanded``."""
 SOURCE = "source.json"
 """What the weights are."""
-DTYPE = "bfloat16"
-"""torch's name for the numbers that packed weights stand for."""
 
 
 def locate(name: str) -> str:
@@ -96,16 +94,14 @@ def expanded(directory: str) -> str:
     """A directory that transformers reads: this one, or, of packed weights alone, one that is made of it once."""
     if not holds(directory, packed=False):
         return directory
-    import torch
-
-    from medusa.base.gguf_convert import save_expanded
+    from medusa.base.gguf_convert import DTYPE, save_expanded
 
     whole = Path(f"{directory}{EXPANDED}")
 
     def make(beside: Path) -> None:
         logger.info("base %s: keeping it expanded in %s, once: transformers reads no packed weights", directory, whole)
         beside.mkdir()
-        save_expanded(load(directory, getattr(torch, DTYPE), expand=True), beside)
+        save_expanded(load(directory, DTYPE, expand=True), beside)
 
     keep(whole, make)
     return str(whole)
@@ -116,19 +112,19 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
 
     Args:
         directory: It.
-        dtype: Of the model; packed layers are of ``DTYPE``.
+        dtype: Of the model; packed layers are of bfloat16.
         expand: Make plain layers of packed ones: for training, for other dtypes, or where the kernels do not run.
     """
-    import torch
     from safetensors import safe_open
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
 
+    from medusa.base.gguf_convert import DTYPE
     from medusa.cpu.packed import Packed, PackedLinear
 
-    directory, own = Path(directory), getattr(torch, DTYPE)
+    directory = Path(directory)
     config = AutoConfig.from_pretrained(directory)
     with no_init_weights():  # memory that is never written costs nothing
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -143,11 +139,11 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
         path, packed = name.removesuffix(".weight"), Packed(tensors[name], *packing)
         module = model.get_submodule(path)
         if expand or not isinstance(module, nn.Linear):
-            _set(model, name, packed.expand(own).to(dtype))
+            _set(model, name, packed.expand(DTYPE).to(dtype))
         else:
-            model.set_submodule(path, PackedLinear(packed, own, module.bias))
+            model.set_submodule(path, PackedLinear(packed, DTYPE, module.bias))
         if not expand and config.tie_word_embeddings and module is model.get_input_embeddings():
-            model.set_output_embeddings(PackedLinear(packed, own, weight=module.weight))
+            model.set_output_embeddings(PackedLinear(packed, DTYPE, weight=module.weight))
     if expand:
         model.tie_weights()
     if (directory / "generation_config.json").is_file():

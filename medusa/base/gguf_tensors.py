@@ -104,7 +104,7 @@ class _Header:
                 raise ValueError(f"it is of version {version}, and versions {VERSIONS} can be read")
             values = {self._string(): self._value(*self._next("I")) for _ in range(described)}
             return values, [self._tensor() for _ in range(count)], self._place
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
             raise ValueError("its header is cut short or damaged") from error
 
     def _next(self, letters: str) -> tuple[Any, ...]:
