@@ -302,3 +302,9 @@ def test_what_transformers_loads_in_its_own_ways_is_expanded_once(family, cache,
         for name, weight in plain.model.state_dict().items():
             assert torch.equal(placed.model.state_dict()[name], weight)
     assert [kept.name.endswith("-expanded") for kept in sorted(cache.iterdir()) if kept.is_dir()] == [False, True]
+
+
+def test_a_directory_of_one_file_of_another_name_is_read_too(file, tmp_path):
+    gguf_convert.convert(file, tmp_path / "base")
+    (tmp_path / "base" / "packed-00000.safetensors").rename(tmp_path / "base" / "packed.safetensors")
+    check(tmp_path / "base", expanded(file))
