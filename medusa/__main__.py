@@ -37,7 +37,7 @@ def _export(words: Sequence[str]) -> int:
     import torch
 
     from medusa.io.export import export
-    from medusa.io.hub import is_hub_id, push
+    from medusa.io.hub import base_repository, push
 
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     made = export(options.heads, options.format, options.out, options.base, dtype, options.push or "")
@@ -45,7 +45,7 @@ def _export(words: Sequence[str]) -> int:
     report = {"kind": "export", "heads": options.heads, "format": options.format, "base": base, "out": options.out}
     print(f"{options.format}: {options.out}")
     if options.push:
-        if not is_hub_id(base):
+        if not base_repository(base):
             note = f"base ({base or 'not named'}) is not on the Hub: others must give theirs; --base names one that is"
             print(note, file=sys.stderr)
         report["url"] = push(options.out, options.push, options.private or None, options.revision, options.message)

@@ -26,7 +26,7 @@ class ModelOptions:
     )
     base: str | None = flag(
         None,
-        "base: embedded, smollm2, a directory or a Hub id (default: the one that the heads name)",
+        "base: embedded, smollm2, a directory, a GGUF file or a Hub id (default: the one that the heads name)",
         metavar="NAME",
     )
     draft_model: str | None = flag(

@@ -103,22 +103,19 @@ def _head_weights(directory: str | None) -> int:
 
 
 def _config(base: str | None) -> Any:
-    """The config of a base by its name, or of a config.json."""
-    import torch
+    """The config of a base by its name, or of a config.json; nothing is downloaded, and no GGUF file converted."""
     from transformers import AutoConfig
 
-    from medusa.base import gguf, smollm2
+    from medusa.base import gguf_convert, gguf_names, smollm2
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
     name = resolve_base_name(base)
     if name == smollm2.HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
+    if file := gguf_names.find(name, download=False):
+        return gguf_convert.read_config(file)
     try:
-        if name.endswith(gguf.SUFFIX):
-            config = AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
-            config.dtype = config.dtype or getattr(torch, gguf.DTYPE)
-            return config
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())

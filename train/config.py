@@ -23,7 +23,7 @@ class BaseRecipe:
     """The frozen language model."""
 
     name: str = "embedded"
-    """Directory, Hub id, "embedded" (the small model of this repository) or "smollm2" (SmolLM2-135M-Instruct)."""
+    """Directory, GGUF file, Hub id, "embedded" (this repository's small model) or "smollm2" (SmolLM2-135M-Instruct)."""
     dtype: str = _choice("auto", "auto", "float32", "bfloat16")
     """Of the frozen weights and of the loss's vocabulary products; auto = the checkpoint's, or float32 on a CPU that
     multiplies faster in it."""

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from medusa.base import smollm2
+from medusa.base import gguf, smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
 from train.engine import import_deepspeed
@@ -25,7 +25,7 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     Process 0 reads the files into its CPU memory and deals the weights out; no device ever holds them all.
 
     Args:
-        name: directory or Hub id.
+        name: directory, GGUF file or Hub id.
         dtype: float32 or bfloat16; None = what suits the machine.
         device: where this process computes.
 
@@ -34,7 +34,7 @@ def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> 
     """
     deepspeed = import_deepspeed(device)
     try:
-        config = AutoConfig.from_pretrained(smollm2.locate(name))
+        config = AutoConfig.from_pretrained(gguf.expanded(smollm2.locate(name)))  # by one process, before all load it
     except (OSError, ValueError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     dtype = dtype or choose_dtype(config.dtype, device)

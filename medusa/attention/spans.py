@@ -68,7 +68,7 @@ def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None,
 
     AttentionInterface.register(IMPLEMENTATION, note_layer)
     AttentionMaskInterface.register(IMPLEMENTATION, note_mask)
-    device = model.get_input_embeddings().weight.device
+    device = next(decoder.parameters()).device
     tokens_1T = torch.ones(1, 2, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
     try:
         model.set_attn_implementation(IMPLEMENTATION)

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from medusa.base import gguf, groupwise, smollm2
+from medusa.base import gguf, gguf_names, groupwise, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, expands_quickly, use_kernels
+from medusa.cpu.packed import DTYPE as PACKED_DTYPE
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +64,20 @@ def read_checkpoint(
             grouped = device.type == "cpu" and not options and not spread and groupwise.reads(config)
             quantised = not grouped and ("quantization_config" in options or hasattr(config, "quantization_config"))
             keep = pack and device.type == "cpu" and expands_quickly() and not int8 and not adapter
-            packing = getattr(torch, gguf.DTYPE)
             if dtype is None and grouped and keep:
                 dtype = groupwise.packed_dtype(config)
                 if dtype != config.dtype:
-                    logger.info("dtype %s: packed weights stand for it, and would be expanded in another", gguf.DTYPE)
+                    logger.info("dtype %s: packed weights stand for it, and would be expanded in another", PACKED_DTYPE)
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
-            packed = keep and dtype == packing
+            packed = keep and dtype == PACKED_DTYPE
             if grouped:
                 model = groupwise.load(path, config, dtype, packed)
-            elif not options and gguf.holds(path, packed):
+            elif gguf.holds(path, packed) and not options and not is_deepspeed_zero3_enabled():
                 model = gguf.load(path, dtype, expand=not packed)
             else:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+                model = AutoModelForCausalLM.from_pretrained(gguf.expanded(path), dtype=dtype, **options)
             if not quantised and not spread:
                 model = model.to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -117,7 +118,7 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
     for candidate in candidates:
         if candidate.is_dir():
             return str(candidate.resolve())
-        if candidate.suffix == gguf.SUFFIX and candidate.is_file():
+        if candidate.suffix == gguf_names.SUFFIX and candidate.is_file():
             return str(candidate.resolve())
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")

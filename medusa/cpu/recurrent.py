@@ -9,7 +9,7 @@ from torch import Tensor
 
 from medusa.cpu import native
 from medusa.cpu.native import LinearStruct
-from medusa.cpu.packed import DTYPE, Packed
+from medusa.cpu.packed import DTYPE, Packed, struct_of
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -74,7 +74,7 @@ class RecurrentWeights:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
         fusion: [D, F - D], or None without feature layers.
         embeddings: [vocabulary, D], packed or not.
-        weight: [V, D] of the output layer.
+        weight: [V, D] of the output layer, packed or not.
         bias: [V] or None.
         ids: int64 [V] tokens of its columns.
     """
@@ -84,7 +84,7 @@ class RecurrentWeights:
         blocks: Iterable[Any],
         fusion: Tensor | None,
         embeddings: Tensor | Packed,
-        weight: Tensor,
+        weight: Tensor | Packed,
         bias: Tensor | None,
         ids: Tensor,
     ) -> None:
@@ -92,27 +92,24 @@ class RecurrentWeights:
         layers = zip(*((LinearStruct.of(layer.weight, layer.bias) for layer in pair) for pair in pairs), strict=True)
         self._into, self._out_of = ((LinearStruct * len(pairs))(*column) for column in layers)
         inside = [parameter for pair in pairs for layer in pair for parameter in layer.parameters()]
-        packed = isinstance(embeddings, Packed)
-        tensors = [embeddings.parts if packed else embeddings, weight, bias, fusion, ids, *inside]
+        tables = [one.parts if isinstance(one, Packed) else one for one in (embeddings, weight)]
+        tensors = [*tables, bias, fusion, ids, *inside]
         # The memory itself: a module that is moved gets new one.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
         self._drafting = _Drafting(
-            number_type=native.number_type(weight.dtype), hidden=weight.shape[1], inner=pairs[0][0].out_features,
+            number_type=native.number_type(inside[0].dtype), hidden=pairs[0][1].out_features, inner=pairs[0][0].out_features,
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
             fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
-            out_of=ctypes.addressof(self._out_of), output=LinearStruct.of(weight, bias),
-            embeddings=embeddings.struct() if packed else LinearStruct.of(embeddings), ids=ids.data_ptr(),
+            out_of=ctypes.addressof(self._out_of), output=struct_of(weight, bias),
+            embeddings=struct_of(embeddings), ids=ids.data_ptr(),
         )  # fmt: skip
 
     @classmethod
-    def fits(cls, embeddings: Tensor | Packed, *tensors: Tensor | None) -> bool:
+    def fits(cls, tables: Iterable[Tensor | Packed], *tensors: Tensor | None) -> bool:
         """Whether the kernel knows such weights."""
-        known = [tensor for tensor in tensors if tensor is not None]
-        if not isinstance(embeddings, Packed):
-            known.append(embeddings)
-        elif known[0].dtype != DTYPE:
-            return False
-        same = len({tensor.dtype for tensor in known}) == 1 and known[0].dtype in native.DTYPES
+        known = [one for one in (*tables, *tensors) if isinstance(one, Tensor)]
+        dtypes = {tensor.dtype for tensor in known} | {DTYPE for table in tables if isinstance(table, Packed)}
+        same = len(dtypes) == 1 and dtypes <= set(native.DTYPES)
         return same and all(x.device.type == "cpu" and x.is_contiguous() for x in known) and native.available()
 
     def drafts(self, growth: Growth) -> "RecurrentDrafts":

@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
         """What computes the logits of some tokens alone; see ``BaseModel.logits_of``."""
 
     @property
-    def matrices(self) -> tuple[Tensor | Packed, Tensor, Tensor | None] | None:
+    def matrices(self) -> tuple[Tensor | Packed, Tensor | Packed, Tensor | None] | None:
         """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
 
 

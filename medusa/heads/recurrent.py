@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from medusa.cpu.recurrent import RecurrentWeights
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
+from medusa.cpu.packed import Packed
 from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
 EXPANSION = 2
@@ -35,11 +36,12 @@ class RecurrentHeads(DraftHeads):
             return
         embeddings, weight, bias = vocabulary.matrices
         fusion = None if self.fusion is None else self.fusion.weight
-        if not RecurrentWeights.fits(embeddings, weight, bias, fusion, *self.blocks.parameters()):
+        if not RecurrentWeights.fits([embeddings, weight], bias, fusion, *self.blocks.parameters()):
             return
         ids = torch.arange(self.config.output_size) if self.draft_ids is None else self.draft_ids
         if self.draft_ids is not None:
-            weight, bias = weight[ids], None if bias is None else bias[ids]
+            weight = weight.rows(ids) if isinstance(weight, Packed) else weight[ids]
+            bias = None if bias is None else bias[ids]
         self.native = RecurrentWeights(self.blocks, fusion, embeddings, weight, bias, ids)
 
     def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from medusa.files import replace_file
 from medusa.formats import holders
 from medusa.heads import HeadsConfig
-from medusa.io.hub import CARD, CARD_MARK, is_hub_id
+from medusa.io.hub import CARD, CARD_MARK, base_repository
 from medusa.io.published import published
 
 Row = tuple[object, ...]
@@ -79,7 +79,7 @@ def write_card(
     path = directory / CARD
     if path.is_file() and CARD_MARK not in path.read_text(encoding="utf-8"):
         return
-    license_data = base_license(config.base) if repo or not is_hub_id(config.base) else {}
+    license_data = base_license(config.base) if repo or not base_repository(config.base) else {}
     text = model_card(config, format_name, repo, provenance, report, license_data)
     replace_file(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
@@ -107,7 +107,7 @@ def model_card(
     """
     told, plain = provenance or {}, format_name == "custom-generate"
     metadata = ModelCardData(
-        base_model=config.base if is_hub_id(config.base) else None,
+        base_model=base_repository(config.base) or None,
         library_name="transformers" if plain else "medusa-decoding",
         pipeline_tag="text-generation",
         tags=["medusa", "speculative-decoding", *(["custom_generate"] if plain else [])],
@@ -128,7 +128,7 @@ def model_card(
 
 def base_title(base: str) -> str:
     """A base as readers elsewhere know it: its Hub id, or the last part of a path."""
-    return base if is_hub_id(base) else f"{Path(base).name} (a local model)" if base else "an unnamed base"
+    return base if base_repository(base) else f"{Path(base).name} (a local model)" if base else "an unnamed base"
 
 
 def base_license(base: str) -> dict[str, str]:
@@ -139,7 +139,8 @@ def base_license(base: str) -> dict[str, str]:
     if not base:
         return {}
     try:
-        path = hf_hub_download(base, CARD) if is_hub_id(base) else Path(base) / CARD
+        repository = base_repository(base)
+        path = hf_hub_download(repository, CARD) if repository else Path(base) / CARD
         text = Path(path).read_text(encoding="utf-8")
     except (HTTPError, OSError, ValueError):
         return {}
@@ -225,7 +226,7 @@ def _training(told: Mapping[str, Any]) -> list[Row]:
 
 
 def _use(config: HeadsConfig, format_name: str, name: str) -> str:
-    known = is_hub_id(config.base)
+    known = bool(base_repository(config.base))
     words = {
         "name": name, "base": config.base if known else "BASE", "heads": config.num_heads,
         "base_argument": "" if known else ', base="BASE"',

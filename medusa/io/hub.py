@@ -130,6 +130,12 @@ def is_hub_id(name: str) -> bool:
     return bool(HUB_ID.fullmatch(name)) and not Path(name).is_dir()
 
 
+def base_repository(base: str) -> str:
+    """The repository of a base on the Hub, of which a GGUF file may be named behind a colon; "" for other bases."""
+    repository = base.partition(":")[0]
+    return repository if is_hub_id(repository) else ""
+
+
 def _files(directory: Path) -> dict[str, Path]:
     """Files by their names in the repository; hidden ones stay here."""
     names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}

@@ -1,6 +1,7 @@
 """The model card: what is known of heads and their run, and nothing that is not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -38,6 +39,13 @@ REPORT = {
     "device": "cpu", "threads": 2,
     "identical_outputs": {"count": 24, "total": 24, "dtype": "float32", "against": "plain greedy"},
 }  # fmt: skip
+
+
+def test_a_gguf_file_on_the_hub_is_named_with_its_repository():
+    card = ModelCard(model_card(replace(CONFIG, base="user/base-GGUF:Q4_K_M"), "native"))
+    assert card.data.base_model == "user/base-GGUF"
+    assert "a local model" not in card.text
+    assert "user/base-GGUF:Q4_K_M" in card.text
 
 
 def test_a_card_tells_the_run():

@@ -1,0 +1,173 @@
+"""A GGUF file becomes the directory of a base; the largest tensor is in memory in float32, the model never."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from medusa.base.gguf_reading import Reading, tensors_of
+from medusa.base.gguf_tensors import SLICE, Stored
+from medusa.cpu.packed import DTYPE, KINDS, PANEL, Packed
+
+WEIGHTS = "packed-{:05}.safetensors"
+"""Files of weights, numbered."""
+SHARD = 2**30
+"""Bytes of weights after which another file begins."""
+
+
+def convert(file: Path, directory: Path, expanded: bool = False) -> str:
+    """Make the directory of a GGUF file.
+
+    Args:
+        file: The file.
+        directory: It must not exist. After an error it holds a part.
+        expanded: Write the expanded model there too, for those who read no packed weights. It is whole in memory then.
+
+    Returns:
+        What the weights are, in words.
+
+    Raises:
+        OSError: The directory cannot be written.
+        ValueError: The file is damaged, transformers cannot read its family, or there is no package ``gguf``.
+    """
+    with _one_error(file):
+        reading = Reading(file, DTYPE)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        whole = None if reading.singly() and not expanded else reading.whole()
+    model = whole or reading.outline
+    directory.mkdir()
+    if expanded:
+        save_expanded(model, directory)
+    else:
+        _save_config(model, directory)
+    tokenizer.save_pretrained(directory)
+    found = reading.tensors() if whole is None else reading.tensors_in(whole)
+    with _one_thread():
+        kinds = _write(directory, _packed(file, found, model.config))
+    told = f"{', '.join(kinds)} kept packed" if kinds else "of types that are expanded"
+    return f"weights of the GGUF file {file.name} ({told}), as {str(DTYPE).removeprefix('torch.')}"
+
+
+def save_expanded(model: PreTrainedModel, directory: Path) -> None:
+    """Write a model as transformers reads it; its own ``save_pretrained`` does nothing in processes but the first."""
+    model.config.architectures = [type(model).__name__]
+    _save_config(model, directory)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors_of(model).items()}
+    _save(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def _save_config(model: PreTrainedModel, directory: Path) -> None:
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+
+
+def read_config(file: Path) -> PretrainedConfig:
+    """The config that ``convert`` writes.
+
+    Raises:
+        ValueError: As ``convert`` does.
+    """
+    with _one_error(file):
+        return Reading(file, DTYPE).outline.config
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations are many and small: on a busy machine two threads that wait for each other take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _one_error(file: Path) -> Iterator[None]:
+    """Say what is wrong with a file in one way: readers of damaged ones fail in many."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"GGUF file ({file}) cannot be read: {error}; pip install gguf") from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(f"GGUF file ({file}) cannot be read: {reason}; give another file or base") from error
+
+
+def _packed(
+    file: Path, found: Iterable[tuple[str, Tensor, Stored | None]], config: PretrainedConfig
+) -> Iterator[tuple[str, Tensor | Packed, str]]:
+    """The model's tensors, packed where that is the same, and the types of those."""
+    with _one_error(file):
+        for name, tensor, stored in found:
+            packed = None if stored is None else _pack(tensor, stored, config)
+            yield (name, packed, stored.kind) if stored and packed else (name, tensor, "")
+
+
+def _pack(expanded: Tensor, stored: Stored, config: PretrainedConfig) -> Packed | None:
+    """The packed tensor whose numbers are those of the expanded one, all of them; None where there is none."""
+    if stored.kind not in KINDS or expanded.dim() != 2 or stored.shape != expanded.shape:
+        return None
+    blocks = stored.blocks()
+    for rows in _orders(len(expanded), config):
+        if packed := _pack_rows(expanded, blocks, rows, stored.kind):
+            return packed
+    return None
+
+
+def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Packed | None:
+    """Made and compared by panels that lie one after another, since both take a multiple of their memory."""
+    parts, step = [], max(1, SLICE // expanded.shape[1] // PANEL) * PANEL
+    for some, wanted in zip(rows.split(step), expanded.split(step), strict=True):
+        packed = Packed.of(blocks[some], kind)
+        if not torch.equal(packed.expand(), wanted):
+            return None
+        parts.append(packed)
+    return replace(parts[0], parts=torch.cat([part.parts for part in parts]), outputs=len(expanded))
+
+
+def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:
+    """How rows may stand in the file: in order, or, in Llama's queries and keys, the halves of each head in turn."""
+    in_order = torch.arange(outputs)
+    yield in_order
+    for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
+        if outputs % (2 * heads) == 0:
+            yield in_order.view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _write(directory: Path, found: Iterable[tuple[str, Tensor | Packed, str]]) -> list[str]:
+    """Write the tensors as they come, into files of some ``SHARD`` bytes; the types of those that are packed."""
+    tensors, packings, kinds = dict[str, Tensor](), dict[str, tuple[int, ...]](), set[str]()
+    number = size = 0
+
+    def end() -> None:
+        nonlocal size, number
+        _save(tensors, directory / WEIGHTS.format(number), {"packings": json.dumps(packings)})
+        number, size = number + 1, 0
+        tensors.clear()
+        packings.clear()
+
+    for name, one, kind in found:
+        if isinstance(one, Packed):
+            packings[name] = (one.packing, one.outputs, one.inputs, one.runs)
+            kinds.add(kind)
+        tensors[name] = one.parts if isinstance(one, Packed) else one.contiguous()
+        size += tensors[name].nbytes
+        if size >= SHARD:
+            end()
+    end()
+    return sorted(kinds)
+
+
+def _save(tensors: dict[str, Tensor], path: Path, told: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, told)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"weights ({path}) cannot be written: {error}; free disk space, or set XDG_CACHE_HOME") from error

@@ -1,0 +1,121 @@
+"""Which GGUF file the name of a base means: a file, a directory that holds one, or a repository on the Hub."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SUFFIX = ".gguf"
+PREFERRED = "Q4_K_M"
+"""Of a repository's files, where the name does not say; llama.cpp's choice."""
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+"""A repository, and part of a file's name: ``owner/name:Q4_K_M``."""
+PART = re.compile(r"-(\d{5})-of-\d{5}$")
+"""The end of a name, before the suffix, of a model that was split into several files."""
+OTHERS = ("mmproj", "imatrix")
+"""In names of GGUF files that are no models: of images, and statistics."""
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Of directories that transformers reads itself."""
+
+
+def find(name: str, download: bool = True) -> Path | None:
+    """The GGUF file that the name of a base means; None where it means something else.
+
+    A repository on the Hub is asked for its files only where the name ends with ``:`` and a type, or holds "gguf".
+
+    Args:
+        name: A path, or a Hub id.
+        download: Get the file where it is not on this machine.
+
+    Raises:
+        OSError: The file is not on this machine and may not be downloaded, or the Hub cannot be reached.
+        ValueError: There are several files, none of that type, or the file is a part of a model.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if any(next(path.glob(pattern), None) for pattern in WEIGHTS):
+            return None
+        models = _models(str(file.relative_to(path)) for file in path.glob(f"*{SUFFIX}"))
+        return _whole(path / _only(models, f"base directory ({name})", "give the path of one")) if models else None
+    if path.is_file():
+        return _whole(path) if path.suffix == SUFFIX else None
+    match = HUB_NAME.fullmatch(name)
+    if not match or not (match[2] or "gguf" in name.lower()):
+        return None
+    return _on_hub(name, match[1], match[2] or "", download)
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """The files that are models; of one that was split, the first part."""
+    models = [name for name in names if name.endswith(SUFFIX) and not any(word in name.lower() for word in OTHERS)]
+    return sorted(name for name in models if (part := PART.search(Path(name).stem)) is None or part[1] == "00001")
+
+
+def _only(models: list[str], what: str, remedy: str) -> str:
+    if len(models) > 1:
+        raise ValueError(f"{what} holds several GGUF files ({', '.join(models)}); {remedy}")
+    return models[0]
+
+
+def _whole(file: Path) -> Path:
+    if PART.search(file.stem):
+        raise ValueError(
+            f"GGUF file ({file}) is a part of a model, and models are read from one file; join the parts with"
+            " llama.cpp's `llama-gguf-split --merge`, or give another file"
+        )
+    return file
+
+
+def _on_hub(name: str, repository: str, kind: str, download: bool) -> Path | None:
+    from huggingface_hub import hf_hub_download
+
+    names = _files(name, repository, download)
+    models = _models(names)
+    if not kind and (not models or any(one.endswith(".safetensors") for one in names)):
+        return None
+    wanted = re.compile(rf"(?<![A-Za-z0-9]){re.escape(kind or PREFERRED)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    chosen = [model for model in models if wanted.search(model)] or ([] if kind else models)
+    if not chosen:
+        raise ValueError(f"base ({name}) has no GGUF file of that type; its files are: {', '.join(models) or 'none'}")
+    file = _only(chosen, f"base ({name})", f"name one of them, as {repository}:{Path(chosen[-1]).name}")
+    _whole(Path(file))  # before gigabytes are downloaded
+    with _hub_errors(name, download):
+        return Path(hf_hub_download(repository, file, local_files_only=not download))
+
+
+def _files(name: str, repository: str, download: bool) -> list[str]:
+    """What a repository holds: on the Hub, or, where that is not asked or does not answer, of it on this machine."""
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    with _hub_errors(name, download):
+        try:
+            if download:
+                return list(list_repo_files(repository))
+        except (HTTPError, OSError, RuntimeError):
+            with suppress(OSError):
+                return _kept(repository)
+            raise
+        return _kept(repository)
+
+
+def _kept(repository: str) -> list[str]:
+    """What of a repository is on this machine."""
+    from huggingface_hub import snapshot_download
+
+    directory = Path(snapshot_download(repository, local_files_only=True))
+    return [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+
+
+@contextmanager
+def _hub_errors(name: str, download: bool) -> Iterator[None]:
+    """One sentence, without addresses, which may hold a password."""
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError) as error:
+        reason = f"the Hugging Face Hub does not give it ({type(error).__name__})" if download else "none is downloaded"
+        raise OSError(
+            f"base ({name}) is no file on this machine, and {reason}; give another base, or a path"
+        ) from error

@@ -1,0 +1,129 @@
+"""A model's tensors out of a GGUF file's, as transformers makes them, and one at a time where it can be asked for one.
+
+It decides every number: names, shapes, and how it undoes what llama.cpp has changed (the order of rows in Llama's
+queries and keys, norms plus 1).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from medusa.base.gguf_tensors import Stored, stored_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class Reading:
+    """A file that is read.
+
+    Args:
+        file: It.
+        dtype: Of the model.
+
+    Attributes:
+        outline: The model without its numbers.
+
+    Raises:
+        ImportError: There is no package ``gguf``.
+        ValueError: The file is damaged, or transformers does not know the family.
+    """
+
+    def __init__(self, file: Path, dtype: torch.dtype):
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+        self._file, self._dtype = file, dtype
+        self._family, self._stored = stored_tensors(file)
+        values, _ = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+        with torch.device("meta"), no_init_weights():
+            self.outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self._processor = TENSOR_PROCESSORS.get(self._family, TensorProcessor)(config=dict(values))
+        try:
+            self._names = get_gguf_hf_weights_map(self.outline, self._processor)
+        except NotImplementedError:  # of a family that only reads as a whole
+            self._names = {}
+
+    def name(self, stored: Stored) -> str:
+        """The model's name for a tensor of the file; "" where transformers does not read it."""
+        return self._names.get(stored.name) or self._names.get(stored.name.removesuffix(".weight")) or ""
+
+    def singly(self) -> bool:
+        """Whether each of the model's tensors can be made of some of the file's, whatever the others are."""
+        from transformers.integrations.gguf import is_gguf_arch_supported
+
+        wanted, steps = tensors_of(self.outline), get_model_conversion_mapping(self.outline)
+        changed = any(step.rename_source_key(name)[1] for step in steps for name in wanted)
+        found = set(map(self.name, self._stored))
+        return not is_gguf_arch_supported(self._family) and not changed and wanted.keys() <= found
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, Stored]]:
+        """Name and numbers of each of the model's tensors where ``singly``, and what of the file it ends with.
+
+        Raises:
+            ValueError: A tensor has another shape, or a type that cannot be expanded.
+        """
+        wanted, made = tensors_of(self.outline), dict[str, Tensor]()
+        if left_out := [stored.name for stored in self._stored if self.name(stored) not in wanted]:
+            said = "GGUF file %s: transformers leaves out %s; texts may differ from those of llama.cpp"
+            logger.warning(said, self._file.name, ", ".join(left_out))
+        left = Counter(self.name(stored) for stored in self._stored)
+        for stored in tqdm(self._stored, desc=f"tensors of {self._file.name}", unit="", disable=None, leave=False):
+            name = self.name(stored)
+            if name not in wanted:
+                continue
+            self._process(stored, made)
+            left[name] -= 1
+            if left[name]:
+                continue  # half of a tensor: gates of experts, without what they gate
+            if made[name].shape != wanted[name].shape:
+                shapes = [tuple(one.shape) for one in (made[name], wanted[name])]
+                raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
+            yield name, made.pop(name).to(self._dtype), stored
+
+    def _process(self, stored: Stored, made: dict[str, Tensor]) -> None:
+        """Add to what is made of the file's tensors, in float32."""
+        parameters = {"tensors": made}
+        done = self._processor.process(
+            stored.numbers(), stored.name, tensor_key_mapping=self._names, parsed_parameters=parameters
+        )
+        if done.name in self._names:
+            made[self._names[done.name]] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
+
+    def whole(self) -> PreTrainedModel:
+        """The model, in memory.
+
+        Raises:
+            ValueError: The file lacks tensors of the model.
+        """
+        model, told = AutoModelForCausalLM.from_pretrained(
+            self._file.parent, gguf_file=self._file.name, dtype=self._dtype, output_loading_info=True,
+            quantization_config=GgufConfig(dequantize=True),
+        )  # fmt: skip
+        if missing := sorted(told["missing_keys"]):
+            raise ValueError(f"it has nothing for {len(missing)} tensors of the model, as {missing[0]}")
+        return model
+
+    def tensors_in(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor, Stored | None]]:
+        """``tensors`` of what ``whole`` has read."""
+        stored = {self.name(one): one for one in self._stored}
+        for name, tensor in tensors_of(model).items():
+            yield name, tensor, stored.get(name)
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors; of those that are tied, one."""
+    found: dict[str, Tensor] = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        for name in model._tied_weights_keys or ():
+            found.pop(name, None)
+    return found

@@ -1,0 +1,140 @@
+"""The tensors of a GGUF file, where they lie in it: a header is read, and no number before it is asked for."""
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT = 32
+"""Of tensors, in bytes, where a file does not say."""
+STRING, ARRAY = 8, 9
+FIXED = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""``struct``'s letters for the other types of values in a header."""
+SLICE = 2**22
+"""Numbers that are expanded at a time: the package ``gguf`` needs a multiple of their memory for it."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file.
+
+    Attributes:
+        name: llama.cpp's.
+        kind: The name of its type.
+        shape: In torch's order.
+        data: uint8 [..., bytes of a row], mapped from the file.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: "np.ndarray[Any, np.dtype[np.uint8]]"
+
+    def blocks(self) -> Tensor:
+        """A copy of ``data``."""
+        return torch.from_numpy(np.array(self.data))
+
+    def numbers(self) -> "np.ndarray[Any, np.dtype[np.float32]]":
+        """What it stands for.
+
+        Raises:
+            ValueError: The package ``gguf`` cannot expand its type.
+        """
+        from gguf import GGMLQuantizationType, dequantize
+
+        found = np.empty(self.shape, np.float32)
+        step = max(1, SLICE * len(found) // max(1, found.size))
+        try:
+            for start in range(0, len(found), step):
+                part = slice(start, start + step)
+                found[part] = dequantize(self.data[part], GGMLQuantizationType[self.kind])
+        except NotImplementedError as error:
+            raise ValueError(f"tensor {self.name} is of type {self.kind}, which cannot be expanded") from error
+        return found
+
+
+def stored_tensors(file: Path) -> tuple[str, list[Stored]]:
+    """The family of a file's model, as llama.cpp calls it, and its tensors.
+
+    Raises:
+        ImportError: There is no package ``gguf``.
+        ValueError: It is no GGUF file, is cut short, or holds a tensor of a type that is not known.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quant_shape_to_byte_shape
+
+    header = _Header(file)
+    values, table, place = header.read()
+    place += -place % values.get("general.alignment", ALIGNMENT)
+    tensors, known = [], {kind.value: kind for kind in GGMLQuantizationType}
+    for name, shape, number, offset in table:
+        if number not in known:
+            raise ValueError(f"tensor {name} is of type {number}, which the package gguf does not know")
+        kind = known[number]
+        numbers, size = GGML_QUANT_SIZES[kind]
+        data = header.content[place + offset :][: prod(shape) // numbers * size]
+        if len(data) < prod(shape) // numbers * size:
+            raise ValueError(f"it is cut short: it ends ({len(header.content)} bytes) before tensor {name} does")
+        tensors.append(Stored(name, kind.name, shape, data.reshape(quant_shape_to_byte_shape(shape, kind))))
+    return str(values.get("general.architecture", "unknown")), tensors
+
+
+class _Header:
+    """What stands before the tensors. The package ``gguf`` takes half a minute for a large vocabulary."""
+
+    def __init__(self, file: Path):
+        if file.stat().st_size < len(MAGIC):
+            raise ValueError("it is empty")
+        self.content = np.memmap(file, np.uint8, "r")
+        self._place = 0
+
+    def read(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
+        """Single values by name; name, shape, type and place of each tensor; and where the header ends."""
+        if (begin := bytes(self.content[: len(MAGIC)])) != MAGIC:
+            raise ValueError(f"it begins with {begin!r} and not with {MAGIC!r}")
+        self._place = len(MAGIC)
+        try:
+            version, count, described = self._next("IQQ")
+            if version not in VERSIONS:
+                raise ValueError(f"it is of version {version}, and versions {VERSIONS} can be read")
+            values = {self._string(): self._value(*self._next("I")) for _ in range(described)}
+            return values, [self._tensor() for _ in range(count)], self._place
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
+            raise ValueError("its header is cut short or damaged") from error
+
+    def _next(self, letters: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{letters}", self.content.data, self._place)
+        self._place += struct.calcsize(f"<{letters}")
+        return found
+
+    def _string(self) -> str:
+        (length,) = self._next("Q")
+        return self._next(f"{length}s")[0].decode()  # type: ignore[no-any-return]
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._next(FIXED[kind])[0]
+        kind, count = self._next("IQ")
+        if kind in FIXED:
+            self._place += count * struct.calcsize(FIXED[kind])
+            return None
+        for _ in range(count):  # a vocabulary: its words are not read
+            if kind == STRING:
+                (length,) = self._next("Q")
+                self._place += length
+            else:
+                self._value(kind)
+        return None
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, (dims,) = self._string(), self._next("I")
+        shape = self._next(f"{dims}Q")
+        kind, place = self._next("IQ")
+        return name, tuple(reversed(shape)), kind, place

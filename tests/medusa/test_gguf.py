@@ -1,0 +1,310 @@
+"""GGUF files as bases: what is found by a name, read tensor by tensor as transformers reads the whole, and refused."""
+
+import re
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GgufConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from medusa import BaseModel, MedusaModel, SamplingParams
+from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors
+from medusa.base.checkpoint import resolve_base
+from medusa.cpu.packed import KINDS
+from serve.server import main
+from tests.medusa.gguf_files import write_file
+
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig, "qwen3moe": Qwen3MoeConfig}
+
+
+def expanded(file):
+    how = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
+
+
+def check(directory, whole):
+    read = gguf.load(directory, torch.bfloat16, expand=True)
+    assert read.state_dict().keys() == whole.state_dict().keys()
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(read.state_dict()[name], weight), name
+    assert read.config.to_diff_dict() == whole.config.to_diff_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "F16", "BF16"])
+def test_every_number_is_that_of_transformers(family, kind, tokenizer, tmp_path, monkeypatch):
+    file = write_file(tmp_path / "small.gguf", family, FAMILIES[family], tokenizer, kind)
+    whole = expanded(file)
+    monkeypatch.setattr(gguf_reading.Reading, "whole", None)
+    monkeypatch.setattr(gguf_convert, "SHARD", 20_000)
+    monkeypatch.setattr(gguf_tensors, "SLICE", 3_000)
+    monkeypatch.setattr(gguf_convert, "SLICE", 3_000)
+    told = gguf_convert.convert(file, tmp_path / "base")
+    assert ("kept packed" in told) == (kind in KINDS)
+    assert len(list((tmp_path / "base").glob(gguf.WEIGHTS))) > 2
+    check(tmp_path / "base", whole)
+
+
+def test_a_family_that_is_read_as_a_whole_has_the_same_numbers(tokenizer, tmp_path, monkeypatch):
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer)
+    monkeypatch.setattr(gguf_reading.Reading, "singly", lambda self: False)
+    assert "Q4_1 kept packed" in gguf_convert.convert(file, tmp_path / "base")
+    check(tmp_path / "base", expanded(file))
+
+
+@pytest.fixture(scope="module")
+def file(tokenizer, tmp_path_factory):
+    return write_file(tmp_path_factory.mktemp("gguf") / "small.gguf", "llama", LlamaConfig, tokenizer)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "medusa" / "bases"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub that holds a few repositories, and what has been downloaded of it."""
+    online = {
+        "user/one-GGUF": ["README.md", "config.json", "one.Q8_0.gguf", "mmproj-one.gguf"],
+        "user/many-gguf": [
+            "many-Q4_K_S.gguf",
+            "many-q4_k_m.gguf",
+            "many-IQ4_XS.gguf",
+            "many-BF16.gguf",
+            "many-F16.gguf",
+        ],
+        "user/others-gguf": ["a-Q4_0.gguf", "a-Q8_0.gguf"],
+        "user/split-gguf": ["Q8_0/a-Q8_0-00001-of-00002.gguf", "Q8_0/a-Q8_0-00002-of-00002.gguf"],
+        "user/both-gguf": ["config.json", "model.safetensors", "both.Q4_K_M.gguf"],
+        "user/plain": ["config.json", "model.safetensors", "plain.Q4_0.gguf"],
+    }
+
+    def list_repo_files(repository):
+        if repository not in online:
+            raise OSError("no such repository at https://secret@hub")
+        return online[repository]
+
+    def hf_hub_download(repository, name, local_files_only=False):
+        path = tmp_path / "hub" / repository / name
+        if not path.exists():
+            if local_files_only:
+                raise LocalEntryNotFoundError("not here")
+            assert name in online[repository]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        return str(path)
+
+    def snapshot_download(repository, local_files_only):
+        assert local_files_only
+        if not (tmp_path / "hub" / repository).exists():
+            raise LocalEntryNotFoundError("not here")
+        return str(tmp_path / "hub" / repository)
+
+    for function in (list_repo_files, hf_hub_download, snapshot_download):
+        monkeypatch.setattr(huggingface_hub, function.__name__, function)
+    return online
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("user/one-GGUF", "one.Q8_0.gguf"),
+        ("user/one-GGUF:Q8_0", "one.Q8_0.gguf"),
+        ("user/many-gguf", "many-q4_k_m.gguf"),
+        ("user/many-gguf:q4_k_s", "many-Q4_K_S.gguf"),
+        ("user/many-gguf:F16", "many-F16.gguf"),
+        ("user/many-gguf:many-BF16.gguf", "many-BF16.gguf"),
+        ("user/plain:Q4_0", "plain.Q4_0.gguf"),
+        ("user/both-gguf:Q4_K_M", "both.Q4_K_M.gguf"),
+        ("user/both-gguf", None),
+        ("user/plain", None),
+        ("user/missing", None),
+        ("smollm2", None),
+    ],
+)
+def test_a_name_on_the_hub_means_one_file(name, found, hub, monkeypatch):
+    path = gguf_names.find(name)
+    assert (path and path.name) == found
+    if path:
+        assert path == gguf_names.find(name, download=False)
+        monkeypatch.delitem(hub, name.partition(":")[0])
+        assert path == gguf_names.find(name), "it is here, and the Hub does not answer"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "user/others-gguf",
+            r"holds several GGUF files \(a-Q4_0.gguf, a-Q8_0.gguf\); name one of them, as user/others",
+        ),
+        ("user/others-gguf:Q5_0", r"has no GGUF file of that type; its files are: a-Q4_0.gguf, a-Q8_0.gguf"),
+        ("user/many-gguf:Q4_K", "has no GGUF file of that type"),
+        ("user/split-gguf", "is a part of a model, .* join the parts"),
+        ("user/missing:Q4_0", r"the Hugging Face Hub does not give it \(OSError\); give another base"),
+        ("user/missing-gguf", r"the Hugging Face Hub does not give it \(OSError\); give another base"),
+    ],
+)
+def test_a_name_on_the_hub_that_means_no_file_is_one_error(name, message, hub):
+    with pytest.raises((OSError, ValueError), match=message) as caught:
+        gguf_names.find(name)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_directory_with_one_file_is_a_base(file, cache, tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "README.md").touch()
+    (directory / "mmproj-small.gguf").touch()
+    assert gguf_names.find(str(directory)) is None
+    shutil.copy(file, directory / "small.gguf")
+    assert resolve_base(str(directory)) == str(directory)
+    assert BaseModel.load(directory, device="cpu").name == str(directory)
+    assert main(["--dry-run", "--base", str(directory)]) == 0
+    (directory / "other.gguf").touch()
+    with pytest.raises(ValueError, match=r"holds several GGUF files \(other.gguf, small.gguf\); give the path of one"):
+        BaseModel.load(directory, device="cpu")
+    (directory / "model.safetensors").touch()
+    assert gguf_names.find(str(directory)) is None
+
+
+def test_a_dry_run_converts_and_downloads_nothing(file, hub, cache, capsys, caplog):
+    assert main(["--dry-run", "--base", str(file)]) == 0
+    assert "weights" in capsys.readouterr().out
+    assert not cache.exists()
+    assert main(["--dry-run", "--base", "user/one-GGUF"])
+    assert "none is downloaded" in caplog.text
+
+
+def damaged(file, path, how):
+    content = file.read_bytes()
+    first = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    path.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "cut in its last tensor": content[:-40],
+            "cut in its header": content[:3000],
+            "empty": b"",
+            "magic": b"GGML" + content[4:],
+            "version": content[:4] + b"\x09" + content[5:],
+            "type": content[:first] + b"\x63" + content[first + 1 :],
+            "family": content.replace(b"llama", b"lemma"),
+        }[how]
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("cut", r"it is cut short: it ends \(\d+ bytes\) before tensor .* does"),
+        ("cut in its last tensor", r"it is cut short: it ends \(\d+ bytes\) before tensor .* does"),
+        ("cut in its header", "its header is cut short or damaged"),
+        ("empty", "it is empty"),
+        ("magic", "it begins with b'GGML' and not with b'GGUF'"),
+        ("version", "it is of version 9, and"),
+        ("type", "tensor token_embd.weight is of type 99, which the package gguf does not know"),
+        ("family", "GGUF model with architecture lemma is not supported yet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_error_and_nothing_is_kept(how, reason, file, cache, tmp_path, caplog):
+    damaged(file, path := tmp_path / "bad.gguf", how)
+    with pytest.raises(ValueError, match=rf"GGUF file \(.*bad.gguf\) cannot be read: {reason}.*; give another file"):
+        BaseModel.load(path, device="cpu", pack=True)
+    assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
+    assert main(["--dry-run", "--base", str(path)])
+    assert re.search(reason, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (
+            {"without": ["blk.1.attn_q.weight"]},
+            "it has nothing for 1 tensors of the model, as model.layers.1.self_attn",
+        ),
+        ({"wrong": {"hidden_size": 32}}, r"tensor .* has the shape \(.*\), and the model's is \(.*\)"),
+    ],
+)
+def test_a_file_without_what_its_config_promises_is_one_error(sizes, reason, cache, tokenizer, tmp_path):
+    path = write_file(tmp_path / "bad.gguf", "llama", LlamaConfig, tokenizer, **sizes)
+    with pytest.raises(ValueError, match=rf"cannot be read: {reason}.*; give another file or base"):
+        BaseModel.load(path, device="cpu")
+    assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
+
+
+def test_what_transformers_leaves_out_is_said(tokenizer, tmp_path, caplog):
+    file = write_file(tmp_path / "small.gguf", "llama", LlamaConfig, tokenizer, extra=["rope_freqs.weight"])
+    gguf_convert.convert(file, tmp_path / "base")
+    assert "small.gguf: transformers leaves out rope_freqs.weight; texts may differ" in caplog.text
+    check(tmp_path / "base", expanded(file))
+
+
+def test_a_full_disk_is_one_error_and_nothing_is_kept(file, cache, monkeypatch):
+    def full(*_):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(gguf_convert, "save_file", full)
+    with pytest.raises(OSError, match="cannot be written: No space left on device; free disk space"):
+        gguf.locate(str(file))
+    assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
+
+
+def test_a_base_goes_on_when_its_file_is_overwritten_and_the_next_load_is_of_the_new_file(
+    file, cache, tokenizer, tmp_path
+):
+    path = Path(shutil.copy(file, tmp_path / "base.gguf"))
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    old = MedusaModel(BaseModel.load(path, device="cpu", pack=True))
+    before = old.generate([5, 9, 7], sampling=sampling).tokens
+    write_file(path, "qwen2", Qwen2Config, tokenizer, seed=1)
+    assert old.generate([5, 9, 7], sampling=sampling).tokens == before
+    new = MedusaModel(BaseModel.load(path, device="cpu", pack=True))
+    assert new.base.model.config.model_type == "qwen2"
+    assert new.generate([5, 9, 7], sampling=sampling).tokens != before
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(file, cache, tmp_path, monkeypatch):
+    path = Path(shutil.copy(file, tmp_path / "base.gguf"))
+    convert = gguf_convert.convert
+
+    def slowly(file, directory):
+        told = convert(file, directory)
+        path.touch()
+        return told
+
+    monkeypatch.setattr(gguf_convert, "convert", slowly)
+    with pytest.raises(ValueError, match="has changed while it was read; load it again"):
+        gguf.locate(str(path))
+    assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_loads_in_its_own_ways_is_expanded_once(family, cache, tokenizer, tmp_path):
+    file = write_file(tmp_path / "small.gguf", family, FAMILIES[family], tokenizer)
+    plain = BaseModel.load(file, torch.float32, "cpu")
+    for _ in range(2):
+        placed = BaseModel.load(file, torch.float32, "cpu", load_options={"device_map": {"": "cpu"}})
+        assert placed.source == plain.source
+        for name, weight in plain.model.state_dict().items():
+            assert torch.equal(placed.model.state_dict()[name], weight)
+    assert [kept.name.endswith("-expanded") for kept in sorted(cache.iterdir()) if kept.is_dir()] == [False, True]
+
+
+def test_a_directory_of_one_file_of_another_name_is_read_too(file, tmp_path):
+    gguf_convert.convert(file, tmp_path / "base")
+    (tmp_path / "base" / "packed-00000.safetensors").rename(tmp_path / "base" / "packed.safetensors")
+    check(tmp_path / "base", expanded(file))
