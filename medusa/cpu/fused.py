@@ -129,7 +129,7 @@ class FusedPass:
             window, chunk = spans.get(index, Span())
             block.window, block.chunk = window or 0, chunk or 0
         embeddings = self._embeddings()
-        self._alive += [*embeddings.tensors[:1], decoder.norm.weight.detach()]
+        self._keep([*embeddings.tensors, decoder.norm.weight])
         self._fixed = _Pass(
             number_type=native.number_type(self._dtype), int8=self._int8, layers=len(layers),
             context=context_length, width=self._shape["hidden"] * (1 + len(taps)),
@@ -228,11 +228,15 @@ class FusedPass:
         if any(norm is not None and norm.numel() != shape["dim"] for norm in norms[2:]):
             raise UnusualBlockError("it norms queries and keys over all heads")
         tensors = [*(tensor for one in linears for tensor in one.tensors), *norms]
-        self._alive += [tensor.detach() for tensor in tensors if tensor is not None]  # where a module moves, it stays
+        self._keep(tensors)
         return _Block(
             *(one.struct for one in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms),
         )
+
+    def _keep(self, tensors: Sequence[Tensor | None]) -> None:
+        """The memory itself: where a module moves, it stays."""
+        self._alive += [tensor.detach() for tensor in tensors if tensor is not None]
 
     def _angles_of(self, rows: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, rotated], for so many positions at least."""

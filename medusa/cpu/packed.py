@@ -124,10 +124,7 @@ class Packed:
         columns = [parts.factors.to(form.factor).permute(0, 2, 3, 1)]
         if parts.codes is not None:
             columns.append(parts.codes.to(form.code).permute(0, 2, 3, 1))
-        if form.bits == 8:
-            together = numbers
-        else:
-            together = (numbers[..., ::2] & 15) | numbers[..., 1::2] << 4
+        together = numbers if form.bits == 8 else numbers[..., ::2] & 15 | numbers[..., 1::2] << 4
         runs = [together.transpose(1, 2).flatten(2).contiguous().view(torch.uint8)]
         if form.bits == 5:
             fifth = (numbers.long() >> 4 << torch.arange(RUN)).sum(-1).to(torch.uint32)
@@ -146,13 +143,10 @@ class Packed:
 
     def rows(self, indices: Tensor) -> Tensor:
         """bfloat16 [..., I] of outputs int64 [...]."""
-        panels, within = indices.flatten() // PANEL, indices.flatten() % PANEL
-        some = zip(
-            panels.split(SLICE // (PANEL * self.inputs) + 1),
-            within.split(SLICE // (PANEL * self.inputs) + 1),
-            strict=True,
-        )
-        found = [self._expand(self.parts[p]).unflatten(0, (-1, PANEL))[torch.arange(len(p)), w] for p, w in some]
+        found = []
+        for some in indices.flatten().split(SLICE // (PANEL * self.inputs) + 1):
+            panels = self._expand(self.parts[some // PANEL]).unflatten(0, (-1, PANEL))
+            found.append(panels[torch.arange(len(some)), some % PANEL])
         return torch.cat(found).view(*indices.shape, self.inputs)
 
     def split(self, counts: Sequence[int]) -> "list[Packed]":
@@ -248,7 +242,8 @@ class PackedEmbedding(nn.Module):
 
 def _panels(x: Tensor) -> Tensor:
     """[P, 16, ...] of [O, ...]; zeros behind the last output."""
-    return pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % PANEL)).unflatten(0, (-1, PANEL))
+    whole: Tensor = pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % PANEL))
+    return whole.view(-1, PANEL, *x.shape[1:])
 
 
 def _half(blocks: Tensor, *places: int) -> Tensor:

@@ -97,7 +97,8 @@ class RecurrentWeights:
         # The memory itself: a module that is moved gets new one.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
         self._drafting = _Drafting(
-            number_type=native.number_type(inside[0].dtype), hidden=pairs[0][1].out_features, inner=pairs[0][0].out_features,
+            number_type=native.number_type(inside[0].dtype), hidden=pairs[0][1].out_features,
+            inner=pairs[0][0].out_features,
             taps=0 if fusion is None else fusion.shape[1] // len(fusion), blocks=len(pairs),
             fusion=LinearStruct() if fusion is None else LinearStruct.of(fusion), into=ctypes.addressof(self._into),
             out_of=ctypes.addressof(self._out_of), output=struct_of(weight, bias),

@@ -8,9 +8,9 @@ embeddings; here they arrive one per level in a state that is handed down the tr
 import torch
 from torch import Tensor, nn
 
+from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
-from medusa.cpu.packed import Packed
 from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
 EXPANSION = 2
