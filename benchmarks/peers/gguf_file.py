@@ -44,7 +44,7 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
         writer.add_tokenizer_model("none")
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
         turned = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        for file in sorted(checkpoint.glob("*.safetensors")):
+        for file in sorted(checkpoint.glob("model*.safetensors")):
             for key, weight in load_file(file).items():
                 heads = turned.get(key.split(".")[-2])
                 name = str(names.get_name(key, try_suffixes=(".weight",)))
