@@ -27,6 +27,11 @@ def cores() -> int:
     return max(1, min(allowed, int(min(_quotas(), default=allowed))))
 
 
+def machine_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def limit_threads() -> None:
     """Let torch, and with it our kernels, use no more threads than ``cores``, unless the user chose a number.
 

@@ -7,7 +7,6 @@ loop:  take what has arrived: requests, cancellations, calls between two steps
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 
 from medusa import BaseModel, Batch, EngineConfig, MedusaModel, Piece, Request
 from medusa.cache import BLOCK, CachedSequence
+from medusa.clock import machine_memory
 from medusa.tree import Draft
 from serve.jobs import Job
 from serve.metrics import Metrics
@@ -293,11 +293,6 @@ def cache_tokens(model: MedusaModel) -> int:
         per_position += position_bytes(base) // base.num_layers
     memory = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else machine_memory()
     return max(base.context_length + EngineConfig().tree_reserve, int(MEMORY * memory / per_position))
-
-
-def machine_memory() -> int:
-    """Bytes of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @torch.inference_mode()

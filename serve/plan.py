@@ -50,8 +50,11 @@ def show_plan(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from medusa.base import groupwise
-    from serve.engine import MEMORY, machine_memory
+    from medusa.base import gguf_convert, gguf_names, groupwise
+    from medusa.clock import machine_memory
+    from medusa.cpu.native import expands_quickly
+    from medusa.cpu.packed import DTYPE
+    from serve.engine import MEMORY
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     config = _config(args.base)
@@ -59,6 +62,10 @@ def show_plan(args: argparse.Namespace) -> int:
     on_gpu = args.device_memory is not None
     if not on_gpu and not args.int8 and groupwise.reads(config):
         shape = replace(shape, bits=groupwise.held_bits(config, dtype) or 8 * shape.itemsize)
+    file = gguf_names.find(resolve_base_name(args.base), download=False)
+    if file and not on_gpu and not args.int8 and dtype in (None, DTYPE) and expands_quickly():
+        held = gguf_convert.held_bytes(file)
+        shape = replace(shape, held=held, bits=round(8 * held / shape.weights))
     memory = args.device_memory or machine_memory()
     limits = engine_limits(from_flags(EngineSettings, args), recorded=on_gpu and not args.no_graph)
     limits = replace(limits, head_bytes=shape.itemsize * _head_weights(args.heads or shipped_heads(args.base)))

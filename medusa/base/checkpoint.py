@@ -15,12 +15,16 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from medusa.base import gguf, gguf_names, groupwise, smollm2
 from medusa.base.adapter import apply_adapter
 from medusa.base.tensor_parallel import divide
-from medusa.clock import limit_threads
+from medusa.clock import limit_threads, machine_memory
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import DTYPES, available, expands_quickly, use_kernels
 from medusa.cpu.packed import DTYPE as PACKED_DTYPE
 
 logger = logging.getLogger(__name__)
+
+
+EXPANDED_SHARE = 0.5
+"""Of a machine's memory that expanded weights may take where packed ones are slower."""
 
 
 class Checkpoint(NamedTuple):
@@ -63,7 +67,7 @@ def read_checkpoint(
             config = AutoConfig.from_pretrained(path)
             grouped = device.type == "cpu" and not options and not spread and groupwise.reads(config)
             quantised = not grouped and ("quantization_config" in options or hasattr(config, "quantization_config"))
-            keep = pack and device.type == "cpu" and expands_quickly() and not int8 and not adapter
+            keep = pack and device.type == "cpu" and not int8 and not adapter and _stays_packed(path)
             if dtype is None and grouped and keep:
                 dtype = groupwise.packed_dtype(config)
                 if dtype != config.dtype:
@@ -92,6 +96,17 @@ def read_checkpoint(
     if pack and device.type == "cpu" and not spread:
         use_kernels(model)
     return Checkpoint(model, tokenizer, name, smollm2.source(path) or groupwise.describe(config))
+
+
+def _stays_packed(path: str) -> bool:
+    """Whether packed weights are met as such: where that is faster, or where expanded ones would leave little room."""
+    if expands_quickly() or not available():
+        return expands_quickly()
+    expanded, memory = gguf.expanded_bytes(path), machine_memory()
+    if expanded <= EXPANDED_SHARE * memory:
+        return False
+    logger.info("weights stay packed, which is slower here: expanded they take %d of %d bytes", expanded, memory)
+    return True
 
 
 @contextmanager

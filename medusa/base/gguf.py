@@ -90,6 +90,18 @@ def holds(directory: str | Path, packed: bool) -> bool:
     return any(directory.glob(WEIGHTS)) and (packed or not (directory / "model.safetensors").is_file())
 
 
+def expanded_bytes(directory: str | Path) -> int:
+    """What the packed weights of a directory would take as bfloat16."""
+    from safetensors import safe_open
+
+    size = 0
+    for shard in Path(directory).glob(WEIGHTS):
+        with safe_open(shard, "pt") as file:
+            packings = json.loads(file.metadata()["packings"]).values()
+        size += sum(2 * outputs * inputs for _, outputs, inputs, _ in packings)
+    return size
+
+
 def expanded(directory: str) -> str:
     """A directory that transformers reads: this one, or, of packed weights alone, one that is made of it once."""
     if not holds(directory, packed=False):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from medusa.base.gguf_reading import Reading, tensors_of
-from medusa.base.gguf_tensors import SLICE, Stored
-from medusa.cpu.packed import DTYPE, KINDS, PANEL, Packed
+from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
+from medusa.cpu.packed import DTYPE, KINDS, PANEL, Packed, held_bits
 
 WEIGHTS = "packed-{:05}.safetensors"
 """Files of weights, numbered."""
@@ -76,6 +77,18 @@ def read_config(file: Path) -> PretrainedConfig:
     """
     with _one_error(file):
         return Reading(file, DTYPE).outline.config
+
+
+def held_bytes(file: Path) -> int:
+    """What a file's weights take where ``convert`` keeps them packed, about: as if it could pack all of known types.
+
+    Raises:
+        ValueError: As ``convert`` does.
+    """
+    with _one_error(file):
+        found = stored_tensors(file)[1]
+    bits = [held_bits(one.kind) if one.kind in KINDS else 8 * DTYPE.itemsize for one in found]
+    return int(sum(prod(one.shape) * each for one, each in zip(found, bits, strict=True)) / 8)
 
 
 @contextmanager

@@ -33,7 +33,9 @@ class Shape:
     itemsize: int
     """Bytes of a number."""
     bits: int
-    """Of a number in the layers' matrices: fewer than 8 x itemsize where they are quantised."""
+    """Of a number in the layers' matrices, about: fewer than 8 x itemsize where they are quantised."""
+    held: int = 0
+    """Bytes of the weights in memory, where these are of several types; 0 = as ``bits`` and ``itemsize`` tell."""
     expert_weights: int = 0
     visited: float = 1.0
     """Share of a layer's experts that a token visits."""
@@ -46,7 +48,10 @@ class Shape:
     @property
     def weight_bytes(self) -> int:
         """In memory."""
-        return self.layer_weights * self.bits // 8 + (self.output_weights + self.other_weights) * self.itemsize
+        return (
+            self.held
+            or self.layer_weights * self.bits // 8 + (self.output_weights + self.other_weights) * self.itemsize
+        )
 
     @property
     def cached_bytes(self) -> int:

@@ -326,3 +326,10 @@ KINDS: dict[str, tuple[Callable[[Tensor], Parts], int, int]] = {
     "Q6_K": (_q6_k, 256, 210),
 }
 """What reads blocks [P, 16, B, bytes] of a type, and the numbers and the bytes of one."""
+
+
+def held_bits(kind: str) -> float:
+    """Of a packed weight of a type, its share of scales included."""
+    _, numbers, size = KINDS[kind]
+    packed = Packed.of(torch.zeros(PANEL, size, dtype=torch.uint8), kind)
+    return 8 * packed.parts.numel() / (PANEL * numbers)

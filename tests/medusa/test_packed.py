@@ -210,6 +210,16 @@ def test_texts_are_those_of_the_expanded_base(pair, drafter, temperature):
         assert [request.output.tokens for request in requests] == texts[0]
 
 
+def test_what_would_leave_little_room_stays_packed_on_any_processor(file, monkeypatch, caplog):
+    monkeypatch.setattr("medusa.base.checkpoint.expands_quickly", lambda: False)
+    assert not BaseModel.load(file, device="cpu", pack=True).packed
+    whole = gguf.expanded_bytes(gguf.locate(str(file)))
+    monkeypatch.setattr("medusa.base.checkpoint.machine_memory", lambda: 2 * whole - 1)
+    with caplog.at_level(logging.INFO, "medusa"):
+        assert BaseModel.load(file, device="cpu", pack=True).packed
+    assert f"they take {whole} of {2 * whole - 1} bytes" in caplog.text
+
+
 def test_training_reads_the_same_numbers(file, pair):
     plain, expanded = BaseModel.load(file, torch.bfloat16, "cpu"), pair[1].base.model.state_dict()
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
@@ -219,7 +229,9 @@ def test_training_reads_the_same_numbers(file, pair):
 
 def test_a_dry_run_plans_for_it(file, capsys):
     assert main(["--dry-run", "--base", str(file)]) == 0
-    assert "16 bits a weight" in capsys.readouterr().out
+    assert ("8 bits a weight" if expands_quickly() else "16 bits a weight") in capsys.readouterr().out
+    assert main(["--dry-run", "--base", str(file), "--dtype", "float32"]) == 0
+    assert "32 bits a weight" in capsys.readouterr().out
 
 
 def test_a_file_is_read_once_and_again_when_it_has_changed(file, tmp_path, caplog):
