@@ -270,6 +270,7 @@ template <int R> constexpr int PACKED_OUTPUTS = LANES == 8 ? (R < 3 ? 4 : R < 5 
 // Outputs first .. last of at most PACKED_ROWS rows.
 template <class O>
 static void packed_strips(const Linear& at, int64_t first, int64_t last, const number<bf16>* x, int64_t rows, O out, int64_t stride) {
+    if (rows == 0) return;
     alignas(64) float sums[PACKED_ROWS * STRIP + LANES];
     thread_local Buffer<float> kept;
     const int64_t runs = at.in / RUN, room = arranged<bf16>(at.in);
