@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.arguments import DTYPES, base_arguments
+from medusa.budget.plan import in_words
 from serve.flags import flag
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def describe(model: "MedusaModel", directory: str | None) -> str:
     small = model.drafters.parts.draft_model
     if small:
         lines.append(f"draft  {small.name.removeprefix(f'{Path.cwd()}/')} ({small.num_layers} layers)")
-    dtype = str(base.dtype).removeprefix("torch.") + ", packed weights" * base.packed + ", fused pass" * base.fused
+    packed = f", packed weights ({in_words(base.weight_bytes)} for a pass)" if base.packed else ""
+    dtype = str(base.dtype).removeprefix("torch.") + packed + ", fused pass" * base.fused
     where = f"{base.device}, {base.ranks} processes" if base.ranks > 1 else str(base.device)
     lines.append(f"on     {where}, {dtype}, {base.attention.name} attention")
     if base.int8:

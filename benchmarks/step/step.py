@@ -5,6 +5,7 @@ divided by the bandwidth of the memory, which is measured in the same run. Up to
 little more than that: this is what drafting lives on.
 """
 
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -46,6 +47,8 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
     times = alternate(samples, sizes.rounds)
     method, bandwidth = best_bandwidth(times)
     shape = read_shape(base.model.config, base.dtype, base.int8)
+    if base.packed:
+        shape = replace(shape, held=base.weight_bytes)
     rows = [
         _row(times, method, step_work(shape, batch, context).bytes, batch, count)
         for batch in batches

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from medusa.base.gguf_reading import Reading, tensors_of
 from medusa.base.gguf_tensors import SLICE, Stored, stored_tensors
-from medusa.cpu.packed import DTYPE, KINDS, PANEL, Packed, held_bits
+from medusa.cpu.gguf_types import KINDS
+from medusa.cpu.packed import DTYPE, PANEL, Packed, held_bits
 
 WEIGHTS = "packed-{:05}.safetensors"
 """Files of weights, numbered."""

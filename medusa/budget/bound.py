@@ -88,10 +88,10 @@ def step_work(shape: Shape, requests: int, context: int, nodes: int = 1) -> Work
     per_weight, missed = shape.bits / 8, 1 - shape.visited
     dense = shape.layer_weights - shape.expert_weights
     read = dense + shape.expert_weights * (1 - missed**rows)
-    output = shape.output_weights * shape.itemsize + rows * shape.vocabulary * shape.itemsize
+    weights = read * per_weight + shape.output_weights * shape.itemsize
     multiplied = dense + shape.expert_weights * shape.visited + shape.output_weights
     return Work(
-        weights=read * per_weight + output,
+        weights=(shape.held or weights) + rows * shape.vocabulary * shape.itemsize,
         cached=requests * (context + nodes) * shape.cached_bytes,
         linear=2 * rows * multiplied,
         attention=2 * rows * (context + nodes) * shape.scored,

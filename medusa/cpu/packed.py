@@ -6,7 +6,7 @@ the same bit by bit (kernels/weights.h).
 Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs, B blocks of runs, F factors, C codes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from medusa.cpu.gguf_types import KINDS, Parts
 from medusa.cpu.native import LinearKernel, LinearStruct
 
 PANEL, RUN = 16, 32
@@ -45,22 +46,6 @@ FORMS = {
     8: Form(torch.float32, 1, torch.int8, 0, 8),
 }
 """By ``Packing`` of kernels/weights.h."""
-
-
-class Parts(NamedTuple):
-    """What a weight is made of.
-
-    Attributes:
-        packing: A key of ``FORMS``.
-        factors: [P, 16, B, F].
-        numbers: uint8 [P, 16, K, 32], or int8 where they have 8 bits.
-        codes: [P, 16, K, C].
-    """
-
-    packing: int
-    factors: Tensor
-    numbers: Tensor
-    codes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -244,88 +229,6 @@ def _panels(x: Tensor) -> Tensor:
     """[P, 16, ...] of [O, ...]; zeros behind the last output."""
     whole: Tensor = pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % PANEL))
     return whole.view(-1, PANEL, *x.shape[1:])
-
-
-def _half(blocks: Tensor, *places: int) -> Tensor:
-    """float16 [..., F] at places of blocks [..., bytes]."""
-    return torch.cat([blocks[..., place : place + 2] for place in places], -1).contiguous().view(torch.float16)
-
-
-def _nibbles(x: Tensor) -> Tensor:
-    """Numbers [..., 2 n] of bytes [..., n], which hold number i and number i + n."""
-    return torch.cat([x & 15, x >> 4], -1)
-
-
-def _fifth(bits: Tensor) -> Tensor:
-    """uint8 [..., 32], 16 where a bit of 4 bytes [..., 4] is set."""
-    return (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
-
-
-def _q4_0(blocks: Tensor) -> Parts:
-    scale = _half(blocks, 0)
-    return Parts(1, torch.cat([scale, scale * -8], -1), _nibbles(blocks[..., 2:]))
-
-
-def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(1, _half(blocks, 0, 2), _nibbles(blocks[..., 4:]))
-
-
-def _q5_0(blocks: Tensor) -> Parts:
-    scale = _half(blocks, 0)
-    return Parts(2, torch.cat([scale, scale * -16], -1), _nibbles(blocks[..., 6:]) | _fifth(blocks[..., 2:6]))
-
-
-def _q5_1(blocks: Tensor) -> Parts:
-    return Parts(2, _half(blocks, 0, 2), _nibbles(blocks[..., 8:]) | _fifth(blocks[..., 4:8]))
-
-
-def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(3, _half(blocks, 0), blocks[..., 2:].view(torch.int8))
-
-
-def _six_bits(blocks: Tensor) -> Tensor:
-    """uint8 [..., 8 B, 2]: scales and minima of a superblock's eight runs."""
-    first, second, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], -1)
-    minima = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], -1)
-    return torch.stack([scales, minima], -1).flatten(-3, -2)
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """Numbers [..., 8, 32] of 4 bits: each 32 of 128 bytes hold two runs."""
-    both = x.unflatten(-1, (4, 32))
-    return torch.stack([both & 15, both >> 4], -2).flatten(-3, -2)
-
-
-def _q4_k(blocks: Tensor) -> Parts:
-    return Parts(4, _half(blocks, 0, 2), _pairs(blocks[..., 16:]).flatten(-3, -2), _six_bits(blocks))
-
-
-def _q5_k(blocks: Tensor) -> Parts:
-    fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [..., 8, 32]
-    return Parts(5, _half(blocks, 0, 2), (_pairs(blocks[..., 48:]) | fifth << 4).flatten(-3, -2), _six_bits(blocks))
-
-
-def _q6_k(blocks: Tensor) -> Parts:
-    low, high = blocks[..., :128].unflatten(-1, (2, 2, 32)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
-    lower = torch.stack([low & 15, low >> 4], -3).flatten(-3, -2)  # [..., half, run, 32]
-    upper = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
-    numbers = ((lower | upper << 4).to(torch.int8) - 32).flatten(-4, -2)
-    codes = blocks[..., 192:208].view(torch.int8).unflatten(-1, (8, 2)).flatten(-3, -2)
-    return Parts(6, _half(blocks, 208), numbers, codes)
-
-
-KINDS: dict[str, tuple[Callable[[Tensor], Parts], int, int]] = {
-    "Q4_0": (_q4_0, 32, 18),
-    "Q4_1": (_q4_1, 32, 20),
-    "Q5_0": (_q5_0, 32, 22),
-    "Q5_1": (_q5_1, 32, 24),
-    "Q8_0": (_q8_0, 32, 34),
-    "Q4_K": (_q4_k, 256, 144),
-    "Q5_K": (_q5_k, 256, 176),
-    "Q6_K": (_q6_k, 256, 210),
-}
-"""What reads blocks [P, 16, B, bytes] of a type, and the numbers and the bytes of one."""
 
 
 def held_bits(kind: str) -> float:

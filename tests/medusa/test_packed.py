@@ -1,6 +1,7 @@
 """GGUF files as bases: weights stay packed, and every number is that of the expanded base."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaC
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import gguf
 from medusa.base.checkpoint import resolve_base
+from medusa.budget.bound import step_work
+from medusa.budget.plan import in_words
+from medusa.budget.shape import read_shape
+from medusa.cpu.gguf_types import KINDS
 from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kernels
-from medusa.cpu.packed import KINDS, Packed, PackedEmbedding, PackedLinear
+from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
+from serve.model_options import describe
 from serve.server import main
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
@@ -225,6 +231,24 @@ def test_training_reads_the_same_numbers(file, pair):
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
     assert plain.model.state_dict().keys() == expanded.keys()
     assert all(torch.equal(weight, expanded[name]) for name, weight in plain.model.state_dict().items())
+
+
+def test_what_a_pass_reads_is_told(pair):
+    packed, expanded = (model.base for model in pair)
+    held = sum(one.nbytes for one in gguf_weights(packed))
+    assert packed.weight_bytes == held
+    shape = read_shape(packed.config, packed.dtype)
+    rows = shape.vocabulary * shape.itemsize
+    assert step_work(replace(shape, held=held), 1, 0).weights == held + rows
+    assert step_work(shape, 1, 0).weights == pytest.approx(expanded.weight_bytes + rows, rel=0.01)
+    assert f"packed weights ({in_words(held)} for a pass), fused pass" in describe(pair[0], "heads")
+    assert "packed" not in describe(pair[1], "heads").splitlines()[-1]
+
+
+def gguf_weights(base):
+    """Packed parts of layers that a pass computes, and all other tensors."""
+    layers = [one for one in base.model.modules() if isinstance(one, PackedLinear)]
+    return [*(one.packed.parts for one in layers), *base.model.parameters(), *base.model.buffers()]
 
 
 def test_a_dry_run_plans_for_it(file, capsys):
