@@ -87,7 +87,7 @@ static void check_packed(const Form<F, FACTORS, C, CODES, N>&, Packing packing, 
             std::vector<bf16> ours(rows * outputs), theirs(rows * outputs);
             REQUIRE(medusa_linear(BFLOAT16, threads, &packed, rows, x.data(), ours.data()) == DONE);
             REQUIRE(medusa_linear(BFLOAT16, threads, &plain, rows, x.data(), theirs.data()) == DONE);
-            REQUIRE(!std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(bf16)));
+            REQUIRE(rows == 0 || !std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(bf16)));
         }
 }
 static void check_packed(int64_t outputs, int64_t in) {
