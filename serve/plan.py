@@ -57,12 +57,12 @@ def show_plan(args: argparse.Namespace) -> int:
     from serve.engine import MEMORY
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    config = _config(args.base)
+    file = gguf_names.find(resolve_base_name(args.base), download=False) if args.base else None
+    config = gguf_convert.read_config(file) if file else _config(args.base)
     shape = read_shape(config, dtype, args.int8)
     on_gpu = args.device_memory is not None
     if not on_gpu and not args.int8 and groupwise.reads(config):
         shape = replace(shape, bits=groupwise.held_bits(config, dtype) or 8 * shape.itemsize)
-    file = gguf_names.find(resolve_base_name(args.base), download=False)
     if file and not on_gpu and not args.int8 and dtype in (None, DTYPE) and expands_quickly():
         held = gguf_convert.held_bytes(file)
         shape = replace(shape, held=held, bits=round(8 * held / shape.weights))
@@ -110,18 +110,16 @@ def _head_weights(directory: str | None) -> int:
 
 
 def _config(base: str | None) -> Any:
-    """The config of a base by its name, or of a config.json; nothing is downloaded, and no GGUF file converted."""
+    """The config of a base by its name, or of a config.json; nothing is downloaded."""
     from transformers import AutoConfig
 
-    from medusa.base import gguf_convert, gguf_names, smollm2
+    from medusa.base import smollm2
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
     name = resolve_base_name(base)
     if name == smollm2.HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
-    if file := gguf_names.find(name, download=False):
-        return gguf_convert.read_config(file)
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:

@@ -92,14 +92,8 @@ def holds(directory: str | Path, packed: bool) -> bool:
 
 def expanded_bytes(directory: str | Path) -> int:
     """What the packed weights of a directory would take as bfloat16."""
-    from safetensors import safe_open
-
-    size = 0
-    for shard in Path(directory).glob(WEIGHTS):
-        with safe_open(shard, "pt") as file:
-            packings = json.loads(file.metadata()["packings"]).values()
-        size += sum(2 * outputs * inputs for _, outputs, inputs, _ in packings)
-    return size
+    packings = [one for shard in Path(directory).glob(WEIGHTS) for one in _packings(shard).values()]
+    return sum(2 * outputs * inputs for _, outputs, inputs, _ in packings)
 
 
 def expanded(directory: str) -> str:
@@ -128,7 +122,6 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
         dtype: Of the model; packed layers are of bfloat16.
         expand: Make plain layers of packed ones: for training, for other dtypes, or where the kernels do not run.
     """
-    from safetensors import safe_open
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -142,8 +135,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     tensors, packings = dict[str, Tensor](), dict[str, list[int]]()
     for shard in directory.glob(WEIGHTS):
-        with safe_open(shard, "pt") as file:
-            packings |= json.loads(file.metadata()["packings"])
+        packings |= _packings(shard)
         tensors |= load_file(shard)
     for name in tensors.keys() - packings.keys():
         _set(model, name, tensors[name].to(dtype))
@@ -165,6 +157,15 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
+
+
+def _packings(shard: Path) -> dict[str, list[int]]:
+    """What is packed in a file of weights: packing, outputs, inputs and runs of each (``medusa.cpu.packed.Packed``)."""
+    from safetensors import safe_open
+
+    with safe_open(shard, "pt") as file:
+        found: dict[str, list[int]] = json.loads(file.metadata()["packings"])
+    return found
 
 
 def _set(model: "nn.Module", name: str, tensor: "Tensor") -> None:
