@@ -1,8 +1,10 @@
-"""``python -m data regenerate ...``: make training data; ``prompts``: what to ask; ``inspect``: look at it."""
+"""``python -m data regenerate ...``: make training data; ``prompts``, ``mix``: what to ask; ``inspect``: look at it."""
 
 import argparse
+import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -170,7 +172,32 @@ def _inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
     inspect(options, logger)
 
 
-COMMANDS = {"inspect": _inspect, "prompts": _write_prompts, "regenerate": _regenerate}
+def _mix(options: argparse.Namespace, logger: logging.Logger) -> None:
+    out = Path(options.out)
+    if _is_there(options.out, logger):
+        return
+    from data.mix import Mixer, report, table, write
+    from data.mixture import Mixture
+    from data.overlap import evaluation_texts
+
+    mixture, tokenizer = Mixture.read(Path(options.mixture)), load_tokenizer(options.base)
+    texts = [text for path in options.without for text in evaluation_texts(path)]
+    mixer = Mixer(
+        mixture, Path(options.sources), texts, lambda text: len(tokenizer(text, verbose=False).input_ids), options.seed
+    )
+    sides = {"heldout": mixer.mix(heldout=True), "train": mixer.mix(heldout=False)}
+    unfinished = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for side, found in sides.items():
+        write(found, unfinished / side, options.size)
+    about = {"without": options.without, "seed": options.seed, **report(mixer, mixture, sides)}
+    (unfinished / "report.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.rename(out)
+    logger.info("%s", table(mixer))
+    logger.info("%d prompts, and %d held-out ones, are in %s", len(sides["train"]), len(sides["heldout"]), out)
+
+
+COMMANDS = {"inspect": _inspect, "mix": _mix, "prompts": _write_prompts, "regenerate": _regenerate}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
         ("inspect", "show samples with what is trained on marked, and count tokens", _add_inspect),
         ("regenerate", "let the base answer prompts; its own answers are the training data", _add_regenerate),
         ("prompts", "let a chat base write prompts, in the user's place: for regenerate --prompts FILE", _add_prompts),
+        ("mix", "mix prompts of many sources, without duplicates and without what evaluations ask", _add_mix),
     ):
         add_flags(commands.add_parser(name, help=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
     return top
@@ -70,6 +71,18 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     _add_sampling(parser, Settings(256, 1.0, 0.9))
     _add_here(parser)
+
+
+def _add_mix(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("mixture", metavar="FILE", help="a .yaml file that lists the sources, as data/mixtures/smollm2.yaml")
+    add("--base", default=EMBEDDED, help=f'whose tokenizer counts: directory, Hub id, "smollm2" or "{EMBEDDED}"')
+    add("--sources", required=True, metavar="DIR", help="where the sources' files are")
+    add("--out", required=True, metavar="DIR", help="gets train/, heldout/ and report.json")
+    what = "questions of an evaluation, in a file or directory; prompts that share words with one are left out"
+    add("--without", action="append", default=[], metavar="FILE", help=what)
+    add("--size", type=at_least(1), default=1000, help="prompts of a file")
+    add("--seed", type=int, default=0, help="of the order, and of what is left out")
 
 
 def _add_source(parser: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.packing import IGNORE, PackedRows
 from train.config import OptimRecipe
-from train.features import HiddenStates, Positions
+from train.features import Gathered, HiddenStates, Positions
 from train.schedule import mixed_seed, rows_of_step
 
 
@@ -38,13 +38,13 @@ class MicroBatch(NamedTuple):
 
 
 class Block:
-    """The rows of up to `optim.mix_steps` steps, as one of `world_size` processes sees them.
+    """The rows of some steps in a row, as one of `world_size` processes sees them.
 
     Args:
-        optim: the seed, rows per step, steps per block and the kind of loss.
+        optim: the seed, rows per step and the kind of loss.
         packed: all rows.
         num_heads: K.
-        first: the first step; a multiple of `optim.mix_steps`.
+        first: the first step.
         steps: steps of the block.
         rank: this process.
         world_size: number of processes.
@@ -66,7 +66,7 @@ class Block:
         # Positions of the rows of each process: [bounds[rank], bounds[rank + 1]).
         bounds = torch.tensor([len(share) for share in shares]).cumsum(0)
         self._bounds = [0, *(int(ends[bound - 1]) if bound else 0 for bound in bounds)]
-        self._hidden_MF: Tensor | None = None
+        self._hidden_MF: Gathered | None = None
 
     def label_counts(self, step: int) -> Tensor:
         """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
@@ -89,18 +89,17 @@ class Block:
     def _micro_batch(self, index_M: Tensor, start: int) -> MicroBatch:
         assert self._hidden_MF is not None
         device, positions = self._hidden_MF.device, self.positions
-        here = index_M.to(device)
         batch = (
-            self._hidden_MF[here].float(),
+            self._hidden_MF[index_M].float(),
             positions.path[start + index_M].to(device),
             positions.targets[start + index_M, 1:].to(device),
         )
         if not self._soft:
             return MicroBatch(*batch)
         num_heads = positions.path.shape[1]
-        ahead_MK = here[:, None] + torch.arange(1, num_heads + 1, device=device)
+        ahead_MK = index_M[:, None] + torch.arange(1, num_heads + 1)
         teachers, teacher_MK = ahead_MK.clamp(max=len(self._hidden_MF) - 1).unique(return_inverse=True)
-        return MicroBatch(*batch, self._hidden_MF[teachers, : self._hidden_size].float(), teacher_MK)
+        return MicroBatch(*batch, self._hidden_MF[teachers][:, : self._hidden_size].float(), teacher_MK.to(device))
 
 
 def _deal(count: int, steps: int, seed: int) -> Tensor:

@@ -101,8 +101,9 @@ class OptimRecipe:
     """Targets: ce = the text; kl, tv = the base's own distribution, by Kullback-Leibler or total variation distance."""
     rows_per_step: int = _limits(16, low=1)
     """Packed rows per optimizer step over all processes."""
-    mix_steps: int = _limits(1, low=1)
-    """Positions of the rows of so many steps are shuffled together: each step then sees all of their documents."""
+    mix_steps: int = _limits(1, low=0)
+    """Positions of the rows of so many steps are shuffled together: each step then sees all of their documents; 0 = of
+    a whole pass over the data, which needs a cache of hidden states (cache.mode offline or hybrid)."""
     micro_rows: int = _limits(2, low=1, resume=True)
     """Packed rows per process and pass of the base; lower it when memory runs out (the result stays)."""
     seed: int = _limits(0, low=0)

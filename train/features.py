@@ -46,10 +46,24 @@ class Positions:
         return self.kept.sum(1)
 
 
+class Gathered(Protocol):
+    """Hidden states [M, F] of which some are taken at a time: a tensor, or what is on a disk."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of what is taken."""
+
+    def __len__(self) -> int:
+        """M."""
+
+    def __getitem__(self, index_N: Tensor, /) -> Tensor:
+        """The states [N, F] of some positions, int64 [N]."""
+
+
 class HiddenStates(Protocol):
     """Where hidden states come from: a pass of the base, or a disk."""
 
-    def read(self, rows_B: Tensor) -> Tensor:
+    def read(self, rows_B: Tensor) -> Gathered:
         """Hidden states [M, F] of the base at the kept positions of rows, see `BaseModel.hidden_states`."""
 
 

@@ -25,12 +25,14 @@ from tqdm import tqdm
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
 from medusa.files import read_object, replace_file, sweep, write_json
-from train.features import HiddenStates, Positions
+from train.features import BasePass, Positions
 from train.run_directory import disk_errors_named
 
 LOGGER = logging.getLogger("train")
 FORMAT = 2
 """Grows when the files or the choice of kept positions change."""
+ROWS_AT_A_TIME = 64
+"""Rows whose missing states are in memory together."""
 SAMPLED = 4096
 """Values of each weight that the base's checksum reads."""
 NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
@@ -94,7 +96,7 @@ class HiddenCache:
         base: BaseModel,
         packed: PackedRows,
         num_heads: int,
-        source: HiddenStates,
+        source: BasePass,
         shard_bytes: int,
     ) -> None:
         self._directory, self._packed, self._num_heads = directory, packed, num_heads
@@ -109,14 +111,15 @@ class HiddenCache:
         self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
         self._look()
 
-    def read(self, rows_B: Tensor) -> Tensor:
-        """Hidden states [M, F] of the kept positions of rows, on the base's device."""
+    def read(self, rows_B: Tensor) -> "Mapped":
+        """Hidden states [M, F] of the kept positions of rows; those on the disk stay there until they are taken."""
         rows = rows_B.tolist()
         if self._missing(rows):
             self._look()  # another process may have written them
-        if missing := self._missing(rows):
-            self._compute(missing)
-        return torch.cat([self._states(row) for row in rows]).to(self._device)
+        missing = self._missing(rows)
+        for start in range(0, len(missing), ROWS_AT_A_TIME):
+            self._compute(missing[start : start + ROWS_AT_A_TIME])
+        return Mapped([self._states(row) for row in rows], self._device)
 
     def fill(self, rows_B: Tensor, rows_at_a_time: int, shown: bool) -> None:
         """Compute and write the states of all rows that are missing, with a progress bar where `shown`."""
@@ -157,7 +160,7 @@ class HiddenCache:
         if row in self._pending:
             return self._pending[row]
         shard, place = self._places[row]
-        states: Tensor = _open(shard).get_slice("hidden")[place]
+        states: Tensor = _open(shard).get_tensor("hidden")[place]
         return states
 
     def _look(self) -> None:
@@ -174,6 +177,32 @@ class HiddenCache:
             for row, count in zip(rows, per_row, strict=True):
                 self._places[row] = path, slice(start, start + count)
                 start += count
+
+
+class Mapped:
+    """States of many rows, one tensor each, in memory or on a disk that memory maps; a `Gathered`.
+
+    Args:
+        parts: [M_i, F] each.
+        device: where what is taken goes.
+    """
+
+    def __init__(self, parts: list[Tensor], device: torch.device) -> None:
+        self._parts, self.device = parts, device
+        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index_N: Tensor) -> Tensor:
+        part_N = torch.searchsorted(self._ends, index_N, right=True)
+        order_N = part_N.argsort(stable=True)
+        touched, counts = part_N[order_N].unique_consecutive(return_counts=True)
+        taken_NF = torch.empty(len(index_N), self._parts[0].shape[1], dtype=self._parts[0].dtype)
+        for part, places in zip(touched.tolist(), order_N.split(counts.tolist()), strict=True):
+            states = self._parts[part]
+            taken_NF[places] = states[index_N[places] - int(self._ends[part]) + len(states)]
+        return taken_NF.to(self.device)
 
 
 @lru_cache(maxsize=64)

@@ -87,11 +87,12 @@ class Medusa1:
     def _block(self, step: int) -> Block:
         """The block of a step; a new one when the last is used up."""
         optim, workers = self._recipe.optim, self._workers
-        first = step - step % optim.mix_steps
+        mixed = optim.mix_steps or -(-len(self._packed) // optim.rows_per_step)
+        first = step - step % mixed
         if self._last is None or self._last.first != first:
             self._last = None  # its hidden states go before the next ones come
             self._last = Block(
-                optim, self._packed, self._recipe.heads.num_heads, first, min(optim.mix_steps, self._total - first),
+                optim, self._packed, self._recipe.heads.num_heads, first, min(mixed, self._total - first),
                 workers.rank, workers.world_size, self._hidden_size,
             )  # fmt: skip
         return self._last

@@ -1,0 +1,162 @@
+"""Mixes prompts of many sources: without duplicates, without what evaluations ask, long ones too.
+
+What comes out are conversations without answers, for `data regenerate`, in files of a few thousand in one random order:
+any of them is a fair sample of the mixture, so answering can stop after each.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data.mixture import Mixture, MixtureSource
+from data.overlap import Overlap
+
+KEPT = "kept"
+COLUMNS = (KEPT, "duplicate", "evaluation", "held out", "too long", "long", "beyond most")
+"""What becomes of a prompt; all but the first are left out."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a user says, turn by turn."""
+
+    turns: list[str]
+    source: str
+    kind: str
+    tokens: int
+    """Of its turns."""
+
+    def record(self) -> dict[str, Any]:
+        """As `data regenerate` reads it."""
+        messages = [{"role": "user", "content": self.turns[0]}]
+        for turn in self.turns[1:]:  # the answer between is to be written
+            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
+        return {"messages": messages, "source": self.source, "kind": self.kind}
+
+
+class Mixer:
+    """Takes prompts of a mixture, source by source; held-out sources first, since others may not overlap with them.
+
+    Args:
+        mixture: Of which sources.
+        directory: Where the sources' files are.
+        evaluations: Texts that no prompt may overlap with.
+        length: Tokens of a text.
+        seed: Of the order, and of which prompts are left out where a source has more than are wanted.
+    """
+
+    def __init__(
+        self, mixture: Mixture, directory: Path, evaluations: Iterable[str], length: Callable[[str], int], seed: int = 0
+    ) -> None:
+        self._mixture, self._directory, self._length, self._seed = mixture, directory, length, seed
+        self._evaluations, self._heldout, self._seen = Overlap(evaluations), Overlap(), Overlap()
+        self.counts: dict[str, Counter[str]] = {}
+        """What became of each source's prompts, by `COLUMNS`."""
+
+    def mix(self, heldout: bool) -> list[Conversation]:
+        """The conversations of one side of the split, in a random order; the held-out side must be asked for first."""
+        sources = [source for source in self._mixture.sources if source.heldout is heldout]
+        bar = tqdm(sources, desc="held-out sources" if heldout else "sources", unit="source")
+        found = [conversation for source in bar for conversation in self._taken(source)]
+        rng = random.Random(f"{self._seed} {heldout}")
+        rng.shuffle(found)
+        if not heldout:
+            found = [self._continued(one, rng) for one in self._with_fewer_long(found)]
+        return found
+
+    def _taken(self, source: MixtureSource) -> Iterator[Conversation]:
+        counts = self.counts.setdefault(source.name, Counter())
+        said = list(source.turns(self._directory))
+        random.Random(f"{self._seed} {source.name}").shuffle(said)
+        for turns in said:
+            text = "\n".join(turns)
+            outcome, tokens = self._judged(text, source, counts)
+            counts[outcome] += 1
+            if outcome == KEPT:
+                self._seen.add(text)
+                if source.heldout:
+                    self._heldout.add(text)
+                yield Conversation(turns, source.name, source.kind, tokens)
+
+    def _judged(self, text: str, source: MixtureSource, counts: Counter[str]) -> tuple[str, int]:
+        """What becomes of a prompt, and its tokens where they were counted."""
+        if source.most and counts[KEPT] >= source.most:
+            return "beyond most", 0
+        if self._seen.holds(text):
+            return "duplicate", 0
+        if text in self._evaluations:
+            return "evaluation", 0
+        if not source.heldout and text in self._heldout:
+            return "held out", 0
+        tokens = self._length(text)
+        return (KEPT, tokens) if 0 < tokens <= self._mixture.most_tokens else ("too long", tokens)
+
+    def _with_fewer_long(self, found: Sequence[Conversation]) -> Iterator[Conversation]:
+        """All but those long ones that are more than their share."""
+        short = sum(one.tokens <= self._mixture.long_tokens for one in found)
+        share = self._mixture.long_share
+        room = int(short * share / (1 - share)) if share < 1 else len(found)
+        for one in found:
+            if one.tokens > self._mixture.long_tokens:
+                if not room:
+                    self.counts[one.source].update({KEPT: -1, "long": 1})
+                    continue
+                room -= 1
+            yield one
+
+    def _continued(self, one: Conversation, rng: random.Random) -> Conversation:
+        """With a second turn, by chance."""
+        if len(one.turns) > 1 or not self._mixture.second_turns or rng.random() >= self._mixture.second_share:
+            return one
+        turn = rng.choice(self._mixture.second_turns)
+        return Conversation([*one.turns, turn], one.source, one.kind, one.tokens + self._length(turn))
+
+
+def write(conversations: Sequence[Conversation], directory: Path, size: int) -> list[Path]:
+    """Write files of ``size`` conversations each; those of an earlier mixture may not be there.
+
+    Raises:
+        ValueError: The directory holds something.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise ValueError(f"directory ({directory}) is not empty; remove it to mix again")
+    files = []
+    for number, start in enumerate(range(0, len(conversations), size)):
+        file = directory / f"{number:03}.jsonl"
+        lines = (json.dumps(one.record(), ensure_ascii=False) for one in conversations[start : start + size])
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        files.append(file)
+    return files
+
+
+def report(mixer: Mixer, mixture: Mixture, sides: Mapping[str, Sequence[Conversation]]) -> dict[str, Any]:
+    """Where the prompts are from, and what they are: for whoever gets the data."""
+    return {
+        "prompts": {side: len(found) for side, found in sides.items()},
+        "kinds": {side: dict(Counter(one.kind for one in found).most_common()) for side, found in sides.items()},
+        "tokens": {side: _quantiles([one.tokens for one in found]) for side, found in sides.items()},
+        "second_turns": sum(len(one.turns) > 1 for one in sides["train"]),
+        "sources": {source.name: asdict(source) | dict(mixer.counts[source.name]) for source in mixture.sources},
+    }
+
+
+def table(mixer: Mixer) -> str:
+    """What became of the prompts, by source."""
+    total: Counter[str] = sum(mixer.counts.values(), Counter())
+    rows: list[tuple[str, ...]] = [("source", *COLUMNS)]
+    for name, counts in (*mixer.counts.items(), ("all", total)):
+        rows.append((name, *(str(counts[column]) for column in COLUMNS)))
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(f"{row[0]:<{width}}" + "".join(f"{value:>12}" for value in row[1:]) for row in rows)
+
+
+def _quantiles(tokens: list[int]) -> dict[str, int]:
+    ordered = sorted(tokens) or [0]
+    return {f"{share} %": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (10, 50, 90, 100)}
