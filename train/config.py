@@ -97,8 +97,9 @@ class OptimRecipe:
     """Passes over the rows; ignored when steps > 0."""
     steps: int = _limits(0, low=0)
     """Optimizer steps; 0 = from epochs."""
-    loss: str = _choice("ce", "ce", "kl", "tv")
-    """Targets: ce = the text; kl, tv = the base's own distribution, by Kullback-Leibler or total variation distance."""
+    loss: str = _choice("ce", "ce", "kl", "tv", "nla", "lk")
+    """Targets: ce = the text; others = the base's own distribution: kl, tv = Kullback-Leibler or total variation
+    distance, nla = -log of the acceptance, lk = from kl to tv as acceptance grows."""
     rows_per_step: int = _limits(16, low=1)
     """Packed rows per optimizer step over all processes."""
     mix_steps: int = _limits(1, low=0)

@@ -30,8 +30,9 @@ class HeadsLoss(nn.Module):
         heads: the trained heads.
         vocabulary: both ends of the base.
         loss_rows: most rows of logits that exist at a time; a large vocabulary lowers it.
-        kind: targets: ce = the labels; kl, tv = the base's own distribution at the labels' places, by Kullback-Leibler
-            or total variation distance (1 - acceptance of drawn drafts; Leviathan et al. 2023, theorem 3.5).
+        kind: targets: ce = the labels; others = the base's own distribution at the labels' places, by Kullback-Leibler
+            (kl) or total variation distance (tv = 1 - acceptance of drawn drafts; Leviathan et al. 2023, theorem 3.5),
+            the logarithm of acceptance (nla), or a mixture that goes from kl to tv (lk; both Samarin et al. 2026).
     """
 
     def __init__(self, heads: DraftHeads, vocabulary: Vocabulary, loss_rows: int, kind: str = "ce") -> None:
@@ -56,7 +57,7 @@ class HeadsLoss(nn.Module):
             path_MK: the K tokens after each of them, int64.
             labels_MK: int64 token ids, `IGNORE` where a head has no target.
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
-            teacher_UD: the base's last hidden states whose distributions are the targets (kl and tv).
+            teacher_UD: the base's last hidden states whose distributions are the targets (all but ce).
             teacher_MK: int64, which of them is the target of each label.
 
         Returns:
@@ -64,7 +65,7 @@ class HeadsLoss(nn.Module):
             [K].
 
         Raises:
-            ValueError: kl or tv without teachers.
+            ValueError: another kind than ce without teachers.
         """
         if self.heads.draft_ids is not None:
             columns_MK = self.heads.columns(labels_MK)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 LmHead = Callable[[Tensor], Tensor]
+ETA = 3.0
+"""How fast the hybrid loss goes over to total variation distance (Samarin et al. 2026, arXiv 2602.23881)."""
+LEAST_ACCEPTANCE = 1e-30
 BLOCK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Logits that are looked at together: on a CPU they stay in its cache, on a GPU they keep it busy."""
 
@@ -21,7 +24,7 @@ class Targets:
     labels: Tensor
     """int64 token ids [M, K] or [R]; `IGNORE` where a head has no target."""
     kind: str = "ce"
-    """ce = the labels; kl, tv = the teacher's distribution (Kullback-Leibler, total variation distance)."""
+    """ce = the labels; the others = the teacher's distribution: a name in `ROW_LOSSES`."""
     teacher: Tensor | None = None
     """The base's last hidden states [U, D] whose distributions are the targets, or of rows their logits [U, V]."""
     teacher_index: Tensor | None = None
@@ -81,14 +84,34 @@ def _divergence(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tenso
 
 
 def _total_variation(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """1/2 sum |q - p|; with s = 1/2 sign(q - p) its gradient is q (s - sum q s)."""
-    probs_BV, _normaliser = _softmax(scores_BV)
-    target_BV, _normaliser = _softmax(teacher_BV)
-    difference_BV = target_BV.neg_().add_(probs_BV)
-    loss_B = difference_BV.abs().sum(1) / 2
-    slope_BV = difference_BV.sign_().div_(2)
+    """1/2 sum |q - p| = 1 - sum min(p, q)."""
+    acceptance_B, gradient_BV = _acceptance(scores_BV, teacher_BV)
+    return 1 - acceptance_B, gradient_BV.neg_()
+
+
+def _negative_log_acceptance(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """-log sum min(p, q): the gradient of total variation distance, larger where little of a draft is accepted."""
+    acceptance_B, gradient_BV = _acceptance(scores_BV, teacher_BV)
+    acceptance_B.clamp_(min=LEAST_ACCEPTANCE)
+    return -acceptance_B.log(), gradient_BV.div_(acceptance_B[:, None]).neg_()
+
+
+def _acceptance(scores_BV: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """sum min(p, q); with s = 1 where q < p, else 0, its gradient is q (s - sum q s). Small sums stay exact."""
+    probs_BV, _ = _softmax(scores_BV)
+    target_BV, _ = _softmax(teacher_BV)
+    acceptance_B = torch.minimum(probs_BV, target_BV).sum(1)
+    slope_BV = (probs_BV < target_BV).to(probs_BV.dtype)
     slope_BV -= (probs_BV * slope_BV).sum(1, keepdim=True)
-    return loss_B, probs_BV.mul_(slope_BV)
+    return acceptance_B, probs_BV.mul_(slope_BV)
+
+
+def _hybrid(scores_BV: Tensor, _: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """w KL + (1 - w) TV with w = exp(-ETA acceptance), a constant for the gradient."""
+    distance_B, gradient_BV = _total_variation(scores_BV, _, teacher_BV)
+    divergence_B, away_BV = _divergence(scores_BV, _, teacher_BV)
+    weight_B = (-ETA * (1 - distance_B)).exp()
+    return distance_B.lerp(divergence_B, weight_B), gradient_BV.lerp_(away_BV, weight_B[:, None])
 
 
 def _softmax(scores_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,5 +125,7 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "ce": _cross_entropy,
     "kl": _divergence,
     "tv": _total_variation,
+    "nla": _negative_log_acceptance,
+    "lk": _hybrid,
 }
 """(scores [B, V], labels [B, 1], the teachers' scores [B, V]) -> losses [B], gradients [B, V]; best scores are 0."""
