@@ -60,7 +60,7 @@ def decode_step(
     Chunks of prompts are computed in the same pass.
     """
     state = with_room(state, max(one.length for one in sequences) + drafter.nodes + 1)
-    draft = _fit(base, sequences, drafter.propose(state, sequences))
+    draft = fit(base, sequences, drafter.propose(state, sequences))
     plan = base.plan([(draft, sequences), *(chunk.part for chunk in chunks)], lengths_B=state.positions)
     accepted, hidden_BNF, after = verify(base, sequences[0].pool, plan, rule, state, reader, chunks)
     tokens, counts = read_tokens(accepted.emitted.tolist())  # the step's only copy to the host
@@ -167,12 +167,12 @@ def with_room(state: DecodeState, width: int) -> DecodeState:
     return dataclasses.replace(state, history=pad(state.history, (0, max(missing, HISTORY))))
 
 
-def _fit(base: BaseModel, sequences: Sequence[CachedSequence], draft: Draft) -> Draft:
+def fit(base: BaseModel, sequences: Sequence[CachedSequence], draft: Draft) -> Draft:
     """What the base can verify of a draft: any tree, or its tokens as a chain, or the root alone."""
     if base.decoding == "tree":
         return draft
     if draft.parts:
-        return Draft.stack([(rows, _fit(base, sequences, part)) for rows, part in draft.parts])
+        return Draft.stack([(rows, fit(base, sequences, part)) for rows, part in draft.parts])
     # Where places stand for positions, they end with the context.
     longest = max(one.length for one in sequences)
     rows = max(1, base.context_length - 1 - longest if base.decoding == "chain" else 1)

@@ -21,7 +21,7 @@ from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
 from medusa.drafters.prompt_lookup import MAX_MATCH, Confidence
 from medusa.drafters.sampled import coin_tree
-from medusa.engine.step import _fit
+from medusa.engine.step import fit
 from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
 from medusa.state import DecodeState
@@ -262,10 +262,10 @@ def test_where_shapes_are_fixed_trees_stand_side_by_side(base):
 def test_drawn_chains_keep_their_laws_where_only_chains_are_verified():
     base, cache = SimpleNamespace(decoding="chain", context_length=100), [SimpleNamespace(length=95)]
     tokens, probs = torch.tensor([[1, 2, 3, 4, 5]]), torch.rand(1, 5, 9)
-    drawn = _fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 1, 2, 3]]), 4, probs))
+    drawn = fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 1, 2, 3]]), 4, probs))
     assert drawn.tokens.tolist() == [[1, 2, 3, 4]], "as far as the context goes"
     assert torch.equal(drawn.probs, probs[:, :4])
-    assert _fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 0, 2, 3]]), 3, probs)).probs is None, "a tree"
+    assert fit(base, cache, Draft.of(tokens, torch.tensor([[0, 0, 0, 2, 3]]), 3, probs)).probs is None, "a tree"
 
 
 def test_wrong_drafters_are_refused(model, base):
