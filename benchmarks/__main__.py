@@ -20,14 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_messages()
 
     def run() -> None:
-        from benchmarks.run.command import run as compare  # imports torch, which help and wrong use do without
+        from benchmarks.accept.command import accept  # imports torch, which help and wrong use do without
+        from benchmarks.run.command import run as compare
         from benchmarks.run.command import tune
         from benchmarks.step.command import attention, step
 
         for name in ("json", "picture", "markdown", "out"):
             if path := getattr(options, name, None):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
-        {"run": compare, "tune": tune, "step": step, "attention": attention}[options.command](options)
+        commands = {"run": compare, "accept": accept, "tune": tune, "step": step, "attention": attention}
+        commands[options.command](options)
 
     return exit_status(run)
 

@@ -16,6 +16,7 @@ OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is
   medusa-bench tune --drafters hybrid,heads,prompt-lookup --out tuned.json
   medusa-bench run --batch 1,8 --temperature 0 0.8 --picture run.png
   medusa-bench run --shape llama-1b --peers peers
+  medusa-bench accept --questions question.jsonl --count 4 --drafters heads,hybrid --picture accept.png
   medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
 """
 
@@ -26,9 +27,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "medusa-bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,tune,step,attention}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,accept,tune,step,attention}")
     for name, text, add_flags in (
         ("run", "drafters and rules beside plain decoding, transformers and other engines", _add_run),
+        (
+            "accept",
+            "how much of a drafter's guesses the base accepts, by depth, size and kind, and where guesses fail",
+            _add_accept,
+        ),
         ("tune", "who drafts best here and how much, beside plain decoding and what auto finds", _add_tune),
         ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
         ("attention", "attention of one layer per backend, beside the memory's bound", _add_attention),
@@ -40,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_run(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add_model(command)
+    _add_rounds(command, rounds=3)
     text = "random weights of a known shape and random prompts instead, plainly unless --methods says otherwise"
     add("--shape", metavar="NAME", help=text)
     text = "drafters, each perhaps with a rule: heads auto:typical (default: all that gain; LOSSY auto:typical above 0)"
@@ -52,21 +59,41 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     _add_report(command)
 
 
+def _add_accept(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_model(command)
+    _add_parts(command)
+    text = "who drafts, names with commas between them (default: heads, or whoever drafts where there are none)"
+    add("--drafters", type=_drafters, metavar="NAME,...", help=text)
+    text = "sizes of drafts with the root (default: 4,8,16,32,64)"
+    add("--nodes", type=_numbers, default=[4, 8, 16, 32, 64], metavar="N,...", help=text)
+    text = "the base's greedy answers; what is missing is written and added (default: kept in the cache)"
+    add("--texts", metavar="FILE", help=text)
+    _add_report(command)
+    command.set_defaults(shape=None)
+
+
 def _add_tune(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add_model(command)
-    add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases bring (default: off)")
+    _add_rounds(command, rounds=3)
+    _add_parts(command)
     text = "who is tried, names of drafters with commas between them (default: all that there are)"
     add("--drafters", type=_drafters, metavar="NAME,...", help=text)
     text = "tree sizes with the root (default: 2,4,6,8,12)"
     add("--nodes", type=_numbers, default=[2, 4, 6, 8, 12], metavar="N,...", help=text)
     add("--temperature", type=float, nargs=1, default=[0.0], metavar="T", help="sample at T (default: 0, greedy)")
-    add("--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)")
     text = "also measure transformers' own generate, with prompt lookup, early exit and the draft model"
     add("--transformers", action="store_true", help=text)
     add("--out", metavar="FILE", help="also write the best settings there, for --settings")
     _add_report(command)
     command.set_defaults(shape=None)
+
+
+def _add_parts(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases bring (default: off)")
+    add("--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -79,7 +106,6 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     add("--count", type=at_least(1), default=12, metavar="N", help="prompts that are answered (default: %(default)s)")
     text = "tokens per answer (default: %(default)s)"
     add("--max-new-tokens", type=at_least(1), default=128, metavar="N", help=text)
-    _add_rounds(command, rounds=3)
     _add_place(command)
     add("--markdown", metavar="FILE", help="also write the tables there, as Markdown")
 

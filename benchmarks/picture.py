@@ -16,7 +16,7 @@ class Line(NamedTuple):
     y: Sequence[float]
     style: str = "o-"
     reach: Sequence[tuple[float, float]] | None = None
-    """Low and high end of each bar's interval."""
+    """Low and high end of the interval of each point or bar."""
 
 
 class Field(NamedTuple):
@@ -26,6 +26,8 @@ class Field(NamedTuple):
     below: str
     beside: str
     bars: bool = False
+    stacked: bool = False
+    """Bars of a name stand on each other, as shares of a whole."""
     doubling: bool = False
     """The horizontal axis is logarithmic, with a tick for each value."""
     from_zero: bool = True
@@ -61,9 +63,14 @@ def draw(title: str, fields: Sequence[Field], path: str | Path, columns: int = 1
 
 def _draw_lines(axes: Any, field: Field) -> None:
     for place, (name, line) in enumerate(field.lines.items()):
-        axes.plot(line.x, line.y, line.style, color=COLOURS[place % len(COLOURS)], label=name, markersize=4)
+        colour = COLOURS[place % len(COLOURS)]
+        axes.plot(line.x, line.y, line.style, color=colour, label=name, markersize=4)
+        if line.reach is not None:
+            axes.fill_between(line.x, *zip(*line.reach, strict=True), color=colour, alpha=0.15, linewidth=0)
+    ticks = sorted({x for line in field.lines.values() for x in line.x})
+    if all(isinstance(tick, int) for tick in ticks):
+        axes.set_xticks(ticks)
     if field.doubling:
-        ticks = sorted({x for line in field.lines.values() for x in line.x})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_ylim(bottom=0) if field.from_zero else axes.set_yscale("log")
@@ -71,21 +78,26 @@ def _draw_lines(axes: Any, field: Field) -> None:
 
 def _draw_bars(axes: Any, field: Field) -> None:
     names = list(dict.fromkeys(x for line in field.lines.values() for x in line.x))
-    width = BARS / len(field.lines)
+    width, below = BARS if field.stacked else BARS / len(field.lines), [0.0] * len(names)
     for place, (name, line) in enumerate(field.lines.items()):
-        shift = (place - (len(field.lines) - 1) / 2) * width
+        shift = 0 if field.stacked else (place - (len(field.lines) - 1) / 2) * width
         ends = None
         if line.reach is not None:
             pairs = list(zip(line.y, line.reach, strict=True))
             ends = [[y - low for y, (low, _) in pairs], [high - y for y, (_, high) in pairs]]
+        own = [names.index(x) for x in line.x]
         bars = axes.bar(
-            [names.index(x) + shift for x in line.x],
+            [at + shift for at in own],
             line.y,
             width,
+            [below[at] for at in own],
             color=COLOURS[place % len(COLOURS)],
             label=name,
             yerr=ends,
         )
+        if field.stacked:
+            for at, y in zip(own, line.y, strict=True):
+                below[at] += y
         if len(field.lines) == 1:
-            axes.bar_label(bars, fmt="{:.0f}", padding=3)
+            axes.bar_label(bars, fmt="{:.3g}", padding=3)
     axes.set_xticks(range(len(names)), names, rotation=25, ha="right")

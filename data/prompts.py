@@ -65,15 +65,24 @@ def conversations(source: Source) -> Iterator[Prompt]:
     """
 
     def parse(place: str, record: Mapping[str, Any]) -> Iterator[Prompt]:
-        # A pair's question is a prompt without the answer, too.
-        turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
-        if turns is None:
-            raise ValueError("no prompt; give messages that begin with a user turn, or prompt")
-        if not (asked := _questions(turns)):
-            raise NoAnswerError("nobody asks in it")
-        yield Prompt(asked, place=place)
+        yield Prompt(asked(record), place=place)
 
     return source.parsed(parse, "a question to answer")
+
+
+def asked(record: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
+    """The messages before each answer of a conversation, whose answers may be missing.
+
+    Raises:
+        ValueError: It is no conversation, or nobody asks in it (NoAnswerError).
+    """
+    # A pair's question is a prompt without the answer, too.
+    turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
+    if turns is None:
+        raise ValueError("no prompt; give messages that begin with a user turn, or prompt")
+    if not (found := _questions(turns)):
+        raise NoAnswerError("nobody asks in it")
+    return found
 
 
 def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from data.packing import PackedRows
 from data.sources import Sample
+from medusa.acceptance import build_rule
 from medusa.base.model import BaseModel
+from medusa.engine.replay import read, replay, tally
 from medusa.heads import DraftHeads, Vocabulary
 from medusa.model import MedusaModel
+from medusa.sampling import Speculation
 from train.features import BasePass, Positions
 
 TOP = (1, 5, 10)
@@ -118,16 +121,38 @@ def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> lis
     return [prompt[:longest] for prompt in prompts]
 
 
-def served_tokens(
-    model: MedusaModel, prompts: Iterable[Sequence[int]], max_new_tokens: int, nodes: int
-) -> tuple[int, int]:
-    """Decode prompts greedily with the heads alone.
+def served_counts(
+    model: MedusaModel,
+    prompts: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    nodes: int,
+    answers: dict[tuple[int, ...], list[int]],
+) -> Tensor:
+    """What decoding prompts greedily with the heads alone takes, over whole outputs.
+
+    Args:
+        model: The base with the heads.
+        prompts: Token ids.
+        max_new_tokens: Of an answer.
+        nodes: Of a tree.
+        answers: What the base has said to prompts before; these are not decoded again. Those that are get in.
 
     Returns:
-        Tokens emitted and verify steps taken, over whole outputs.
+        int64 [2, 1 + K], see `tally`; counts add up.
     """
-    tokens = steps = 0
-    for prompt in prompts:
-        output = model.generate(list(prompt), max_new_tokens=max_new_tokens, nodes=nodes, drafter="heads")
-        tokens, steps = tokens + len(output.tokens), steps + output.steps
-    return tokens, steps
+    base, num_heads = model.base, model.heads.config.num_heads if model.heads else 0
+    speculation, pool = Speculation(drafter="heads", nodes=nodes), base.new_pool()
+    drafter, counts = model.drafters.choose(speculation, 1, build_rule()), torch.zeros(2, 1 + num_heads).long()
+    for prompt in map(tuple, prompts):
+        if prompt not in answers:
+            output = model.generate(list(prompt), max_new_tokens=max_new_tokens, speculation=speculation)
+            answers[prompt] = output.tokens
+        text = read(base, pool, prompt, answers[prompt])
+        counts += tally(text, replay(base, drafter, text), num_heads)
+    return counts
+
+
+def served_figures(counts: Tensor) -> dict[str, float | list[float]]:
+    """{"tokens_per_step": .., "acceptance": [..]}, one value per depth, from what `served_counts` returns."""
+    tokens_per_step, *acceptance = (counts[0] / counts[1].clamp(min=1)).tolist()
+    return {"tokens_per_step": tokens_per_step, "acceptance": acceptance}

@@ -25,7 +25,7 @@ from medusa.model import MedusaModel
 from train.base import load_base
 from train.config import Recipe
 from train.engine import Engine
-from train.evaluate import accuracy_figures, head_accuracy, served_tokens
+from train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
 from train.fresh_heads import fresh_heads
 from train.held_out import read_held_out
 from train.medusa1 import Medusa1
@@ -124,6 +124,7 @@ class Trainer:
         self.engine = Engine(self.method.module, optim, recipe.engine, workers.device, self.method.groups, autocast)
         self.step, self.seconds = self._resume()
         self.method.prepare()
+        self.answers: dict[tuple[int, ...], list[int]] = {}  # to held-out prompts
         self.useful = 0  # labels of the base since this process began, for the tokens per second
         self._began = self.seconds
 
@@ -183,7 +184,10 @@ class Trainer:
         }
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out accuracy per head and tokens per step as served; {} without held-out samples, or when stopped."""
+        """Held-out accuracy per head, tokens per step and acceptance by depth as served.
+
+        {} without held-out samples, or when stopped.
+        """
         if self.heldout is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
@@ -198,10 +202,13 @@ class Trainer:
         if options.prompts and not together:
             prompts = self.heldout.prompts[workers.rank :: workers.world_size]
             model, wanted = MedusaModel(self.base, heads), workers.stop.unless_asked(prompts)
-            served = workers.total(torch.tensor(served_tokens(model, wanted, options.max_new_tokens, options.nodes)))
+            if self.recipe.lora.rank:
+                self.answers.clear()  # the base has changed
+            served = served_counts(model, wanted, options.max_new_tokens, options.nodes, self.answers)
+            served = workers.total(served)
             if workers.stop.agreed:
                 return {}
-            figures["heldout_tokens_per_step"] = float(served[0] / served[1])
+            figures |= {f"heldout_{name}": values for name, values in served_figures(served).items()}
         return figures
 
     def save_checkpoint(self) -> None:

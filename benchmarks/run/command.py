@@ -39,7 +39,7 @@ MARGIN = 8
 
 def run(options: argparse.Namespace) -> None:
     """Methods side by side: this engine's, transformers' and other engines'."""
-    model = _model(options)
+    model = named_model(options)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts)
     with _peers(options, model, max(map(len, prompts)) + options.max_new_tokens + MARGIN, report["versions"]) as others:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
 
 def tune(options: argparse.Namespace) -> None:
     """All drafters with all sizes, beside plain decoding and what is found out as it runs; the best one is kept."""
-    model = _model(options, int8=options.int8, mtp=options.mtp)
+    model = named_model(options, int8=options.int8, mtp=options.mtp)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
     usual = dict.fromkeys([*model.drafters.choices(), *(["heads"] if model.heads else [])])
@@ -89,7 +89,7 @@ def tune(options: argparse.Namespace) -> None:
     _publish(options, report)
 
 
-def _model(options: argparse.Namespace, **how: Any) -> MedusaModel:
+def named_model(options: argparse.Namespace, **how: Any) -> MedusaModel:
     """What the flags name: heads with their base, a base alone, or random weights of a shape."""
     disable_progress_bar()
     if options.shape:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from benchmarks.run.methods import PLAIN, Answers, Method
 from serve.demo.progress import Progress
@@ -48,15 +47,17 @@ class Rate:
 
     def _drawn(self) -> Tensor:
         generator, (rounds, batches) = torch.Generator().manual_seed(0), self.above.shape
-        rounds_DR, batches_DG = (_counts(size, generator) for size in (rounds, batches))
+        rounds_DR, batches_DG = (draws(size, generator) for size in (rounds, batches))
         above_D, below_D = (((rounds_DR @ sums) * batches_DG).sum(1) for sums in (self.above, self.below))
         return above_D / below_D
 
 
-def _counts(size: int, generator: torch.Generator) -> Tensor:
-    """How often [DRAWS, size] each of ``size`` things is drawn in ``size`` draws."""
+def draws(size: int, generator: torch.Generator) -> Tensor:
+    """How often [DRAWS, size] each of ``size`` things is drawn in ``size`` draws, in float64."""
     drawn = torch.randint(size, (DRAWS, size), generator=generator)
-    return functional.one_hot(drawn, size).sum(1).double()
+    return torch.zeros(drawn.shape, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones(1, 1).double().expand(drawn.shape)
+    )
 
 
 class Timing:

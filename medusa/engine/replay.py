@@ -95,15 +95,10 @@ def read(base: BaseModel, pool: BlockPool, prompt: Sequence[int], answer: Sequen
         pool: Of this base; several texts can share it.
         prompt: At least one token.
         answer: At least one token.
-
-    Raises:
-        ValueError: The base verifies no drafts.
     """
-    if base.decoding == "plain":
-        raise ValueError(f"base ({base.name}) decodes plainly and verifies no drafts; give another base")
     ids, sequence = [*prompt, *answer], CachedSequence(pool)
     ids_T = torch.tensor(ids, device=base.device)
-    hidden_TF = torch.cat([_compute(base, sequence, part) for part in ids_T[:-1].split(CHUNK)])
+    hidden_TF = _compute(base, sequence, ids_T[:-1])
     sequence.remember(ids)
     sequence.close()
     return Text(ids_T, len(prompt), hidden_TF, pool)
@@ -132,8 +127,8 @@ def replay(
         state = with_room(state, place + drafter.nodes + 1)
         draft = fit(base, [sequence], drafter.propose(state, [sequence]))
         places_1N = place + draft.depths
-        verdict = Verdict(None, text.after(places_1N))
-        found = accept(draft, verdict, state, text.hidden[places_1N.clamp(max=end - 1)])
+        verdict, unread_1N1 = Verdict(None, text.after(places_1N)), text.hidden.new_empty(*places_1N.shape, 1)
+        found = accept(draft, verdict, state, unread_1N1)  # which also brings the history forward
         step = Step(draft, int(found.counts) - 1, end - place, int(text.ids[place + 1]))
         yield step
         place += 1 if every_place else 1 + step.accepted
@@ -183,8 +178,7 @@ def _commit(base: BaseModel, sequence: CachedSequence, text: Text, place: int, c
     """All before a place is committed, as far as drafters can see it."""
     first = sequence.length
     if cached:
-        for part_C in text.ids[first:place].split(CHUNK):
-            _compute(base, sequence, part_C)
+        _compute(base, sequence, text.ids[first:place])
     sequence.length = place
     if base.mtp is not None:
         tokens_C = text.ids[first + 1 : place + 1]
@@ -193,6 +187,8 @@ def _commit(base: BaseModel, sequence: CachedSequence, text: Text, place: int, c
 
 def _compute(base: BaseModel, sequence: CachedSequence, tokens_C: Tensor) -> Tensor:
     """Hidden states [C, F] of a text's next tokens, which are cached."""
-    hidden_CF = base.run(sequence.pool, base.plan([(Draft.chain(tokens_C[None]), [sequence])]))
-    sequence.length += len(tokens_C)
-    return hidden_CF
+    parts = []
+    for part in tokens_C.split(1 if base.decoding == "plain" else CHUNK):
+        parts.append(base.run(sequence.pool, base.plan([(Draft.chain(part[None]), [sequence])])))
+        sequence.length += len(part)
+    return torch.cat(parts)

@@ -1,8 +1,11 @@
 """Prompts by kind: the repository's own held-out ones, or a question file in the form of Spec-Bench and MT-bench."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from data.exchange import Message
 from medusa import MedusaModel
 
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
@@ -42,7 +45,8 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
 
     Args:
         model: Whose chat template is used; prompts that leave no room in its context are passed over.
-        path: JSON lines of {"category", "turns": [...]}, or of {"prompt"}, which are one category.
+        path: JSON lines of {"turns": [...]}, or of any shape that ``data.sources`` reads but text, with a "category" or
+            without one.
         per_kind: Questions per category.
 
     Raises:
@@ -54,22 +58,32 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             question = json.loads(line)
-            if "prompt" in question:
-                kind, text = str(question.get("category", "prompts")), str(question["prompt"])
-            else:
-                kind, text = str(question["category"]), str(question["turns"][0])
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+            kind, asked = str(question.get("category", "prompts")), _first_turn(question)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(
-                f'{path}:{number} is no question; give lines of {{"category": .., "turns": [..]}} or {{"prompt": ..}}'
+                f'{path}:{number} is no question; give lines of {{"category": .., "turns": [..]}}, {{"prompt": ..}} or'
+                ' {"messages": [..]}'
             ) from error
         kind = "mt_bench" if kind in MT_BENCH else kind
-        ids = model.chat_prompt([{"role": "user", "content": text}])
+        ids = list(asked) if isinstance(asked, tuple) else model.chat_prompt(asked)
         if kinds.count(kind) < per_kind and len(ids) < model.base.context_length // 2:
             prompts.append(ids)
             kinds.append(kind)
     if not prompts:
         raise ValueError(f"questions ({path}) hold none that fits the context; give another file")
     return prompts, _group(kinds)
+
+
+def _first_turn(question: Mapping[str, Any]) -> list[Message] | tuple[int, ...]:
+    """What is asked first, in messages, or in tokens where the sample holds these."""
+    from data.prompts import asked
+
+    if "input_ids" in question:
+        ids, mask = question["input_ids"], question["loss_mask"]
+        return tuple(ids[: mask.index(1)])
+    if "turns" in question:
+        return [{"role": "user", "content": str(question["turns"][0])}]
+    return list(asked(question)[0])
 
 
 def _group(kinds: list[str]) -> Kinds:

@@ -1,17 +1,11 @@
 """Replays of known texts: the steps, the drafts and the counts of real decoding, with none of its passes."""
 
-import copy
-
 import pytest
-import torch
 
 from medusa import MedusaModel, Speculation
 from medusa.acceptance import build_rule
-from medusa.drafters import Drafter, HeadsDrafter
-from medusa.engine.output import Output
-from medusa.engine.replay import Step, read, replay, tally
-from medusa.tree import Draft, Tree
-from tests.medusa.known_text import Chain
+from medusa.drafters import Drafter
+from medusa.engine.replay import read, replay, tally
 from tests.medusa.test_model_drafter import pair
 from tests.medusa.test_mtp import tiny as with_layer
 

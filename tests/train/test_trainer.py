@@ -18,12 +18,20 @@ from data.sources import read_samples
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
 from medusa.formats import load_heads
+from medusa.model import MedusaModel
 from tests.train.jobs import Acting, assert_same_run, metrics, run
 from train import trainer
 from train.__main__ import main
 from train.base import load_base, slow_in_bfloat16
 from train.config import BaseRecipe
-from train.evaluate import accuracy_figures, head_accuracy, held_out_prompts, held_out_rows
+from train.evaluate import (
+    accuracy_figures,
+    head_accuracy,
+    held_out_prompts,
+    held_out_rows,
+    served_counts,
+    served_figures,
+)
 from train.features import BasePass, Positions
 from train.recipe_file import RecipeError, flatten, read_recipe
 from train.run_directory import RunDirectory
@@ -39,7 +47,8 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert "heldout_top1" in steps[5]
     assert last["heldout_tokens_per_step"] >= 1.0
-    assert all(len(last[name]) == 3 for name in ("heldout_samples", "heldout_top1", "heldout_top5", "heldout_top10"))
+    names = ("samples", "top1", "top5", "top10", "acceptance")
+    assert all(len(last[f"heldout_{name}"]) == 3 for name in names)
     heads = load_heads(finished / "heads")
     assert all(parameter.any() for parameter in heads.parameters())
     provenance = json.loads((finished / "heads" / "provenance.json").read_text(encoding="utf-8"))
@@ -194,6 +203,19 @@ def test_served_tokens_are_those_of_a_base_that_was_tested(
     monkeypatch.setattr(trainer, "choose_decoding", lambda base: base.with_traits(decoding="plain"))
     assert run(recipe, tmp_path) == 0
     assert metrics(tmp_path)[-1]["heldout_tokens_per_step"] == 1.0
+
+
+def test_known_answers_are_not_decoded_again(finished: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MedusaModel(BaseModel.load(base, dtype=torch.float32, device="cpu"), load_heads(finished / "heads"))
+    prompts, answers = [[5, 9, 7], [30, 2, 30, 2], [8] * 20], {}
+    outputs = [model.generate(prompt, max_new_tokens=20, nodes=4, drafter="heads") for prompt in prompts]
+    first = served_counts(model, prompts, 20, 4, answers)
+    assert first[:, 0].tolist() == [sum(len(o.tokens) for o in outputs), sum(o.steps for o in outputs)]
+    monkeypatch.setattr(MedusaModel, "generate", None)
+    assert torch.equal(served_counts(model, prompts, 20, 4, answers), first)
+    figures = served_figures(first)
+    assert figures["tokens_per_step"] == sum(len(o.tokens) for o in outputs) / sum(o.steps for o in outputs)
+    assert len(figures["acceptance"]) == 3
 
 
 def test_a_directory_in_use_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,10 +49,11 @@ def _table(report: Mapping[str, Any]) -> Iterator[str]:
     for step, loss, top1 in lines[::-every][::-1]:
         yield f"{step:>8,}  {loss:>8.3f}  {_shares(top1)}"
     if report["evaluations"]:
-        yield "\n    step  tokens per step  held-out top-1 of each head"
+        yield "\n    step  tokens per step  held-out top-1 of each head, then acceptance by depth"
     for record in report["evaluations"]:
         served = record.get("heldout_tokens_per_step", math.nan)
-        yield f"{record['step']:>8,}  {served:>15.3f}  {_shares(record['heldout_top1'])}"
+        accepted = record.get("heldout_acceptance", [])
+        yield f"{record['step']:>8,}  {served:>15.3f}  {_shares(record['heldout_top1'])}   {_shares(accepted)}".rstrip()
 
 
 def _shares(values: Sequence[float]) -> str:

@@ -1,0 +1,52 @@
+"""``medusa-bench accept``: from flags to the report."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.accept.figures import figures, grouped
+from benchmarks.accept.measure import measure
+from benchmarks.accept.shown import conclusion, fields, tables
+from benchmarks.accept.texts import known_answers, usual_file
+from benchmarks.report import environment, logger, publish
+from benchmarks.run.command import named_model
+from medusa import MedusaModel
+from serve.demo.questions import questions
+
+LEAST_OWN = 0.99
+"""Share of the answers' tokens that the base chooses itself, below which they are not its greedy texts."""
+TITLE = "{base}: what drafters have accepted on {questions} questions"
+
+
+def accept(options: argparse.Namespace) -> None:
+    """How much of each drafter's guesses the base accepts, from its texts alone."""
+    if min(options.nodes) < 2:
+        raise ValueError(f"nodes ({min(options.nodes)}) leave no guess to try; give sizes of 2 or more")
+    model = named_model(options, int8=options.int8, mtp=options.mtp)
+    names = options.drafters or _usual(model)
+    prompts, kinds = questions(model, options.questions, options.count)
+    path = Path(options.texts) if options.texts else usual_file(model)
+    answers, written = known_answers(model, prompts, path, options.max_new_tokens)
+    measured, tokens = measure(model, names, options.nodes, prompts, answers), sum(map(len, answers))
+    own = measured.own / tokens
+    if own < LEAST_OWN:
+        logger.warning(
+            "texts (%s): %.1f %% of the tokens are what the base (%s) would say, so they are not its greedy answers;"
+            " remove the file to have them written", path, 100 * own, model.base.name,
+        )  # fmt: skip
+    groups = grouped(kinds, [len(prompt) for prompt in prompts])
+    drafters = {name: figures(counts, groups) for name, counts in measured.drafters.items()}
+    report = {
+        "kind": "accept", "base": "/".join(Path(model.base.name).parts[-2:]), "source": model.base.source,
+        "heads": options.heads, "draft_model": options.draft_model, "int8": options.int8,
+        "dtype": str(model.base.dtype).removeprefix("torch."),
+        **environment("medusa-bench", options.words, model.base.device), "questions": len(prompts),
+        "max_new_tokens": options.max_new_tokens, "nodes": options.nodes,
+        "texts": {"file": str(path), "written": written, "tokens": tokens, "own": own}, "drafters": drafters,
+        "conclusions": {name: conclusion(rows) for name, rows in drafters.items()},
+    }  # fmt: skip
+    publish(options, report, tables(report), TITLE.format_map(report), fields(report))
+
+
+def _usual(model: MedusaModel) -> list[str]:
+    """Heads where there are any, otherwise whoever drafts where nobody is named."""
+    return ["heads"] if model.heads else list(model.drafters.choices())[:1]

@@ -1,0 +1,87 @@
+"""What counts come to, by group of questions, with intervals: 95 %, from drawing questions again.
+
+Legend: G questions of a group, X figures, R runs, D depths, C what became of first guesses.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, Counts, stretches
+from benchmarks.run.measure import TAIL, draws
+
+LENGTHS = (0, 128, 256, 512, 1024, 2048)
+"""Tokens of a prompt from which on a group counts."""
+ALL, CATEGORY, LENGTH, PLACE = "all", "category", "prompt tokens", "place in the answer"
+"""What questions, and places, are grouped by."""
+
+Estimate = dict[str, float]
+"""A value, and the low and the high end of its interval."""
+
+
+class Group(NamedTuple):
+    """Some of the questions."""
+
+    of: str
+    name: str
+    questions: list[int]
+
+
+def grouped(kinds: Mapping[str, Sequence[int]], prompt_tokens: Sequence[int]) -> list[Group]:
+    """All questions, those of each category, and those whose prompts are about as long."""
+    found = [Group(ALL, ALL, list(range(len(prompt_tokens))))]
+    found += [Group(CATEGORY, kind, list(own)) for kind, own in kinds.items()]
+    for first, after in [*pairwise(LENGTHS), (LENGTHS[-1], None)]:
+        own = [at for at, count in enumerate(prompt_tokens) if first <= count and (after is None or count < after)]
+        if own:
+            found.append(Group(LENGTH, f"{first} on" if after is None else f"{first} to {after - 1}", own))
+    return found
+
+
+def figures(counts: Counts, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row for each group: tokens per step and acceptance by depth of each shape and size, and first guesses."""
+    deepest = int((counts.steps[:, :, 0, 1:].sum((0, 1)) > 0).sum())
+    rows = []
+    for group in groups:
+        steps_GR2D = counts.steps[group.questions][..., : 1 + deepest]
+        found = iter(estimates(steps_GR2D[:, :, 0].flatten(1), steps_GR2D[:, :, 1].flatten(1)))
+        row: dict[str, Any] = {"of": group.of, "group": group.name, "questions": len(group.questions)}
+        row |= {"tokens_per_step": {}, "acceptance": {}}
+        for shape, nodes in counts.runs:
+            row["tokens_per_step"].setdefault(shape, {})[nodes] = next(found)
+            row["acceptance"].setdefault(shape, {})[nodes] = [next(found) for _ in range(deepest)]
+        rows.append(row | _first(counts.firsts[group.questions].sum(1)))
+    for place, name in enumerate(stretches()):
+        firsts_QC = counts.firsts[:, place]
+        if firsts_QC.any():
+            own = {"of": PLACE, "group": name, "questions": int(firsts_QC.any(1).sum())}
+            rows.append(own | _first(firsts_QC))
+    return rows
+
+
+def _first(firsts_GC: Tensor) -> dict[str, Any]:
+    """First guesses at all places: how many are right, and what becomes of the others, as shares of all places."""
+    (right,) = estimates(firsts_GC[:, RIGHT : RIGHT + 1], firsts_GC.sum(1, keepdim=True))
+    places = int(firsts_GC.sum())
+    names = {"second to fourth": NEAR, "fifth to sixteenth": FAR, "lower": LOW, "outside of the vocabulary": OUTSIDE}
+    shares = {name: int(firsts_GC[:, fate].sum()) / max(places, 1) for name, fate in names.items()}
+    return {"places": places, "first_right": right, "first_wrong": shares}
+
+
+def estimates(above_GX: Tensor, below_GX: Tensor) -> list[Estimate | None]:
+    """Sums by sums, with intervals; None where there is nothing below.
+
+    Args:
+        above_GX: Counts by question.
+        below_GX: Likewise.
+    """
+    generator, (above_GX, below_GX) = torch.Generator().manual_seed(0), (above_GX.double(), below_GX.double())
+    drawn_SG = draws(len(above_GX), generator)
+    values_X, drawn_SX = above_GX.sum(0) / below_GX.sum(0), (drawn_SG @ above_GX) / (drawn_SG @ below_GX)
+    ends_2X = drawn_SX.nanquantile(torch.tensor([TAIL, 1 - TAIL], dtype=torch.float64), dim=0)
+    triples = zip(values_X.tolist(), *ends_2X.tolist(), strict=True)
+    return [None if math.isnan(value) else {"value": value, "low": low, "high": high} for value, low, high in triples]

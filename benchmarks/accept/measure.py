@@ -1,0 +1,152 @@
+"""Replays of known texts with drafters of every size, as counts by question.
+
+Legend: Q questions, R runs (a shape and a size), D depths, P stretches of the answer, C what became of first guesses.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa import MedusaModel, Output, Speculation, Tree
+from medusa.acceptance import build_rule
+from medusa.base.model import BaseModel
+from medusa.drafters.choose import Drafters
+from medusa.engine.replay import Text, read, replay, tally
+from medusa.heads import DraftHeads
+from medusa.sampling import sources
+from serve.demo.progress import Progress
+
+DEPTHS = 16
+"""D, counted at most."""
+WIDTH = 16
+"""First guesses whose ranks are told apart."""
+STRETCHES = (0, 32, 64, 128, 256)
+"""Tokens of the answer from which on a stretch counts."""
+RIGHT, NEAR, FAR, LOW, OUTSIDE = range(5)
+"""What became of first guesses: the text's token is the best of them, one of the next three, one of ``WIDTH``, none; or
+it is none of them and heads have no such token."""
+NEAREST = 4
+"""First guesses that count as near."""
+
+
+class Counts(NamedTuple):
+    """What one drafter did.
+
+    Attributes:
+        runs: ("tree" or "chain", nodes) of each.
+        steps: int64 [Q, R, 2, 1 + D], see ``tally``.
+        firsts: int64 [Q, P, C], over all places of the answers.
+    """
+
+    runs: list[tuple[str, int]]
+    steps: Tensor
+    firsts: Tensor
+
+
+class Measured(NamedTuple):
+    """The counts of each drafter, and how many tokens of the answers are the base's own choice."""
+
+    drafters: dict[str, Counts]
+    own: int
+
+
+class Run:
+    """A drafter of one size, which knows nothing of what other runs have taught theirs.
+
+    Args:
+        model: Whose parts draft.
+        base: Its base, perhaps one that verifies chains alone.
+        wanted: Drafter, and nodes or a tree.
+
+    Raises:
+        ValueError: It cannot be had.
+    """
+
+    def __init__(self, model: MedusaModel, base: BaseModel, wanted: Speculation) -> None:
+        self._base, self._wanted, self._rule = base, wanted, build_rule()
+        self._drafters = Drafters(base, model.heads, model.graphs is not None, model.drafters.parts.draft_model)
+        self._drafters.check(wanted, self._rule)
+        self._drafter = self._drafters.choose(wanted, 1, self._rule)
+        self._cached = "early-exit" in sources(str(wanted.drafter))
+
+    def steps(self, text: Text) -> Tensor:
+        """[2, 1 + D] of one text, from which the drafter may learn."""
+        counts = tally(text, replay(self._base, self._drafter, text, cached=self._cached), DEPTHS)
+        ids: list[int] = text.ids.tolist()
+        prompt, said = ids[: text.prompt_tokens], Output(text.prompt_tokens, ids[text.prompt_tokens :])
+        self._drafters.observe(self._drafter, self._wanted, self._rule, 1, prompt, said)
+        return counts
+
+    def firsts(self, text: Text, heads: DraftHeads | None) -> Tensor:
+        """[P, C] what became of the first guesses at all places of one text."""
+        counts, answer = torch.zeros(len(STRETCHES), OUTSIDE + 1, dtype=torch.int64), text.ids[text.prompt_tokens :]
+        known = [True] * len(answer) if heads is None else (heads.columns(answer) >= 0).tolist()
+        steps = replay(self._base, self._drafter, text, every_place=True, cached=self._cached)
+        for place, step in enumerate(steps, start=1):
+            stretch = sum(place >= first for first in STRETCHES) - 1
+            counts[stretch, _fate(step.rank, known[place])] += 1
+        return counts
+
+
+def _fate(rank: int | None, known: bool) -> int:
+    if rank is None or rank >= WIDTH:
+        return LOW if known else OUTSIDE
+    return RIGHT if rank == 0 else NEAR if rank < NEAREST else FAR
+
+
+def measure(
+    model: MedusaModel, names: Sequence[str], sizes: Sequence[int], prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+) -> Measured:  # fmt: skip
+    """Replay all texts with all drafters, as trees and as chains of all sizes.
+
+    Args:
+        model: The base, and what drafts.
+        names: Of drafters.
+        sizes: Nodes with the root, each at least 2.
+        prompts: Token ids, Q of them.
+        answers: What the base says.
+
+    Raises:
+        ValueError: A drafter that cannot be had.
+    """
+    base, own, pool = model.base, 0, model.base.new_pool()
+    shapes = {"tree": base, "chain": base.with_traits(decoding="chain")}
+    if base.decoding == "chain":
+        del shapes["tree"]
+    kinds = [(shape, size) for shape in shapes for size in sizes]
+    runs = {
+        name: [Run(model, shapes[shape], Speculation(drafter=name, nodes=size)) for shape, size in kinds]
+        for name in names
+    }
+    surveys = {name: Run(model, base.with_traits(decoding="tree"), _survey(model, name, sizes)) for name in names}
+    steps: dict[str, list[Tensor]] = {name: [] for name in names}
+    firsts: dict[str, list[Tensor]] = {name: [] for name in names}
+    with Progress(len(prompts) * len(names)) as progress:
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+            text = read(base, pool, prompt, answer)
+            own += text.own(base)
+            for name in names:
+                progress.stage(f"text {number} of {len(prompts)}: {name}")
+                heads = model.heads if "heads" in "+".join(sources(name)) else None
+                steps[name].append(torch.stack([run.steps(text) for run in runs[name]]))
+                firsts[name].append(surveys[name].firsts(text, heads))
+                progress.update()
+    counts = {name: Counts(kinds, torch.stack(steps[name]), torch.stack(firsts[name])) for name in names}
+    return Measured(counts, own)
+
+
+def _survey(model: MedusaModel, name: str, sizes: Sequence[int]) -> Speculation:
+    """The first guesses of heads, as many as are told apart; of others those of their largest draft."""
+    if name == "heads" and model.heads is not None:
+        width = min(WIDTH, model.heads.config.output_size)
+        return Speculation(drafter=name, tree=Tree.full([width]))
+    return Speculation(drafter=name, nodes=max(sizes))
+
+
+def stretches() -> list[str]:
+    """Names of the stretches of an answer."""
+    return [f"{first} to {after - 1}" for first, after in pairwise(STRETCHES)] + [f"{STRETCHES[-1]} on"]

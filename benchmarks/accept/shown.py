@@ -1,0 +1,162 @@
+"""What ``medusa-bench accept`` shows of its report: tables, what they say in words, and fields of a picture."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.accept.figures import CATEGORY, LENGTH, PLACE, Estimate
+from benchmarks.picture import Field, Line
+from benchmarks.report import Report, Table, machine
+
+SHOWN_DEPTHS = 8
+"""Depths that tables have columns for."""
+FEWEST = 4
+"""Questions of a group that is compared with others."""
+REMEDIES = {
+    "second to fourth": "more nodes at the first level reach these",
+    "fifth to sixteenth": "only wide trees reach these: the drafter is not sure enough of texts like these",
+    "lower": "the drafter does not expect these: it needs training on texts like these, or more parameters",
+    "outside of the vocabulary": "a larger draft vocabulary, or one chosen from texts like these, reaches them",
+}
+"""What helps where most wrong first guesses are of a kind."""
+
+Row = Mapping[str, Any]
+
+
+def tables(report: Report) -> list[Table]:
+    """Three for each drafter: tokens per step, acceptance by depth, and where drafts fail."""
+    makers = (_speeds, _depths, _failures)
+    return [make(report, name, rows) for name, rows in report["drafters"].items() for make in makers]
+
+
+def _speeds(report: Report, name: str, rows: Sequence[Row]) -> Table:
+    whole, sizes = rows[0], _sizes(rows)
+    lines = [(_label(row), row, _shape(row)) for row in rows if row["of"] != PLACE]
+    if "tree" in whole["tokens_per_step"]:
+        lines.insert(1, ("all, chains", whole, "chain"))
+    cells = []
+    for label, row, shape in lines:
+        found = row["tokens_per_step"]
+        values = [*(found[shape][size] for size in sizes), found["chain"][sizes[-1]]]
+        cells.append([label, str(row["questions"]), *map(_cell, values)])
+    texts = report["texts"]
+    title = f"{report['base']}, {name}: tokens per step (95 %), greedy, at most {report['max_new_tokens']} tokens;"
+    title += f" {texts['own']:.1%} of {texts['tokens']:,} tokens are the base's own; {machine(report)}"
+    return Table(title, ("questions", "number", *(f"{size} nodes" for size in sizes), f"chain of {sizes[-1]}"), cells)
+
+
+def _depths(report: Report, name: str, rows: Sequence[Row]) -> Table:
+    whole, sizes = rows[0], _sizes(rows)
+    lines = [
+        (f"all, {shape} of {size}", by_size[size])
+        for shape, by_size in whole["acceptance"].items() for size in (sizes if shape == "tree" else sizes[-1:])
+    ]  # fmt: skip
+    lines += [(_label(row), row["acceptance"][_shape(row)][sizes[-1]]) for row in rows[1:] if row["of"] != PLACE]
+    depths = range(min(SHOWN_DEPTHS, len(lines[0][1])))
+    cells = [[label, *(_cell(values[depth]) for depth in depths)] for label, values in lines]
+    title = f"{report['base']}, {name}: share of drafts that are right at a depth where they were right above (95 %);"
+    title += f" groups: {_shape(whole)}s of {sizes[-1]}"
+    return Table(title, ("questions", *(f"depth {depth + 1}" for depth in depths)), cells)
+
+
+def _failures(report: Report, name: str, rows: Sequence[Row]) -> Table:
+    cells = [
+        [_label(row), f"{row['places']:,}", _cell(row["first_right"])]
+        + [f"{share:.3f}" for share in row["first_wrong"].values()]
+        for row in rows
+    ]
+    title = f"{report['base']}, {name}: where drafts fail. First guesses at all places of the answers; of wrong ones,"
+    title += f" where the text's token stands instead (shares of all places)\n{conclusion(rows)}"
+    return Table(title, ("places", "number", "right (95 %)", *rows[0]["first_wrong"]), cells)
+
+
+def conclusion(rows: Sequence[Row]) -> str:
+    """What the figures of a drafter say, in two or three sentences."""
+    whole = rows[0]
+    right, wrong = whole["first_right"]["value"], whole["first_wrong"]
+    parts = ", ".join(f"{share / (1 - right):.0%} {name}" for name, share in wrong.items() if share)
+    most = max(wrong, key=lambda name: float(wrong[name]))
+    said = f"First guesses are right at {right:.0%} of the places. "
+    if parts:
+        said += f"Where they are wrong, the text's token stands: {parts}. Most stand {most}: {REMEDIES[most]}. "
+    return said + f"{_widest(rows)} {_by_depth(whole)}".strip()
+
+
+def _widest(rows: Sequence[Row]) -> str:
+    """The groups that differ most, where their intervals do not meet."""
+    found = []
+    for of in (CATEGORY, LENGTH, PLACE):
+        own = [row for row in rows if row["of"] == of and row["questions"] >= FEWEST]
+        if len(own) > 1:
+            best, worst = (pick(own, key=lambda row: row["first_right"]["value"]) for pick in (max, min))
+            if best["first_right"]["low"] > worst["first_right"]["high"]:
+                found.append((best["first_right"]["value"] - worst["first_right"]["value"], of, best, worst))
+    if not found:
+        return "No category, length of prompt or place in the answer differs from the others beyond the intervals."
+    _, of, best, worst = max(found, key=lambda one: one[0])
+    outside = "outside of the vocabulary"
+    said = [
+        f"{row['first_right']['value']:.2f} ({row['group']}; {row['first_wrong'][outside]:.0%} {outside})"
+        for row in (best, worst)
+    ]
+    return f"They differ most by {of}: {said[0]} against {said[1]}."
+
+
+def _by_depth(whole: Row) -> str:
+    """Whether depth costs, in chains."""
+    _, values = max(whole["acceptance"]["chain"].items())
+    known = [value["value"] for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    shares = " ".join(f"{value:.2f}" for value in known[:SHOWN_DEPTHS])
+    verdict = "the first guess is what to improve" if min(known[1:]) >= known[0] else "deeper guesses are worse"
+    return f"Chains are right by depth, given right tokens above, at {shares}: {verdict}."
+
+
+def fields(report: Report) -> list[Field]:
+    """Tokens per step against nodes, acceptance by depth, tokens per step by group, and first guesses by group."""
+    speeds, depths, groups = dict[str, Line](), dict[str, Line](), dict[str, Line]()
+    for name, rows in report["drafters"].items():
+        whole, sizes = rows[0], _sizes(rows)
+        for shape, by_size in whole["tokens_per_step"].items():
+            style = "o-" if shape == "tree" else "o--"
+            values = [by_size[size] for size in sizes]
+            speeds[f"{name}, {shape}s"] = _line(sizes, values, style)
+            known = [value for value in whole["acceptance"][shape][sizes[-1]] if value is not None]
+            depths[f"{name}, {shape} of {sizes[-1]}"] = _line(range(1, len(known) + 1), known, style)
+        middle, own = sizes[len(sizes) // 2], [row for row in rows if row["of"] != PLACE]
+        values = [row["tokens_per_step"][_shape(row)][middle] for row in own]
+        groups[f"{name}, {middle} nodes"] = _line([_label(row) for row in own], values)
+    first, rows = next(iter(report["drafters"].items()))
+    names = [_label(row) for row in rows]
+    fates = {"right": Line(names, [row["first_right"]["value"] for row in rows])}
+    fates |= {fate: Line(names, [row["first_wrong"][fate] for row in rows]) for fate in rows[0]["first_wrong"]}
+    return [
+        Field(speeds, "nodes of a draft, the root included", "tokens per step (95 %)", doubling=True),
+        Field(depths, "depth", "right, where right above (95 %)"),
+        Field(groups, "", "tokens per step (95 %)", bars=True),
+        Field(fates, "", f"first guesses of {first}:\nwhere the text's token stands", bars=True, stacked=True),
+    ]
+
+
+def _line(x: Sequence[Any], values: Sequence[Estimate], style: str = "o-") -> Line:
+    return Line(x, [v["value"] for v in values], style, [(v["low"], v["high"]) for v in values])
+
+
+def _sizes(rows: Sequence[Row]) -> list[int]:
+    return list(rows[0]["tokens_per_step"]["chain"])
+
+
+def _shape(row: Row) -> str:
+    """Trees, where the base verifies any."""
+    return str(next(iter(row["tokens_per_step"])))
+
+
+def _label(row: Row) -> str:
+    return {LENGTH: "prompt of ", PLACE: "place "}.get(row["of"], "") + str(row["group"])
+
+
+def _cell(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    value, low, high = (estimate[name] for name in ("value", "low", "high"))
+    return f"{value:.2f}" if low == high else f"{value:.2f} ({low:.2f} to {high:.2f})"

@@ -1,0 +1,85 @@
+"""The base's greedy answers to questions: written once, read back ever after, and gone on with after a stop."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.exchange import Prompt, Settings, UnansweredError, samples
+from data.local import LocalAnswerer
+from data.sources import read_samples
+from medusa import MedusaModel
+from medusa.files import cache_directory
+
+Known = dict[tuple[int, ...], list[int]]
+"""Answers by prompt."""
+
+
+def usual_file(model: MedusaModel) -> Path:
+    """Where answers of this base are kept where no file is named."""
+    base = model.base
+    what = json.dumps([base.name, base.source, str(base.dtype), base.int8])
+    name = f"{Path(base.name).name}-{hashlib.sha256(what.encode()).hexdigest()[:8]}.jsonl"
+    return cache_directory() / "texts" / name
+
+
+def known_answers(
+    model: MedusaModel, prompts: Sequence[list[int]], path: Path, max_new_tokens: int
+) -> tuple[list[list[int]], int]:
+    """Answers to prompts, those that a file holds and those that are then added to it, each as soon as it is written.
+
+    Args:
+        model: Its base answers, greedily.
+        prompts: Token ids.
+        path: Samples of any shape that ``data.sources`` reads; made where it is missing.
+        max_new_tokens: Longer answers are cut. Shorter ones that did not end by themselves are written again.
+
+    Returns:
+        The answers, and how many of them were written now.
+
+    Raises:
+        ValueError: The file holds something else.
+    """
+    known = _read(model, path)
+    missing = [prompt for prompt in prompts if not _whole(model, prompt, known, max_new_tokens)]
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        answerer = LocalAnswerer(model, Settings(max_new_tokens=max_new_tokens))
+        asked = [(number, Prompt(ids=tuple(prompt))) for number, prompt in enumerate(missing)]
+        with path.open("a", encoding="utf-8") as file, closing(answerer.answer(asked)) as answered:
+            for number, exchanges in tqdm(answered, "the base answers", len(missing), unit="text"):
+                assert not isinstance(exchanges, UnansweredError), "this process answers all that fits"
+                file.writelines(json.dumps(sample) + "\n" for sample in samples(exchanges))
+                file.flush()
+                known[tuple(missing[number])] = exchanges[0].answer
+    return [known[tuple(prompt)][:max_new_tokens] for prompt in prompts], len(missing)
+
+
+def _read(model: MedusaModel, path: Path) -> Known:
+    """What a file holds, without a last line that a kill has cut off; of several answers the longest."""
+    known: Known = {}
+    if not path.exists():
+        return known
+    if path.suffix == ".jsonl":
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            content = content[: content.rfind(b"\n") + 1]
+            path.write_bytes(content)
+        if not content:
+            return known
+    for sample in read_samples(path, model.base.tokenizer):
+        prompt, ids, mask = tuple(sample.prompt), sample.input_ids.tolist(), sample.loss_mask.tolist()
+        end = next((place for place in range(len(prompt), len(ids)) if not mask[place]), len(ids))
+        answer = ids[len(prompt) : end]
+        if len(answer) > len(known.get(prompt, ())):
+            known[prompt] = answer
+    return known
+
+
+def _whole(model: MedusaModel, prompt: list[int], known: Known, max_new_tokens: int) -> bool:
+    """Whether an answer is as long as it will be."""
+    answer, room = known.get(tuple(prompt), ()), model.base.context_length - len(prompt)
+    return len(answer) >= min(max_new_tokens, room) or bool(answer and answer[-1] in model.base.eos_ids)
