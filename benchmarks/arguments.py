@@ -67,6 +67,8 @@ def _add_accept(command: argparse.ArgumentParser) -> None:
     add("--drafters", type=_drafters, metavar="NAME,...", help=text)
     text = "sizes of drafts with the root (default: 4,8,16,32,64)"
     add("--nodes", type=_numbers, default=[4, 8, 16, 32, 64], metavar="N,...", help=text)
+    text = "leave no guess out as unlikely, as on a GPU, where trees are always full (default: as this device drafts)"
+    add("--full", action="store_true", help=text)
     text = "the base's greedy answers; what is missing is written and added (default: kept in the cache)"
     add("--texts", metavar="FILE", help=text)
     _add_report(command)

@@ -29,6 +29,8 @@ class Table(NamedTuple):
     title: str
     headings: Sequence[str]
     cells: Sequence[Sequence[str]]
+    note: str = ""
+    """Sentences about them."""
 
     @classmethod
     def of(cls, title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
@@ -40,11 +42,12 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         """The table in Markdown."""
         lines = [self.headings, ["---"] * len(self.headings), *self.cells]
-        return f"**{self.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join(filter(None, (f"**{self.title}**", table, self.note)))
 
     def shown(self) -> Shown:
         """The table on a screen."""
-        table = Shown(title=self.title, title_justify="left")
+        table = Shown(title=self.title, title_justify="left", caption=self.note, caption_justify="left")
         for place, heading in enumerate(self.headings):
             table.add_column(heading, justify="right" if place else "left", overflow="fold")
         for line in self.cells:

@@ -26,8 +26,8 @@ def accept(options: argparse.Namespace) -> None:
     prompts, kinds = questions(model, options.questions, options.count)
     path = Path(options.texts) if options.texts else usual_file(model)
     answers, written = known_answers(model, prompts, path, options.max_new_tokens)
-    measured, tokens = measure(model, names, options.nodes, prompts, answers), sum(map(len, answers))
-    own = measured.own / tokens
+    measured = measure(model, names, options.nodes, prompts, answers, options.full)
+    own = measured.own / (tokens := sum(map(len, answers)))
     if own < LEAST_OWN:
         logger.warning(
             "texts (%s): %.1f %% of the tokens are what the base (%s) would say, so they are not its greedy answers;"
@@ -40,7 +40,7 @@ def accept(options: argparse.Namespace) -> None:
         "heads": options.heads, "draft_model": options.draft_model, "int8": options.int8,
         "dtype": str(model.base.dtype).removeprefix("torch."),
         **environment("medusa-bench", options.words, model.base.device), "questions": len(prompts),
-        "max_new_tokens": options.max_new_tokens, "nodes": options.nodes,
+        "max_new_tokens": options.max_new_tokens, "nodes": options.nodes, "full": options.full,
         "texts": {"file": str(path), "written": written, "tokens": tokens, "own": own}, "drafters": drafters,
         "conclusions": {name: conclusion(rows) for name, rows in drafters.items()},
     }  # fmt: skip

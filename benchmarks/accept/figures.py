@@ -3,7 +3,6 @@
 Legend: G questions of a group, X figures, R runs, D depths, C what became of first guesses.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ ALL, CATEGORY, LENGTH, PLACE = "all", "category", "prompt tokens", "place in the
 """What questions, and places, are grouped by."""
 
 Estimate = dict[str, float]
-"""A value, and the low and the high end of its interval."""
+"""A value, the low and the high end of its interval, and what it is of: the sum below."""
 
 
 class Group(NamedTuple):
@@ -83,5 +82,8 @@ def estimates(above_GX: Tensor, below_GX: Tensor) -> list[Estimate | None]:
     drawn_SG = draws(len(above_GX), generator)
     values_X, drawn_SX = above_GX.sum(0) / below_GX.sum(0), (drawn_SG @ above_GX) / (drawn_SG @ below_GX)
     ends_2X = drawn_SX.nanquantile(torch.tensor([TAIL, 1 - TAIL], dtype=torch.float64), dim=0)
-    triples = zip(values_X.tolist(), *ends_2X.tolist(), strict=True)
-    return [None if math.isnan(value) else {"value": value, "low": low, "high": high} for value, low, high in triples]
+    ends_X = ends_2X.T.tolist()
+    return [
+        {"value": value, "low": low, "high": high, "of": of} if of else None
+        for value, (low, high), of in zip(values_X.tolist(), ends_X, below_GX.sum(0).tolist(), strict=True)
+    ]

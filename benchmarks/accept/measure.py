@@ -60,14 +60,15 @@ class Run:
         model: Whose parts draft.
         base: Its base, perhaps one that verifies chains alone.
         wanted: Drafter, and nodes or a tree.
+        full: Trees are full, as where shapes are fixed.
 
     Raises:
         ValueError: It cannot be had.
     """
 
-    def __init__(self, model: MedusaModel, base: BaseModel, wanted: Speculation) -> None:
+    def __init__(self, model: MedusaModel, base: BaseModel, wanted: Speculation, full: bool) -> None:
         self._base, self._wanted, self._rule = base, wanted, build_rule()
-        self._drafters = Drafters(base, model.heads, model.graphs is not None, model.drafters.parts.draft_model)
+        self._drafters = Drafters(base, model.heads, full, model.drafters.parts.draft_model)
         self._drafters.check(wanted, self._rule)
         self._drafter = self._drafters.choose(wanted, 1, self._rule)
         self._cached = "early-exit" in sources(str(wanted.drafter))
@@ -97,11 +98,50 @@ def _fate(rank: int | None, known: bool) -> int:
     return RIGHT if rank == 0 else NEAR if rank < NEAREST else FAR
 
 
+class Runs:
+    """A drafter of all sizes, as trees and as chains.
+
+    Args:
+        model: The base, and what drafts.
+        name: Of the drafter.
+        sizes: Nodes with the root, each at least 2.
+        full: See ``Run``.
+
+    Raises:
+        ValueError: It cannot be had.
+    """
+
+    def __init__(self, model: MedusaModel, name: str, sizes: Sequence[int], full: bool) -> None:
+        base, heads = model.base, model.heads
+        shapes = {"tree": base, "chain": base.with_traits(decoding="chain")}
+        if base.decoding == "chain":
+            del shapes["tree"]
+        self._kinds = [(shape, size) for shape in shapes for size in sizes]
+        wanted = [(shapes[shape], Speculation(drafter=name, nodes=size)) for shape, size in self._kinds]
+        self._runs = [Run(model, verifier, one, full) for verifier, one in wanted]
+        survey = Speculation(drafter=name, nodes=max(sizes))
+        if name == "heads" and heads is not None:  # their best tokens, however unlikely
+            survey = Speculation(drafter=name, tree=Tree.full([min(WIDTH, heads.config.output_size)]))
+        self._survey = Run(model, base.with_traits(decoding="tree"), survey, full)
+        self._heads = heads if any(source.startswith("heads") for source in sources(name)) else None
+        self._steps, self._firsts = list[Tensor](), list[Tensor]()
+
+    def take(self, text: Text) -> None:
+        """Replay a text."""
+        self._steps.append(torch.stack([run.steps(text) for run in self._runs]))
+        self._firsts.append(self._survey.firsts(text, self._heads))
+
+    @property
+    def counts(self) -> Counts:
+        """Of all texts so far."""
+        return Counts(self._kinds, torch.stack(self._steps), torch.stack(self._firsts))
+
+
 def measure(
     model: MedusaModel, names: Sequence[str], sizes: Sequence[int], prompts: Sequence[list[int]],
-    answers: Sequence[list[int]],
+    answers: Sequence[list[int]], full: bool = False,
 ) -> Measured:  # fmt: skip
-    """Replay all texts with all drafters, as trees and as chains of all sizes.
+    """Replay all texts with all drafters; see ``Runs``.
 
     Args:
         model: The base, and what drafts.
@@ -109,42 +149,22 @@ def measure(
         sizes: Nodes with the root, each at least 2.
         prompts: Token ids, Q of them.
         answers: What the base says.
+        full: Trees are full, as where shapes are fixed.
 
     Raises:
         ValueError: A drafter that cannot be had.
     """
     base, own, pool = model.base, 0, model.base.new_pool()
-    shapes = {"tree": base, "chain": base.with_traits(decoding="chain")}
-    if base.decoding == "chain":
-        del shapes["tree"]
-    kinds = [(shape, size) for shape in shapes for size in sizes]
-    runs = {
-        name: [Run(model, shapes[shape], Speculation(drafter=name, nodes=size)) for shape, size in kinds]
-        for name in names
-    }
-    surveys = {name: Run(model, base.with_traits(decoding="tree"), _survey(model, name, sizes)) for name in names}
-    steps: dict[str, list[Tensor]] = {name: [] for name in names}
-    firsts: dict[str, list[Tensor]] = {name: [] for name in names}
+    drafters = {name: Runs(model, name, sizes, full or model.graphs is not None) for name in names}
     with Progress(len(prompts) * len(names)) as progress:
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
             text = read(base, pool, prompt, answer)
             own += text.own(base)
-            for name in names:
+            for name, runs in drafters.items():
                 progress.stage(f"text {number} of {len(prompts)}: {name}")
-                heads = model.heads if "heads" in "+".join(sources(name)) else None
-                steps[name].append(torch.stack([run.steps(text) for run in runs[name]]))
-                firsts[name].append(surveys[name].firsts(text, heads))
+                runs.take(text)
                 progress.update()
-    counts = {name: Counts(kinds, torch.stack(steps[name]), torch.stack(firsts[name])) for name in names}
-    return Measured(counts, own)
-
-
-def _survey(model: MedusaModel, name: str, sizes: Sequence[int]) -> Speculation:
-    """The first guesses of heads, as many as are told apart; of others those of their largest draft."""
-    if name == "heads" and model.heads is not None:
-        width = min(WIDTH, model.heads.config.output_size)
-        return Speculation(drafter=name, tree=Tree.full([width]))
-    return Speculation(drafter=name, nodes=max(sizes))
+    return Measured({name: runs.counts for name, runs in drafters.items()}, own)
 
 
 def stretches() -> list[str]:

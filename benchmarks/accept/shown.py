@@ -1,6 +1,7 @@
 """What ``medusa-bench accept`` shows of its report: tables, what they say in words, and fields of a picture."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from benchmarks.accept.figures import CATEGORY, LENGTH, PLACE, Estimate
@@ -9,12 +10,14 @@ from benchmarks.report import Report, Table, machine
 
 SHOWN_DEPTHS = 8
 """Depths that tables have columns for."""
+FEWEST_DRAFTS = 20
+"""That have come down to a depth that is shown."""
 FEWEST = 4
 """Questions of a group that is compared with others."""
 REMEDIES = {
     "second to fourth": "more nodes at the first level reach these",
     "fifth to sixteenth": "only wide trees reach these: the drafter is not sure enough of texts like these",
-    "lower": "the drafter does not expect these: it needs training on texts like these, or more parameters",
+    "lower": "the drafter does not expect these: it has seen, or was trained on, too little like them",
     "outside of the vocabulary": "a larger draft vocabulary, or one chosen from texts like these, reaches them",
 }
 """What helps where most wrong first guesses are of a kind."""
@@ -39,7 +42,10 @@ def _speeds(report: Report, name: str, rows: Sequence[Row]) -> Table:
         values = [*(found[shape][size] for size in sizes), found["chain"][sizes[-1]]]
         cells.append([label, str(row["questions"]), *map(_cell, values)])
     texts = report["texts"]
-    title = f"{report['base']}, {name}: tokens per step (95 %), greedy, at most {report['max_new_tokens']} tokens;"
+    trees = "full trees, " if report["full"] else ""
+    title = (
+        f"{report['base']}, {name}: tokens per step (95 %), {trees}greedy, at most {report['max_new_tokens']} tokens;"
+    )
     title += f" {texts['own']:.1%} of {texts['tokens']:,} tokens are the base's own; {machine(report)}"
     return Table(title, ("questions", "number", *(f"{size} nodes" for size in sizes), f"chain of {sizes[-1]}"), cells)
 
@@ -51,8 +57,9 @@ def _depths(report: Report, name: str, rows: Sequence[Row]) -> Table:
         for shape, by_size in whole["acceptance"].items() for size in (sizes if shape == "tree" else sizes[-1:])
     ]  # fmt: skip
     lines += [(_label(row), row["acceptance"][_shape(row)][sizes[-1]]) for row in rows[1:] if row["of"] != PLACE]
-    depths = range(min(SHOWN_DEPTHS, len(lines[0][1])))
-    cells = [[label, *(_cell(values[depth]) for depth in depths)] for label, values in lines]
+    depths = range(max(len(_known(values)) for _, values in lines))
+    cells = [[label, *(_cell(found) for found in _known(values))] for label, values in lines]
+    cells = [line + [""] * (1 + len(depths) - len(line)) for line in cells]
     title = f"{report['base']}, {name}: share of drafts that are right at a depth where they were right above (95 %);"
     title += f" groups: {_shape(whole)}s of {sizes[-1]}"
     return Table(title, ("questions", *(f"depth {depth + 1}" for depth in depths)), cells)
@@ -65,8 +72,8 @@ def _failures(report: Report, name: str, rows: Sequence[Row]) -> Table:
         for row in rows
     ]
     title = f"{report['base']}, {name}: where drafts fail. First guesses at all places of the answers; of wrong ones,"
-    title += f" where the text's token stands instead (shares of all places)\n{conclusion(rows)}"
-    return Table(title, ("places", "number", "right (95 %)", *rows[0]["first_wrong"]), cells)
+    title += " where the text's token stands instead (shares of all places)"
+    return Table(title, ("places", "number", "right (95 %)", *rows[0]["first_wrong"]), cells, conclusion(rows))
 
 
 def conclusion(rows: Sequence[Row]) -> str:
@@ -87,7 +94,8 @@ def _widest(rows: Sequence[Row]) -> str:
     for of in (CATEGORY, LENGTH, PLACE):
         own = [row for row in rows if row["of"] == of and row["questions"] >= FEWEST]
         if len(own) > 1:
-            best, worst = (pick(own, key=lambda row: row["first_right"]["value"]) for pick in (max, min))
+            best = max(own, key=lambda row: row["first_right"]["low"])
+            worst = min(own, key=lambda row: row["first_right"]["high"])
             if best["first_right"]["low"] > worst["first_right"]["high"]:
                 found.append((best["first_right"]["value"] - worst["first_right"]["value"], of, best, worst))
     if not found:
@@ -103,11 +111,10 @@ def _widest(rows: Sequence[Row]) -> str:
 
 def _by_depth(whole: Row) -> str:
     """Whether depth costs, in chains."""
-    _, values = max(whole["acceptance"]["chain"].items())
-    known = [value["value"] for value in values if value is not None]
+    known = [found["value"] for found in _known(list(whole["acceptance"]["chain"].values())[-1])]
     if len(known) < 2:
         return ""
-    shares = " ".join(f"{value:.2f}" for value in known[:SHOWN_DEPTHS])
+    shares = " ".join(f"{value:.2f}" for value in known)
     verdict = "the first guess is what to improve" if min(known[1:]) >= known[0] else "deeper guesses are worse"
     return f"Chains are right by depth, given right tokens above, at {shares}: {verdict}."
 
@@ -121,7 +128,7 @@ def fields(report: Report) -> list[Field]:
             style = "o-" if shape == "tree" else "o--"
             values = [by_size[size] for size in sizes]
             speeds[f"{name}, {shape}s"] = _line(sizes, values, style)
-            known = [value for value in whole["acceptance"][shape][sizes[-1]] if value is not None]
+            known = _known(whole["acceptance"][shape][sizes[-1]])
             depths[f"{name}, {shape} of {sizes[-1]}"] = _line(range(1, len(known) + 1), known, style)
         middle, own = sizes[len(sizes) // 2], [row for row in rows if row["of"] != PLACE]
         values = [row["tokens_per_step"][_shape(row)][middle] for row in own]
@@ -136,6 +143,12 @@ def fields(report: Report) -> list[Field]:
         Field(groups, "", "tokens per step (95 %)", bars=True),
         Field(fates, "", f"first guesses of {first}:\nwhere the text's token stands", bars=True, stacked=True),
     ]
+
+
+def _known(values: Sequence[Estimate | None]) -> list[Estimate]:
+    """The first depths, as far as enough drafts have come."""
+    enough = (found is not None and found["of"] >= FEWEST_DRAFTS for found in values)
+    return [found for found, _ in zip(values[:SHOWN_DEPTHS], takewhile(bool, enough), strict=False) if found]
 
 
 def _line(x: Sequence[Any], values: Sequence[Estimate], style: str = "o-") -> Line:

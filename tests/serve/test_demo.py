@@ -184,6 +184,17 @@ def test_questions_of_a_file_have_kinds(model, tmp_path):
     prompts, kinds = file_questions(model, path, per_kind=2)
     assert kinds == {"mt_bench": [0, 1], "qa": [2]}
     assert prompts[2] == model.chat_prompt([{"role": "user", "content": "c"}])
+    asked = {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "c"}],
+        "category": "qa",
+    }
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in (asked, {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}))
+    )
+    assert file_questions(model, path, per_kind=2) == (
+        [model.chat_prompt(asked["messages"]), [5, 6]],
+        {"qa": [0], "prompts": [1]},
+    )
     path.write_text('{"category": "qa"}\n')
     with pytest.raises(ValueError, match=r"question.jsonl:1 is no question"):
         file_questions(model, path, per_kind=2)
