@@ -42,10 +42,22 @@ def grouped(kinds: Mapping[str, Sequence[int]], prompt_tokens: Sequence[int]) ->
 
 
 def figures(counts: Counts, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """A row for each group: tokens per step and acceptance by depth of each shape and size, and first guesses."""
+    """A row for each group: tokens per step and acceptance by depth of each shape and size, and first guesses.
+
+    Groups without a place to draft at are left out, and those of places tell of first guesses alone.
+
+    Raises:
+        ValueError: There is nothing to draft.
+    """
+    if not counts.firsts.any():
+        raise ValueError(
+            f"answers ({len(counts.firsts)}) have one token each, and nothing is drafted; ask other questions"
+        )
     deepest = int((counts.steps[:, :, 0, 1:].sum((0, 1)) > 0).sum())
     rows = []
     for group in groups:
+        if not counts.firsts[group.questions].any():
+            continue
         steps_GR2D = counts.steps[group.questions][..., : 1 + deepest]
         found = iter(estimates(steps_GR2D[:, :, 0].flatten(1), steps_GR2D[:, :, 1].flatten(1)))
         row: dict[str, Any] = {"of": group.of, "group": group.name, "questions": len(group.questions)}
@@ -65,9 +77,9 @@ def figures(counts: Counts, groups: Sequence[Group]) -> list[dict[str, Any]]:
 def _first(firsts_GC: Tensor) -> dict[str, Any]:
     """First guesses at all places: how many are right, and what becomes of the others, as shares of all places."""
     (right,) = estimates(firsts_GC[:, RIGHT : RIGHT + 1], firsts_GC.sum(1, keepdim=True))
-    places = int(firsts_GC.sum())
     names = {"second to fourth": NEAR, "fifth to sixteenth": FAR, "lower": LOW, "outside of the vocabulary": OUTSIDE}
-    shares = {name: int(firsts_GC[:, fate].sum()) / max(places, 1) for name, fate in names.items()}
+    places = int(firsts_GC.sum())
+    shares = {name: int(firsts_GC[:, fate].sum()) / places for name, fate in names.items()}
     return {"places": places, "first_right": right, "first_wrong": shares}
 
 

@@ -41,10 +41,9 @@ def _speeds(report: Report, name: str, rows: Sequence[Row]) -> Table:
         found = row["tokens_per_step"]
         values = [*(found[shape][size] for size in sizes), found["chain"][sizes[-1]]]
         cells.append([label, str(row["questions"]), *map(_cell, values)])
-    texts = report["texts"]
-    trees = "full trees, " if report["full"] else ""
+    texts, trees = report["texts"], "full trees, " if report["full"] else ""
     title = (
-        f"{report['base']}, {name}: tokens per step (95 %), {trees}greedy, at most {report['max_new_tokens']} tokens;"
+        f"{report['base']}, {name}: tokens per step (95 %), {trees}greedy, {report['max_new_tokens']} tokens at most;"
     )
     title += f" {texts['own']:.1%} of {texts['tokens']:,} tokens are the base's own; {machine(report)}"
     return Table(title, ("questions", "number", *(f"{size} nodes" for size in sizes), f"chain of {sizes[-1]}"), cells)
@@ -57,8 +56,8 @@ def _depths(report: Report, name: str, rows: Sequence[Row]) -> Table:
         for shape, by_size in whole["acceptance"].items() for size in (sizes if shape == "tree" else sizes[-1:])
     ]  # fmt: skip
     lines += [(_label(row), row["acceptance"][_shape(row)][sizes[-1]]) for row in rows[1:] if row["of"] != PLACE]
-    depths = range(max(len(_known(values)) for _, values in lines))
     cells = [[label, *(_cell(found) for found in _known(values))] for label, values in lines]
+    depths = range(max(map(len, cells)) - 1)
     cells = [line + [""] * (1 + len(depths) - len(line)) for line in cells]
     title = f"{report['base']}, {name}: share of drafts that are right at a depth where they were right above (95 %);"
     title += f" groups: {_shape(whole)}s of {sizes[-1]}"
@@ -101,21 +100,23 @@ def _widest(rows: Sequence[Row]) -> str:
     if not found:
         return "No category, length of prompt or place in the answer differs from the others beyond the intervals."
     _, of, best, worst = max(found, key=lambda one: one[0])
-    outside = "outside of the vocabulary"
-    said = [
-        f"{row['first_right']['value']:.2f} ({row['group']}; {row['first_wrong'][outside]:.0%} {outside})"
-        for row in (best, worst)
-    ]
+    outside, said = "outside of the vocabulary", []
+    for row in (best, worst):
+        share = f"; {row['first_wrong'][outside]:.0%} {outside}" if rows[0]["first_wrong"][outside] else ""
+        said.append(f"{row['first_right']['value']:.2f} ({row['group']}{share})")
     return f"They differ most by {of}: {said[0]} against {said[1]}."
 
 
 def _by_depth(whole: Row) -> str:
     """Whether depth costs, in chains."""
-    known = [found["value"] for found in _known(list(whole["acceptance"]["chain"].values())[-1])]
+    known = _known(list(whole["acceptance"]["chain"].values())[-1])
     if len(known) < 2:
         return ""
-    shares = " ".join(f"{value:.2f}" for value in known)
-    verdict = "the first guess is what to improve" if min(known[1:]) >= known[0] else "deeper guesses are worse"
+    shares = " ".join(f"{found['value']:.2f}" for found in known)
+    worse = any(found["high"] < known[0]["low"] for found in known)
+    verdict = (
+        "deeper guesses are worse" if worse else "deeper guesses are no worse, so the first one is what to improve"
+    )
     return f"Chains are right by depth, given right tokens above, at {shares}: {verdict}."
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -41,10 +41,14 @@ def known_answers(
         The answers, and how many of them were written now.
 
     Raises:
-        ValueError: The file holds something else.
+        ValueError: The file holds something else, or lacks answers and is no file of JSON lines.
     """
     known = _read(model, path)
     missing = [prompt for prompt in prompts if not _whole(model, prompt, known, max_new_tokens)]
+    if missing and path.suffix != ".jsonl":
+        raise ValueError(
+            f"texts ({path}) lack {len(missing)} answers, and JSON lines alone get more; name a .jsonl file"
+        )
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
         answerer = LocalAnswerer(model, Settings(max_new_tokens=max_new_tokens))
@@ -59,16 +63,13 @@ def known_answers(
 
 
 def _read(model: MedusaModel, path: Path) -> Known:
-    """What a file holds, without a last line that a kill has cut off; of several answers the longest."""
+    """What a file holds; of several answers the longest."""
     known: Known = {}
     if not path.exists():
         return known
     if path.suffix == ".jsonl":
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            content = content[: content.rfind(b"\n") + 1]
-            path.write_bytes(content)
-        if not content:
+        _mend(path)
+        if not path.stat().st_size:
             return known
     for sample in read_samples(path, model.base.tokenizer):
         prompt, ids, mask = tuple(sample.prompt), sample.input_ids.tolist(), sample.loss_mask.tolist()
@@ -77,6 +78,16 @@ def _read(model: MedusaModel, path: Path) -> Known:
         if len(answer) > len(known.get(prompt, ())):
             known[prompt] = answer
     return known
+
+
+def _mend(path: Path) -> None:
+    """End the last line of a file, or take it away where a kill has cut it off."""
+    *lines, last = path.read_bytes().split(b"\n")
+    if last:
+        with suppress(ValueError):
+            json.loads(last)
+            lines.append(last)
+        path.write_bytes(b"\n".join([*lines, b""]))
 
 
 def _whole(model: MedusaModel, prompt: list[int], known: Known, max_new_tokens: int) -> bool:

@@ -54,10 +54,8 @@ class Rate:
 
 def draws(size: int, generator: torch.Generator) -> Tensor:
     """How often [DRAWS, size] each of ``size`` things is drawn in ``size`` draws, in float64."""
-    drawn = torch.randint(size, (DRAWS, size), generator=generator)
-    return torch.zeros(drawn.shape, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones(1, 1).double().expand(drawn.shape)
-    )
+    drawn, counts = torch.randint(size, (DRAWS, size), generator=generator), torch.zeros(DRAWS, size).double()
+    return counts.scatter_add_(1, drawn, torch.ones_like(counts))
 
 
 class Timing:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.accept.figures import estimates
+from benchmarks.accept.figures import estimates, figures, grouped
 from benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, WIDTH, measure
 from benchmarks.accept.shown import conclusion
 from benchmarks.accept.texts import known_answers, usual_file
@@ -68,9 +68,24 @@ def test_texts_are_written_once(model, tmp_path):
     assert (longer[:2], written) == (first, 1)
     assert path.read_text().startswith(content)
     assert known_answers(model, PROMPTS, path, 12) == (longer, 0)
+    path.write_text(path.read_text().removesuffix("\n"))  # others' files may end so
+    assert known_answers(model, PROMPTS, path, 12) == (longer, 0)
     longest, written = known_answers(model, PROMPTS, path, 30)
     assert written == sum(len(answer) == 12 and answer[-1] != 0 for answer in longer) > 0
     assert known_answers(model, PROMPTS, path, 30) == (longest, 0)
+
+
+def test_other_files_get_no_answers(model, tmp_path):
+    with pytest.raises(ValueError, match=r"texts .*lack 3 answers, and JSON lines alone get more"):
+        known_answers(model, PROMPTS, tmp_path / "texts.parquet", 4)
+
+
+def test_answers_of_one_token_say_nothing(base):
+    counts = measure(MedusaModel(base), ["prompt-lookup"], [4], PROMPTS, [[7], [7, 8], [7]]).drafters["prompt-lookup"]
+    (row, place) = figures(counts, grouped({"a": [0, 2]}, [6, 18, 4])[1:])
+    assert (row["group"], row["places"], place["places"]) == ("0 to 127", 1, 1)
+    with pytest.raises(ValueError, match=r"answers \(3\) have one token each"):
+        figures(measure(MedusaModel(base), ["prompt-lookup"], [4], PROMPTS, [[7]] * 3).drafters["prompt-lookup"], [])
 
 
 def test_texts_of_another_base_are_told(asked, tmp_path, caplog):
@@ -152,4 +167,4 @@ def test_words_follow_from_the_figures():
     assert "at 0.60 0.40: deeper guesses are worse." in said
     alike = conclusion([row("all", "all", 0.6), *lengths, row("category", "one question", 0.1, questions=1)])
     assert "No category, length of prompt or place in the answer differs" in alike
-    assert "at 0.50 0.50: the first guess is what to improve." in alike
+    assert "at 0.50 0.50: deeper guesses are no worse, so the first one is what to improve." in alike
