@@ -3,8 +3,10 @@
 import argparse
 import logging
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from data import resolve_base_name
@@ -65,7 +67,22 @@ def exit_status(action: Callable[[], object]) -> int:
     return 0
 
 
-def show_messages() -> None:
-    """Warnings go to stderr, and so does what a base that is downloaded says meanwhile."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process on the spot, with the status of a signal; for loading.
+
+    As an exception it would wait for long calls of C++, and libraries that import lazily make other errors of it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if before is signal.default_int_handler:  # and not ignored, as in the background
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def show_messages(form: str = "%(message)s") -> None:
+    """Warnings go to stderr in this form, and so does what a base that is downloaded says meanwhile."""
+    logging.basicConfig(format=form, level=logging.WARNING)
     logging.getLogger("medusa.base.smollm2").setLevel(logging.INFO)

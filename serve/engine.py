@@ -56,6 +56,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._ending: asyncio.Task[None] | None = None
         self._counted = True
         self._turned = time.monotonic()
 
@@ -70,8 +71,13 @@ class Engine:
         self._thread.start()
 
     async def stop(self, drain: float = 0.0) -> None:
-        """Take no more requests, let those that run go on for so many seconds, and end."""
+        """Take no more requests, let those that run go on for so many seconds, and end; once, whoever asks again."""
         self._stopping = True
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._stop(drain))
+        await self._ending
+
+    async def _stop(self, drain: float) -> None:
         until = time.monotonic() + drain
         while self._jobs and time.monotonic() < until:
             await asyncio.sleep(0.05)
@@ -276,7 +282,7 @@ class Engine:
 
     def _end(self) -> None:
         for ticket in list(self._jobs):
-            self._events.append((ticket, StoppingError("the server is going down")))
+            self._events.append((ticket, StoppingError("the server is going down; ask again later")))
             self._withdraw(ticket, "abort")
         self._deliver()
         self._loop = None

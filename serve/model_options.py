@@ -64,7 +64,8 @@ class ModelOptions:
         heads = self.heads_or_default()
         if heads and not Path(heads).is_dir() and heads.count("/") != 1:  # "user/heads" may be on the Hub
             raise FileNotFoundError(
-                f"heads ({heads}) not found: run ./launch.sh first, which trains them, or name others with --heads"
+                f"heads ({heads}) not found: run ./launch.sh first, which trains them, name others with --heads, or"
+                " take --base smollm2, whose heads are here"
             )
         import torch
         import transformers
@@ -98,14 +99,17 @@ class ModelOptions:
 def describe(model: "MedusaModel", directory: str | None) -> str:
     """The banner: which base, which heads, where and in what type they run."""
     base, heads = model.base, model.heads
-    lines = [f"base   {base.name.removeprefix(f'{Path.cwd()}/')} ({base.context_length:,} tokens of context)"]
+    here = f"{Path.cwd()}/"
+    lines = [f"base   {base.name.removeprefix(here)} ({base.context_length:,} tokens of context)"]
     if base.source:
         lines.append(f"       {base.source}")
-    if heads:
-        lines.append(f"heads  {directory} ({heads.config.num_heads} {heads.config.architecture} heads)")
+    if heads and directory:
+        lines.append(
+            f"heads  {directory.removeprefix(here)} ({heads.config.num_heads} {heads.config.architecture} heads)"
+        )
     small = model.drafters.parts.draft_model
     if small:
-        lines.append(f"draft  {small.name.removeprefix(f'{Path.cwd()}/')} ({small.num_layers} layers)")
+        lines.append(f"draft  {small.name.removeprefix(here)} ({small.num_layers} layers)")
     packed = f", packed weights ({in_words(base.weight_bytes)} for a pass)" if base.packed else ""
     dtype = str(base.dtype).removeprefix("torch.") + packed + ", fused pass" * base.fused
     where = f"{base.device}, {base.ranks} processes" if base.ranks > 1 else str(base.device)

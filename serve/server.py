@@ -6,19 +6,20 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.arguments import show_messages
+from data.arguments import ending_at_once, show_messages
 from serve.flags import add_flags, from_flags
-from serve.model_options import ModelOptions
+from serve.model_options import ModelOptions, describe
 from serve.plan import DryRun, show_plan
 from serve.settings import ApiSettings, EngineSettings, Network
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("serve.server")  # __name__ is another one where this file is the program
 
 EPILOG = """\
   medusa-serve --base smollm2 --port 8000
@@ -67,7 +68,9 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
         raise ValueError(f"MEDUSA_API_KEYS ({named!r}) names no key; give some, separated by commas, or unset it")
     api = from_flags(ApiSettings, args, api_keys=keys, admin_key=os.environ.get("MEDUSA_ADMIN_KEY", ""))
     paths = dict(_named(text) for text in args.more_heads)
-    model = from_flags(ModelOptions, args).load()
+    options = from_flags(ModelOptions, args)
+    model = options.load()
+    logger.info("loaded\n%s", describe(model, options.heads_or_default()))
     if paths:
         model = model.with_heads({name: read_heads(path) for name, path in paths.items()})
     name = args.name or args.base or Path(model.base.name).name
@@ -92,20 +95,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     add_flags(parser.add_argument_group("plan"), DryRun)
     args = parser.parse_args(argv)
-    show_messages()
+    show_messages("%(asctime)s %(message)s")
     logging.getLogger("serve").setLevel(logging.INFO)
     try:
         if args.dry_run:
             return show_plan(args)
-        import uvicorn
+        with ending_at_once():
+            logger.info("loading")
+            from serve.listening import Server, bind
 
-        app = build_app(args)
-        gc.freeze()  # what is here stays: collections in the middle of steps need not look through it
-        config = uvicorn.Config(
-            app, args.host, args.port, log_level="warning", access_log=False, timeout_graceful_shutdown=int(args.drain)
-        )
-        logger.info("serving on http://%s:%d (web page, /v1, /docs, /metrics)", args.host, args.port)
-        uvicorn.Server(config).run()
+            listening = bind(args.host, args.port)
+            app = build_app(args)
+        with listening:
+            gc.freeze()  # what is here stays: collections in the middle of steps need not look through it
+            with suppress(KeyboardInterrupt):  # Uvicorn hands on the Ctrl-C that it has ended for
+                Server(app, listening, args.drain).run()
     except ImportError as error:
         logger.error("%s; install the server with: pip install 'medusa-decoding[serve]'", error)
         return 1

@@ -56,13 +56,15 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         try:
             yield
         finally:
-            await engine.stop(drain)
+            await app.state.stop()
 
     app = FastAPI(title="Medusa", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.add_middleware(Limits, max_body=settings.max_body)
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     handle_errors(app)
+
+    app.state.stop = partial(engine.stop, drain)  # a server calls it before it closes connections
 
     async def client(request: Request) -> str:
         return check_key(request, settings)

@@ -1,19 +1,17 @@
 """A server of a small model in a thread, as it runs behind ``medusa-serve``."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import uvicorn
-
 from medusa import MedusaModel
 from serve.api.app import create_app
 from serve.api.service import Service
 from serve.engine import Engine
 from serve.grammar import Grammars
+from serve.listening import Server, bind, url
 from serve.metrics import Metrics
 from serve.models import Models
 from serve.settings import ApiSettings, EngineSettings
@@ -29,7 +27,7 @@ class Live:
 
     url: str
     engine: Engine
-    server: uvicorn.Server
+    server: Server
 
 
 @contextmanager
@@ -43,14 +41,13 @@ def serving(
     settings = replace(settings, cache_tokens=settings.cache_tokens or 16_384)
     running = Engine(model, settings, Metrics("small"))
     app = create_app(Service(running, Models(running, "small"), Grammars(model.base), api or ApiSettings()), drain)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=lambda: server.run(sockets=[free]), daemon=True)
+    with bind("127.0.0.1", 0) as listening:
+        server = Server(app, listening, drain)
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.01)
-        yield Live(f"http://127.0.0.1:{free.getsockname()[1]}", running, server)
+        yield Live(url(listening), running, server)
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server ends"

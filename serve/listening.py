@@ -1,0 +1,74 @@
+"""How a server begins and ends: its address, the word that it is ready, and an end that clients are told of."""
+
+import asyncio
+import logging
+import math
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+logger = logging.getLogger(__name__)
+
+GRACE = 5
+"""Seconds after the drain in which clients may still read how their streams have ended."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address; connections are refused until a server listens there.
+
+    Args:
+        host: A name or a number.
+        port: 0 = any that is free.
+
+    Raises:
+        OSError: It is taken, or not of this machine.
+    """
+    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise OSError(f"address ({host}:{port}) cannot be used: {error.strerror}; choose --host and --port") from error
+    return taken
+
+
+def url(listening: socket.socket) -> str:
+    """Where a browser on this machine finds it."""
+    host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # all of the machine
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, which says when it is ready, and lets the engine end what still runs before it closes connections.
+
+    Args:
+        app: As ``create_app`` makes it.
+        listening: Where.
+        drain: Seconds that running requests may go on for at the end.
+    """
+
+    def __init__(self, app: FastAPI, listening: socket.socket, drain: float) -> None:
+        patience = math.ceil(drain) + GRACE
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=patience, ws="none")
+        )
+        self._app, self._listening, self._drain = app, listening, drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup([self._listening])
+        place = url(self._listening)
+        logger.info("ready at %s (web page; API at %s/v1, described at %s/docs)", place, place, place)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End: requests that run may go on, then streams get an error, and only then connections are closed."""
+        logger.info("ending; what runs has %g s, Ctrl-C once more ends at once", self._drain)
+        stopping = asyncio.create_task(self._app.state.stop())
+        await super().shutdown([self._listening])
+        if self.force_exit:
+            stopping.cancel()
+        logger.info("ended")

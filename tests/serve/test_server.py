@@ -1,0 +1,79 @@
+"""``medusa-serve`` from its start to its end: what it says, and how it goes."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve.listening import bind, url
+from tests.serve.live import serving
+
+ROOT = Path(__file__).parents[2]
+# A background job (of a CI, say) is started with Ctrl-C ignored, which a server in a terminal never is.
+LAUNCH = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "runpy.run_module('serve.server', run_name='__main__')"
+)
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+
+
+@contextmanager
+def streaming(address, **options):
+    """Lines of a completion that goes on for some time."""
+    body = {"model": "small", "prompt": "hello", "max_tokens": 220, "stream": True, "ignore_eos": True} | options
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+        yield filter(None, answer.iter_lines())
+
+
+def test_an_address_that_is_taken_is_one_error_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"address \(127\.0\.0\.1:{port}\) cannot be used: .* choose --host"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]")])
+def test_addresses_are_shown_as_a_browser_takes_them(host, shown):
+    with bind(host, 0) as listening:
+        assert url(listening) == f"http://{shown}:{listening.getsockname()[1]}"
+
+
+def test_a_drain_that_runs_out_ends_streams_with_an_error(speaker, monkeypatch):
+    with serving(speaker, drain=0.1) as live:
+        going, step = threading.Event(), live.engine._batch.step
+        monkeypatch.setattr(live.engine._batch, "step", lambda: (going.wait(0.05), step())[1])
+        with streaming(live.url) as lines:
+            next(lines)
+            live.server.should_exit = True
+            *_, error, done = lines
+    assert '"message":"the server is going down; ask again later"' in error
+    assert '"code":"stopping"' in error
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.slow
+def test_it_says_when_and_where_it_is_ready_and_ctrl_c_ends_it_in_good_order(speaker, tmp_path):
+    heads = str(speaker.save_pretrained(tmp_path / "heads"))
+    command = [sys.executable, "-c", LAUNCH, "--heads", heads, "--port", "0", "--drain", "0.1", "--name", "small"]
+    for ready in (False, True):
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        said = [process.stderr.readline()]
+        assert re.match(TIME + "loading", said[0])
+        if ready:
+            while "ready at" not in said[-1]:
+                said.append(process.stderr.readline())
+                assert said[-1], "it ends before it is ready"
+            address = re.match(TIME + r"ready at (http://127\.0\.0\.1:\d+) \(web page;", said[-1])[1]
+            assert any(line.startswith("heads ") for line in said)
+            assert httpx.get(f"{address}/health").status_code == 200
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[1]
+        assert process.returncode == (0 if ready else -signal.SIGINT)
+        assert "Traceback" not in rest
