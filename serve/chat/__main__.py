@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.arguments import show_messages
+from data.arguments import ending_at_once, show_messages
+from medusa.files import cache_directory
 from serve.chat.commands import COMMANDS
 from serve.chat.conversation import Conversation, GenerationOptions
 from serve.chat.repl import Repl
 from serve.chat.terminal import Terminal
 from serve.flags import add_flags, from_flags
-from serve.model_options import ModelOptions, describe
+from serve.model_options import DEFAULT_HEADS, ModelOptions, describe
 
 HERE = ("heads", "base", "draft_model", "mtp", "tree", "ngrams")
 """Flags of a model in this process."""
 EPILOG = """\
-With a terminal: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
+With a terminal: /? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 Without one: every line of the input is a message; answers go to stdout, everything else to stderr.
 
   medusa-chat --temperature 0.8 --colour
@@ -51,6 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--settings", metavar="FILE", help=text)
     text = "what the drafter ngram has learned: read at the start if the file is there, written at the end"
     add("--ngrams", metavar="FILE", help=f"{text} (default: kept in memory)")
+    text = "forget the lines that were typed (default: the next chat recalls them, from the cache directory)"
+    parser.add_argument("--no-history", action="store_true", help=text)
     parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
     return parser
 
@@ -86,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour)
+    history = None if args.no_history else cache_directory() / "chat_history"
+    terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour=args.colour, history=history)
     try:
         if args.settings:
             from medusa import load_settings
@@ -117,8 +121,10 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
     from medusa import Prefix, load_tree
     from medusa.drafters.ngram import NgramCache
 
-    tree, options = load_tree(args.tree) if args.tree else None, from_flags(ModelOptions, args)
-    model = options.load()
+    tree = load_tree(args.tree) if args.tree else None
+    options = _offered(terminal, from_flags(ModelOptions, args))
+    with ending_at_once():
+        model = options.load()
     title = describe(model, options.heads_or_default())
     if settings.nodes is None and tree is None:
         title += "\n" + model.explain(settings.drafter)
@@ -129,6 +135,20 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
     finally:
         if args.ngrams:
             model.ngrams.save(args.ngrams)
+
+
+def _offered(terminal: Terminal, options: ModelOptions) -> ModelOptions:
+    """SmolLM2 in place of heads that nobody has trained yet, where a person wants it."""
+    if options.base or options.heads_or_default() != DEFAULT_HEADS or Path(DEFAULT_HEADS).is_dir():
+        return options
+    if not terminal.interactive:
+        return options
+    terminal.note(f"There are no heads in {DEFAULT_HEADS} yet; ./launch.sh trains them in some ten minutes.")
+    try:
+        answer = terminal.read("Talk to smollm2, whose heads are here? It is downloaded once, 93 to 270 MB. [Y/n] ")
+    except EOFError:
+        answer = "no"
+    return replace(options, base="smollm2") if answer.strip().lower() in ("", "y", "yes") else options
 
 
 if __name__ == "__main__":

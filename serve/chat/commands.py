@@ -1,9 +1,9 @@
-"""Commands of the chat: a table of names, help texts and functions."""
+"""Commands of the chat, and settings that ``/set`` knows: tables of names, help texts and functions."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa.sampling import DRAFTERS, RULES
 from serve.chat.conversation import Conversation, GenerationOptions, load, save, tree_budget
@@ -11,40 +11,84 @@ from serve.chat.repl import Command, Repl
 from serve.chat.terminal import count
 
 
+class Setting(NamedTuple):
+    """A field of ``GenerationOptions``."""
+
+    help: str
+    parse: Callable[[str], Any]
+
+
+def _choice(text: str) -> str | None:
+    return None if text == "auto" else text
+
+
+SETTINGS = {
+    "temperature": Setting("0 is greedy", float),
+    "top_p": Setting("1 is off", float),
+    "top_k": Setting("0 is off", int),
+    "min_p": Setting("0 is off", float),
+    "repetition_penalty": Setting("1 is off", float),
+    "seed": Setting("of the sampling noise", int),
+    "max_new_tokens": Setting("longest answer, in tokens", int),
+    "nodes": Setting("tree budget per step, in tokens, or auto; 1 is plain decoding", tree_budget),
+    "drafter": Setting(f"{', '.join(DRAFTERS)} or auto", _choice),
+    "acceptance": Setting(f"{', '.join(RULES)} (LOSSY) or auto", _choice),
+}
+SHORT = {
+    "temp": "temperature", "penalty": "repetition_penalty", "repeat_penalty": "repetition_penalty",
+    "max": "max_new_tokens", "num_predict": "max_new_tokens",
+}  # fmt: skip
+"""Other names of settings, among them ollama's."""
+
+
 def _help(repl: Repl, _: str) -> None:
     for name, command in repl.commands.items():
-        repl.terminal.note(f"  {f'/{name} {command.argument}':<17} {command.help}")
+        if command.help:
+            repl.terminal.note(f"  {f'/{name} {command.argument}':<16} {command.help}")
     repl.terminal.note('  Several lines: start with """ and end the last line with """.')
     repl.terminal.note("  Ctrl-C stops an answer and keeps what was written; Ctrl-D leaves.")
 
 
-def _reset(repl: Repl, _: str) -> None:
+def _clear(repl: Repl, _: str) -> None:
     repl.switch(Conversation(repl.conversation.system))
     repl.terminal.note("The conversation starts anew.")
 
 
-def _setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], None]:
-    """A command that shows one setting, or changes it when it is given a value."""
-
-    def run(repl: Repl, argument: str) -> None:
-        if argument:
-            try:
-                value = parse(argument)
-            except ValueError:
-                value = argument  # the options name the rule that it breaks
-            repl.settings = replace(repl.settings, **{name: value})
+def _set(repl: Repl, argument: str) -> None:
+    """Show all settings or one, or change it."""
+    asked, _, text = argument.removeprefix("parameter ").strip().partition(" ")
+    text = text.strip()
+    name = SHORT.get(asked, asked)
+    if not name:
+        for each, (meaning, _parse) in SETTINGS.items():
+            repl.terminal.note(f"  {each:<19} {_shown(repl.settings, each)!s:<6} {meaning}")
+        for show in OTHERS.values():
+            show(repl, "")
+    elif name in OTHERS:
+        OTHERS[name](repl, text)
+    elif name not in SETTINGS:
+        raise ValueError(f"unknown setting ({name}); choose one of: {', '.join([*SETTINGS, *OTHERS])}")
+    else:
+        if text:
+            _change(repl, asked, name, text)
         repl.terminal.note(f"{name} = {_shown(repl.settings, name)}")
 
-    return run
+
+def _change(repl: Repl, asked: str, name: str, text: str) -> None:
+    """Change a setting; an error names it as the user does."""
+    try:
+        value = SETTINGS[name].parse(text)
+    except ValueError:
+        value = text  # the options name the rule that it breaks
+    try:
+        repl.settings = replace(repl.settings, **{name: value})
+    except ValueError as error:
+        raise ValueError(str(error).replace(name, asked, 1)) from None
 
 
 def _shown(settings: GenerationOptions, name: str) -> object:
     value = getattr(settings, name)
     return "auto" if value is None else value
-
-
-def _rule(text: str) -> str | None:
-    return None if text == "auto" else text
 
 
 def _system(repl: Repl, argument: str) -> None:
@@ -60,6 +104,10 @@ def _colour(repl: Repl, argument: str) -> None:
         repl.terminal.colour = argument == "on"
     missing = "" if repl.terminal.ansi else " (without effect: no terminal, or NO_COLOR is set)"
     repl.terminal.note(f"colour = {'on' if repl.terminal.colour else 'off'}{missing}")
+
+
+OTHERS: dict[str, Callable[[Repl, str], None]] = {"system": _system, "colour": _colour}
+"""What can be set beside them."""
 
 
 def _stats(repl: Repl, _: str) -> None:
@@ -102,22 +150,24 @@ def _exit(_repl: Repl, _: str) -> None:
     raise EOFError
 
 
-COMMANDS = {
-    "help": Command("", "Show this list.", _help),
-    "reset": Command("", "Forget the conversation; the system prompt stays.", _reset),
+def _short(name: str) -> Command:
+    return Command("VALUE", "", lambda repl, argument: _set(repl, f"{name} {argument}"))
+
+
+LISTED = {
+    "help": Command("", "Show this list; also /?.", _help),
+    "clear": Command("", "Forget the conversation, but not the system prompt; also /reset.", _clear),
     "regen": Command("", "Answer the last message once more.", lambda repl, _: repl.regenerate()),
-    "temp": Command("X", "Set the temperature; 0 is greedy.", _setting("temperature", float)),
-    "penalty": Command("X", "Set the repetition penalty; 1 is off.", _setting("repetition_penalty", float)),
-    "max": Command("N", "Set the longest answer, in tokens.", _setting("max_new_tokens", int)),
-    "acceptance": Command("RULE", f"{', '.join(RULES)} (LOSSY) or auto.", _setting("acceptance", _rule)),
-    "nodes": Command(
-        "N", "Set the tree budget per step, in tokens, or auto; 1 is plain.", _setting("nodes", tree_budget)
-    ),
-    "drafter": Command("NAME", f"{', '.join(DRAFTERS)} or auto.", _setting("drafter", _rule)),
-    "system": Command("TEXT", "Set the system prompt; off removes it.", _system),
-    "colour": Command("on|off", "Colour the text that was guessed.", _colour),
+    "set": Command("NAME VALUE", "Change a setting; also /NAME VALUE. Alone it lists them.", _set),
     "stats": Command("", "Show speed, tokens per step, context and settings.", _stats),
     "save": Command("FILE", "Write the conversation and the settings as JSON.", _save),
     "load": Command("FILE", "Go on with a saved conversation and its settings.", _load),
-    "exit": Command("", "Leave.", _exit),
+    "bye": Command("", "Leave; also /exit, /quit.", _exit),
 }
+ALIASES = {"?": "help", "reset": "clear", "exit": "bye", "quit": "bye"}
+COMMANDS = {
+    **LISTED,
+    **{other: LISTED[name]._replace(help="") for other, name in ALIASES.items()},
+    **{name: _short(name) for name in (*SETTINGS, *SHORT, *OTHERS)},
+}
+"""All that a line may begin with."""

@@ -37,6 +37,12 @@ class GenerationOptions:
         "P",
     )
     top_k: int = flag(0, "sample from this many likeliest tokens (default: %(default)s, off)", int, "N")
+    min_p: float = flag(
+        0.0,
+        "sample from tokens with at least this share of the likeliest one's probability (default: %(default)s, off)",
+        float,
+        "P",
+    )
     repetition_penalty: float = flag(
         1.0, "above 1, what occurred before becomes less likely (default: %(default)s, off)", float, "X"
     )
@@ -131,7 +137,10 @@ def save(path: Path, conversation: Conversation, settings: GenerationOptions) ->
         OSError: If the file cannot be written; a file that was there before is unharmed.
     """
     text = json.dumps({"messages": conversation.messages(), "settings": asdict(settings)}, indent=2, ensure_ascii=False)
-    replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+    try:
+        replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+    except OSError as error:  # its own words name a temporary file
+        raise OSError(f"file ({path}) cannot be written: {error.strerror or error}; choose another place") from error
 
 
 def load(path: Path) -> tuple[Conversation, GenerationOptions]:

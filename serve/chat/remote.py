@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -38,7 +39,7 @@ class RemoteModel:
     def __init__(self, url: str, model: str = "", key: str = "") -> None:
         self._url = url.rstrip("/")
         self._http = httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=TIMEOUT)
-        listed = self._json("GET", f"{self._url}/models")["data"]
+        listed = self._json("GET", f"{self._url}/models", "data")
         known = {entry["id"]: entry for entry in listed}
         name = model or (listed[0]["id"] if listed else "")
         if name not in known:
@@ -54,7 +55,7 @@ class RemoteModel:
             ValueError: It refuses.
         """
         body = {"model": self.base.name, "messages": list(messages)}
-        tokens: list[int] = self._json("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)["tokens"]
+        tokens: list[int] = self._json("POST", f"{self._url.removesuffix('/v1')}/tokenize", "tokens", body)
         return tokens
 
     def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **settings: Any) -> "RemoteStream":
@@ -76,15 +77,19 @@ class RemoteModel:
         }
         return RemoteStream(self._http, f"{self._url}/completions", body)
 
-    def _json(self, method: str, url: str, body: Any = None) -> Any:
+    def _json(self, method: str, url: str, field: str, body: Any = None) -> Any:
+        """A field of an answer."""
         try:
             response = self._http.request(method, url, json=body)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OSError(
                 f"endpoint ({url}) does not answer: {error}; start the server, or correct the address"
             ) from error
-        _check(response.status_code, response.text)
-        return response.json()
+        if response.status_code != httpx.codes.NOT_FOUND:
+            _check(response.status_code, response.text)
+            with suppress(ValueError, KeyError, TypeError):
+                return response.json()[field]
+        raise ValueError(f"endpoint ({url}) has no {field}; give one of ours or of vLLM, as http://localhost:8000/v1")
 
 
 class RemoteStream:
@@ -113,7 +118,7 @@ class RemoteStream:
                         yield Piece(text, drafted)
                     output.seconds = time.perf_counter() - began
         except httpx.HTTPError as error:
-            raise OSError(f"endpoint ({self._url}) broke off: {error}; ask again") from error
+            raise OSError(f"endpoint ({self._url}) broke off; ask again once the server runs") from error
 
     def _read(self, chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
         """Texts of a chunk, and whether they were drafted; the last one brings numbers."""

@@ -21,7 +21,7 @@ class Command(NamedTuple):
     argument: str
     """What follows the name; empty for commands that take nothing."""
     help: str
-    """One sentence."""
+    """One sentence; empty for other names of what is listed."""
     run: "Callable[[Repl, str], None]"
     """Does it; raises ValueError or OSError with a message for the user, EOFError to leave."""
 
@@ -53,7 +53,8 @@ class Repl:
         Raises:
             KeyboardInterrupt: At Ctrl-C where there is no terminal; in one, it stops no more than the answer.
         """
-        self.terminal.enable_line_editing(f"/{name}" for name in self.commands)
+        taking = [name for name, command in self.commands.items() if command.argument]
+        self.terminal.enable_line_editing([f"/{name}" for name in self.commands], taking)
         self._greet()
         while True:
             try:
@@ -65,7 +66,7 @@ class Repl:
             except KeyboardInterrupt:
                 if not self.terminal.interactive:
                     raise
-                self.terminal.note("To leave: /exit or Ctrl-D.")
+                self.terminal.note("To leave: /bye or Ctrl-D.")
             except (ValueError, OSError, RuntimeError) as error:
                 self.terminal.error(str(error))
 
@@ -91,7 +92,7 @@ class Repl:
         if not self.conversation.turns:
             raise ValueError("there is no answer yet; write a message first")
         if self.settings.temperature == 0:
-            self.terminal.note("Temperature 0 gives the same answer again; /temp 0.8 varies it.")
+            self.terminal.note("Temperature 0 gives the same answer again; /set temperature 0.8 varies it.")
         self._attempt += 1
         last = self.conversation.turns.pop()
         turn = None
@@ -119,13 +120,13 @@ class Repl:
         if self.terminal.colour and not self.terminal.ansi:
             self.terminal.note("Colours are off: no terminal, or NO_COLOR is set.")
         if self.terminal.interactive:
-            self.terminal.note("/help lists the commands; Ctrl-C stops an answer; Ctrl-D leaves.")
+            self.terminal.note("/? lists the commands; Ctrl-C stops an answer; Ctrl-D leaves.")
 
     def _command(self, line: str) -> None:
         name, _, argument = line[1:].partition(" ")
         command = self.commands.get(name)
         if command is None:
-            raise ValueError(f"unknown command (/{name}); /help lists them; to send such a message, start with a space")
+            raise ValueError(f"unknown command (/{name}); /? lists them; to send such a message, start with a space")
         if argument.strip() and not command.argument:
             raise ValueError(f"/{name} takes no argument ({argument.strip()})")
         command.run(self, argument.strip())
@@ -147,9 +148,10 @@ class Repl:
         stream = self.model.stream(prompt, prefix=self.prefix, tree=self.tree, **asdict(settings))
         text, interrupted = "", False
         try:
-            for piece in stream:
-                text += piece
-                self.terminal.answer(piece, drafted=piece.drafted)
+            with self.terminal.unechoed():
+                for piece in stream:
+                    text += piece
+                    self.terminal.answer(piece, drafted=piece.drafted)
         except KeyboardInterrupt:
             if not self.terminal.interactive:
                 raise

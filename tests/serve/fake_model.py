@@ -1,8 +1,11 @@
 """A model of a few lines for tests of the chat; run as a script, it is the chat itself with that model."""
 
 import io
+import os
 import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 from serve.chat.commands import COMMANDS
@@ -69,7 +72,10 @@ class Person(Terminal):
         super().__init__(stdin, stdout, stdout, **options)
         self.interactive = True
 
-    def enable_line_editing(self, words): ...
+    def enable_line_editing(self, commands, words): ...
+
+    def unechoed(self):
+        return nullcontext()
 
     def read(self, prompt):
         if line := self._stdin.readline():
@@ -97,5 +103,6 @@ class Chat:
 
 if __name__ == "__main__":
     slow = FakeModel(answers=[[f"word{index} " for index in range(1000)]], delay=0.02)
-    terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour="--colour" in sys.argv)
+    history = Path(os.environ["HOME"]) / "history"
+    terminal = Terminal(sys.stdin, sys.stdout, sys.stderr, colour="--colour" in sys.argv, history=history)
     Repl(slow, terminal, COMMANDS, Conversation(), GenerationOptions(max_new_tokens=900), title="a fake model").run()

@@ -1,6 +1,7 @@
 """The command line of the chat: flags, errors, exit statuses; with a model here, or behind a server."""
 
 import io
+import re
 import shutil
 
 import pytest
@@ -11,8 +12,10 @@ from medusa.attention import BACKENDS
 from medusa.io.tree_file import save_tree
 from serve.chat import __main__ as chat
 from serve.chat.remote import RemoteModel
-from serve.model_options import ATTENTION
+from serve.chat.terminal import Terminal
+from serve.model_options import ATTENTION, DEFAULT_HEADS, ModelOptions
 from serve.settings import ApiSettings
+from tests.serve.fake_model import Person
 from tests.serve.live import serving
 
 
@@ -164,6 +167,28 @@ def test_keys_are_needed_where_they_are(speaker, say, monkeypatch, capsys):
         assert "401: API key is missing" in capsys.readouterr().err
         monkeypatch.setenv("MEDUSA_API_KEY", "secret")
         assert say(b"say hello\n", "--endpoint", f"{live.url}/v1") == 0
+
+
+def test_an_address_that_is_no_api_is_said(url, say, capsys):
+    for wrong in (f"{url.removesuffix('/v1')}/docs?", url.removesuffix("/v1"), "nonsense"):
+        assert say(b"", "--endpoint", wrong) == 1
+        assert re.search(rf"endpoint \({re.escape(wrong)}/models\) .*; (give|start)", capsys.readouterr().err)
+
+
+def test_a_chat_without_trained_heads_offers_smollm2(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for typed, base in (("\n", "smollm2"), ("y\n", "smollm2"), ("n\n", None), ("", None)):
+        out = io.StringIO()
+        assert chat._offered(Person(io.StringIO(typed), out, out), ModelOptions()).base == base
+        assert "no heads in runs/demo/heads yet" in out.getvalue()
+    pipe = Terminal(io.StringIO("y\n"), out, out)
+    assert chat._offered(pipe, ModelOptions()).base is None
+    with pytest.raises(FileNotFoundError, match="take --base smollm2"):
+        ModelOptions().load()
+    (tmp_path / DEFAULT_HEADS).mkdir(parents=True)
+    out = io.StringIO()
+    assert chat._offered(Person(io.StringIO("y\n"), out, out), ModelOptions()).base is None
+    assert not out.getvalue()
 
 
 def test_nobody_there(say, capsys):

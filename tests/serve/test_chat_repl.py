@@ -2,14 +2,15 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 
 from medusa import Prefix
 from medusa.cache import BLOCK
 from medusa.cache.layer import PassLayer
-from serve.chat.commands import COMMANDS
-from serve.chat.conversation import Turn
+from serve.chat.commands import ALIASES, LISTED
+from serve.chat.conversation import GenerationOptions, Turn
 from tests.serve.fake_model import Chat, FakeModel, Person
 
 
@@ -34,8 +35,8 @@ def test_block_is_one_message_and_no_command():
 def test_settings_reach_the_model():
     chat = Chat("/temp 0.5\n/penalty 1.5\n/nodes 1\n/max 2\nhello\n/nodes auto\nhello\n", top_p=0.9, seed=3)
     assert chat.model.options[0] == {
-        "max_new_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.5, "seed": 3,
-        "acceptance": None, "nodes": 1, "drafter": None,
+        "max_new_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.5,
+        "seed": 3, "acceptance": None, "nodes": 1, "drafter": None,
     }  # fmt: skip
     assert chat.model.options[1]["nodes"] is None
     assert chat.turns[0].answer == "re: "
@@ -48,23 +49,25 @@ def test_settings_reach_the_model():
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("/temp hot", "temperature (hot) must be"),
-        ("/temp -1", "temperature (-1.0) must be"),
-        ("/temp nan", "temperature (nan) must be"),
+        ("/temp hot", "temp (hot) must be"),
+        ("/temp -1", "temp (-1.0) must be"),
+        ("/temp nan", "temp (nan) must be"),
         ("/nodes 0", "nodes (0) must be"),
-        ("/max 1.5", "max_new_tokens (1.5) must be"),
+        ("/max 1.5", "max (1.5) must be"),
+        ("/set top_k -1", "top_k (-1) must be"),
+        ("/set heat 1", "unknown setting (heat); choose one of: temperature, top_p"),
         ("/colour red", "colour (red) must be on or off"),
         ("/acceptance typical", "acceptance (typical) does not go with temperature 0.0"),
         ("/acceptance bold", "acceptance ('bold') is not known; choose one of: greedy"),
         ("/drafter eagle", "drafter ('eagle') is not known; choose one of: hybrid"),
         ("/drafter heads-sampled", "does not go with temperature 0.0"),
-        ("/penalty 0", "repetition_penalty (0.0) must be"),
+        ("/penalty 0", "penalty (0.0) must be"),
         ("/bogus", "unknown command (/bogus)"),
         ("/reset all", "/reset takes no argument (all)"),
         ("/regen", "there is no answer yet"),
         ("/save", "no file was named"),
         ("/load nowhere.json", "nowhere.json"),
-        ("/save nowhere/chat.json", "nowhere"),
+        ("/save nowhere/chat.json", "file (nowhere/chat.json) cannot be written: No such file"),
     ],
 )
 def test_wrong_command_is_one_error_and_the_chat_goes_on(line, complaint):
@@ -74,14 +77,31 @@ def test_wrong_command_is_one_error_and_the_chat_goes_on(line, complaint):
     assert chat.out == "re: hello\n"
 
 
-def test_help_names_every_command_and_exit_leaves_at_once():
-    chat = Chat("/help\n/exit\nhello\n")
-    assert all(f"/{name}" in chat.err for name in COMMANDS)
+@pytest.mark.parametrize("command", ["/set {}", "/set parameter {}", "/{}"])
+def test_settings_are_set_as_in_ollama_or_for_short(command):
+    lines = ["temperature 0.7", "top_p 0.9", "top_k 40", "min_p 0.1", "seed 5", "num_predict 9", "repeat_penalty 1.1"]
+    (options,) = Chat("".join(command.format(line) + "\n" for line in lines) + "hello\n").model.options
+    expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 5, "max_new_tokens": 9}
+    assert options.items() >= (expected | {"repetition_penalty": 1.1}).items()
+
+
+def test_set_alone_lists_what_can_be_set():
+    listed = Chat("/set seed 5\n/set\n", system="be brief").err
+    assert re.search(r"seed +5 ", listed)
+    assert all(re.search(rf"^  {field.name} ", listed, re.MULTILINE) for field in fields(GenerationOptions))
+    assert "system = be brief" in listed
+
+
+@pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit"])
+def test_help_names_every_command_and_bye_leaves_at_once(leave):
+    chat = Chat(f"/?\n/help\n{leave}\nhello\n")
+    assert all(chat.err.count(f"  /{name} ") == 2 for name in LISTED)
+    assert all(f"/{name}" in chat.err for name in ALIASES)
     assert chat.out == ""
 
 
 def test_reset_keeps_the_system_prompt():
-    assert Chat("/system be brief\nhello\n/reset\nagain\n").said(1) == ["be brief", "again"]
+    assert Chat("/system be brief\nhello\n/clear\nagain\n").said(1) == ["be brief", "again"]
     assert Chat("/system off\nhello\n", system="x").said(0) == ["hello"]
 
 

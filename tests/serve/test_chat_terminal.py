@@ -6,6 +6,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -26,8 +27,9 @@ LAUNCH = (
 class Screen:
     """A chat process with its terminal; ``expect`` reads on until a text appears."""
 
-    def __init__(self, **environ):
+    def __init__(self, columns=80, **environ):
         self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, columns))
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(SCRIPT), "--colour"],
             env={"PYTHONPATH": str(ROOT), "TERM": "xterm", "HOME": "/nonexistent"} | environ,
@@ -54,8 +56,8 @@ def start():
     """Start a chat, up to its first prompt."""
     screens = []
 
-    def run(**environ):
-        screens.append(Screen(**environ))
+    def run(**options):
+        screens.append(Screen(**options))
         return screens[-1], screens[-1].expect(">>> ")
 
     yield run
@@ -73,7 +75,7 @@ def screen(start):
 def test_interrupts_and_leaving(screen):
     time.sleep(1)  # readline shows the prompt a moment before it waits for input, and loses a signal in between
     screen.type("\x03")
-    screen.expect("/exit or Ctrl-D")
+    screen.expect("/bye or Ctrl-D")
     screen.expect(">>> ")
     screen.type("hello\n")
     screen.expect("word3")
@@ -99,7 +101,37 @@ def test_drafted_words_are_coloured_where_that_is_asked(screen):
     assert GREEN not in screen.expect("re: hello")
 
 
+def test_words_move_to_the_next_line_whole(start):
+    screen, _ = start(columns=40, NO_COLOR="1")
+    screen.type("/max 12\nhello\n")
+    screen.expect("re: hello|word0 ")
+    answer = re.sub(r"\S*\x1b\[\d+D\x1b\[K", "", screen.expect("length"))
+    lines = answer.split("\r\n")
+    assert lines[0].split()[-1] == "word5", lines
+    assert lines[1].split()[-1] == "word11"
+
+
+def test_keys_during_an_answer_are_not_in_it_but_on_the_next_line(screen):
+    screen.type("/max 60\nhello\n")
+    screen.expect("word9 ")
+    screen.type("typed ahead")
+    assert "typed" not in screen.expect(r"length \(")
+    screen.expect(">>> .*typed ahead")
+
+
+def test_lines_are_recalled_by_the_next_chat_and_nobody_else(start, tmp_path):
+    screen, _ = start(HOME=str(tmp_path))
+    screen.type("/nodes 3\n/bye\n")
+    assert screen.process.wait(timeout=5) == 0
+    screen, _ = start(HOME=str(tmp_path))
+    screen.type("\x1b[A\x1b[A\n")
+    screen.expect("nodes = 3")
+    assert (tmp_path / "history").stat().st_mode & 0o777 == 0o600
+
+
 def test_line_editing_completes_commands_and_recalls_lines(screen):
+    screen.type("/set no\t16\n")
+    screen.expect("nodes = 16")
     screen.type("/no\t16\n")
     screen.expect("nodes = 16")
     screen.expect(">>> ")
