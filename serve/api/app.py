@@ -173,6 +173,7 @@ def _serve_page(app: FastAPI) -> None:
     async def send(name: str) -> FileResponse:
         return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
 
-    for file in PAGE.iterdir():
-        path = "/" if file.name == "index.html" else f"/{file.name}"
-        app.add_api_route(path, partial(send, file.name), methods=["GET", "HEAD"], include_in_schema=False)
+    for file in filter(Path.is_file, PAGE.rglob("*")):
+        name = file.relative_to(PAGE).as_posix()
+        path = "/" if name == "index.html" else f"/{name}"
+        app.add_api_route(path, partial(send, name), methods=["GET", "HEAD"], include_in_schema=False)

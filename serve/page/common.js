@@ -1,4 +1,6 @@
-// What the chat and the figures share. Text never becomes HTML.
+// What the chat and the figures share.
+
+export const GONE = "The server does not answer: it has ended, or cannot be reached. Start it again, then Regenerate.";
 
 export const $ = (id) => document.getElementById(id);
 
@@ -13,7 +15,7 @@ export async function call(path, options = {}) {
   const key = sessionStorage.getItem("key");
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const answer = await fetch(path, { ...options, headers }).catch((error) => {
-    throw error.name === "AbortError" ? error : new Error("The server cannot be reached.");
+    throw error.name === "AbortError" ? error : new Error(GONE);
   });
   if (answer.ok) return answer;
   if (answer.status === 401) $("key-field").hidden = false;

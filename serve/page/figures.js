@@ -42,7 +42,8 @@ function median(buckets) {
 const show = (id, text) => ($(id).textContent = text);
 const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %` : "–");
 
-export async function poll() {
+// Ask once more; a server that has come back is told of.
+export async function poll(returned) {
   if (document.hidden || polling) return;
   polling = true;
   try {
@@ -52,10 +53,18 @@ export async function poll() {
     samples.push({ time: performance.now() / 1000, figures });
     while (samples.at(-1).time - samples[0].time > WINDOW) samples.shift();
     draw(figures);
+    if (!$("gone").hidden) returned();
+    gone(false);
   } catch {
+    gone(true);
     ["rate", "requests-running", "requests-waiting", "cache"].forEach((id) => show(id, "–"));
   }
   polling = false;
+}
+
+function gone(is) {
+  $("gone").hidden = !is;
+  $("about").hidden = is;
 }
 
 function draw(now) {

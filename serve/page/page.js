@@ -1,15 +1,16 @@
-// The chat and its settings. No build step, nothing from other hosts; text never becomes HTML.
+// The chat and its settings. No build step, nothing from other hosts.
 
-import { $, call, element, seconds } from "./common.js";
+import { $, call, element, GONE, seconds } from "./common.js";
 import { poll } from "./figures.js";
+import { show } from "./markdown.js";
 
 // Server-sent events as objects; the last one must be [DONE].
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("The answer broke off: the connection has ended.");
+    const { value, done } = await reader.read().catch(broken);
+    if (done) await broken();
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -19,6 +20,12 @@ async function* events(body) {
       yield event;
     }
   }
+}
+
+async function broken(error) {
+  if (error?.name === "AbortError") throw error;
+  const runs = await fetch("health").then(({ ok }) => ok, () => false);
+  throw new Error(runs ? "The connection broke off; the server still runs. Regenerate asks again." : GONE);
 }
 
 async function listModels() {
@@ -47,7 +54,7 @@ function describe({ id, heads, drafters, max_model_len }) {
   $("about").textContent = `${id} · ${drafts} · ${max_model_len.toLocaleString("en")} tokens of context`;
 }
 
-const turns = []; // { question, answer, box }
+const turns = []; // { question, pieces: [text, depth], figures, lossy, error, box }
 let running = null; // aborts the answer that is under way
 
 function chosen(id) {
@@ -61,11 +68,12 @@ function number(id) {
 }
 
 function request(turn) {
-  const said = turns.slice(0, turns.indexOf(turn)).filter(({ answer }) => answer);
-  const history = said.flatMap(({ question, answer }) => [
+  const said = turns.slice(0, turns.indexOf(turn)).filter(({ pieces }) => pieces.length);
+  const history = said.flatMap(({ question, pieces }) => [
     { role: "user", content: question },
-    { role: "assistant", content: answer },
+    { role: "assistant", content: pieces.map(([text]) => text).join("") },
   ]);
+  if (chosen("system")) history.unshift({ role: "system", content: chosen("system") });
   const drafting = { drafter: chosen("drafter"), nodes: number("nodes"), acceptance: chosen("acceptance") };
   const enabled = $("speculation").checked;
   return {
@@ -82,24 +90,40 @@ function request(turn) {
 
 function send(question) {
   if (running || !question.trim()) return;
-  const box = element("article", "turn");
-  box.append(element("div", "question", question));
-  $("welcome").hidden = true;
-  $("log").append(box);
-  const turn = { question, answer: "", box };
-  turns.push(turn);
+  const turn = { question, pieces: [], figures: "" };
+  add(turn);
   $("message").value = "";
   answer(turn);
 }
 
+function add(turn) {
+  turn.box = element("article", "turn");
+  turns.push(turn);
+  $("welcome").hidden = true;
+  $("log").append(turn.box);
+  draw(turn);
+}
+
+function draw(turn) {
+  turn.box.replaceChildren(element("div", "question", turn.question), element("div", "answer"), element("p", "figures"));
+  refresh(turn);
+}
+
+function refresh({ box, pieces, figures, lossy, error }) {
+  const [, text, line, alert] = box.children;
+  show(text, pieces);
+  line.textContent = figures;
+  if (lossy) line.append(" · ", element("span", "warning", "LOSSY"));
+  alert?.remove();
+  if (error) box.append(Object.assign(element("p", "error", error), { role: "alert" }));
+}
+
 async function answer(turn) {
   const aborter = (running = new AbortController());
-  const [text, figures] = [element("div", "answer"), element("p", "figures")];
-  const seen = { text, figures, asked: performance.now(), first: 0, last: 0, early: 0, tokens: 0, depth: 0 };
+  const seen = { asked: performance.now(), first: 0, last: 0, early: 0, tokens: 0, depth: 0, drawing: false };
   const body = request(turn);
-  seen.lossy = body.speculation.acceptance === "typical";
-  turn.answer = "";
-  turn.box.replaceChildren(turn.box.firstChild, text, figures);
+  Object.assign(turn, { pieces: [], figures: "", error: "", lossy: body.speculation.acceptance === "typical" });
+  draw(turn);
   busy(turn, "The model answers.");
   let outcome = "The answer is complete.";
   try {
@@ -108,14 +132,16 @@ async function answer(turn) {
       body: JSON.stringify(body),
       signal: aborter.signal,
     });
-    for await (const chunk of events(response.body)) follow(() => take(turn, seen, chunk));
+    for await (const chunk of events(response.body)) take(turn, seen, chunk);
   } catch (error) {
     outcome = error.name === "AbortError" ? "Stopped." : "There is an error.";
-    if (error.name === "AbortError") tell(seen, { ending: "stopped" });
-    else follow(() => turn.box.append(Object.assign(element("p", "error", error.message), { role: "alert" })));
+    if (error.name === "AbortError") tell(turn, seen, { ending: "stopped" });
+    else turn.error = error.message;
   }
   if (running === aborter) running = null;
+  follow(() => refresh(turn));
   busy(turn, outcome);
+  save();
 }
 
 function busy(turn, status) {
@@ -131,15 +157,9 @@ function take(turn, seen, chunk) {
   const [choice] = chunk.choices;
   const pieces = choice?.pieces ?? [[choice?.delta.content ?? "", false]];
   for (const [text, drafted] of pieces) {
-    seen.depth = drafted ? seen.depth + 1 : 0; // every step ends with a token of the model itself
-    turn.answer += text;
-    if (!drafted) {
-      seen.text.append(text);
-      continue;
-    }
-    const span = element("span", "drafted", text);
-    span.dataset.depth = Math.min(seen.depth, 4);
-    seen.text.append(span);
+    seen.depth = drafted ? Math.min(seen.depth + 1, 4) : 0; // every step ends with a token of the model itself
+    if (turn.pieces.at(-1)?.[1] === seen.depth) turn.pieces.at(-1)[0] += text;
+    else if (text) turn.pieces.push([text, seen.depth]);
   }
   if (chunk.usage) seen.tokens = chunk.usage.completion_tokens;
   if (choice && seen.tokens) {
@@ -148,11 +168,17 @@ function take(turn, seen, chunk) {
     seen.early ||= seen.tokens;
   }
   seen.ending = choice?.finish_reason === "length" ? "cut at the limit" : seen.ending;
-  tell(seen, { ending: seen.ending, drafts: chunk.metrics?.speculative_decoding });
+  tell(turn, seen, { ending: seen.ending, drafts: chunk.metrics?.speculative_decoding });
+  if (seen.drawing) return;
+  seen.drawing = true; // once for all chunks of a frame
+  requestAnimationFrame(() => {
+    seen.drawing = false;
+    follow(() => refresh(turn));
+  });
 }
 
 // The line under an answer.
-function tell(seen, { ending, drafts }) {
+function tell(turn, seen, { ending, drafts }) {
   const rate = ((seen.tokens - seen.early) / (seen.last - seen.first)) * 1000;
   const parts = [`${seen.tokens} token${seen.tokens === 1 ? "" : "s"}`];
   if (rate > 0 && rate < Infinity) parts.push(`${rate.toFixed(1)} tokens/s`);
@@ -163,8 +189,26 @@ function tell(seen, { ending, drafts }) {
   }
   if (seen.first) parts.push(`first after ${seconds((seen.first - seen.asked) / 1000)}`);
   if (ending) parts.push(ending);
-  seen.figures.textContent = parts.join(" · ");
-  if (seen.lossy) seen.figures.append(" · ", element("span", "warning", "LOSSY"));
+  turn.figures = parts.join(" · ");
+}
+
+// The conversation survives a reload of its tab, and no longer.
+function save() {
+  const kept = turns.map(({ box, ...turn }) => turn);
+  if (running) kept.at(-1).figures += " · stopped by a reload";
+  try {
+    sessionStorage.setItem("conversation", JSON.stringify({ turns: kept, system: $("system").value }));
+  } catch {
+    sessionStorage.removeItem("conversation"); // larger than what a browser keeps
+  }
+}
+
+function restore() {
+  const { turns: kept, system } = JSON.parse(sessionStorage.getItem("conversation") ?? '{"turns": [], "system": ""}');
+  $("system").value = system;
+  kept.forEach(add);
+  $("again").disabled = !kept.length;
+  follow(() => {}, true);
 }
 
 // Keep the end of the conversation in sight, unless the reader has scrolled away from it.
@@ -186,11 +230,14 @@ $("message").onkeydown = (event) => {
 };
 $("examples").onclick = (event) => event.target.matches("button") && send(event.target.textContent);
 $("stop").onclick = () => running?.abort();
+document.addEventListener("keydown", ({ key, isComposing }) => key === "Escape" && !isComposing && running?.abort());
+onpagehide = save;
 $("again").onclick = () => !running && turns.length && answer(turns.at(-1));
 $("reset").onclick = () => {
   running?.abort();
   running = null;
   turns.splice(0).forEach(({ box }) => box.remove());
+  save();
   $("welcome").hidden = false;
   $("again").disabled = true;
   $("message").focus();
@@ -207,7 +254,9 @@ $("key").onchange = () => {
 for (const id of ["coloured", "speculation", "acceptance"]) $(id).onchange(); // browsers keep fields over a reload
 const narrow = matchMedia("(max-width: 50rem)").matches;
 document.querySelectorAll("details").forEach((part) => (part.open = !narrow));
+const look = () => poll(listModels);
+restore();
 listModels();
-poll();
-setInterval(poll, 1000);
-document.onvisibilitychange = poll;
+look();
+setInterval(look, 1000);
+document.onvisibilitychange = look;

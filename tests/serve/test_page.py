@@ -8,6 +8,7 @@ The slow tests need Chromium and playwright, which drives it and need not bring 
 Any other Chromium or Chrome will do: name it in CHROMIUM.
 """
 
+import json
 import os
 import re
 import shutil
@@ -31,18 +32,29 @@ FIGURES = re.compile(
 
 @pytest.fixture(scope="module")
 def texts():
-    return {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
+    """Our own files."""
+    return {path.name: path.read_text(encoding="utf-8") for path in filter(Path.is_file, PAGE.iterdir())}
 
 
 def test_files_are_served_as_what_they_are(texts):
-    client = TestClient(create_app(SimpleNamespace(settings=ApiSettings(), engine=None)))
-    kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-    assert texts.keys() == {"index.html", "page.css", "page.js", "figures.js", "common.js"}
-    for name, kind in ((name, kinds[Path(name).suffix]) for name in texts):
-        answer = client.get("/" if name == "index.html" else f"/{name}")
+    client = TestClient(create_app(SimpleNamespace(settings=ApiSettings(), engine=SimpleNamespace(stop=print))))
+    kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+    assert texts.keys() == {"index.html", "page.css", "page.js", "figures.js", "common.js", "markdown.js"}
+    for file in filter(Path.is_file, PAGE.rglob("*")):
+        answer = client.get("/" if file.name == "index.html" else f"/{file.relative_to(PAGE)}")
         assert answer.status_code == 200
-        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
-        assert answer.text == texts[name]
+        assert answer.headers["content-type"] == f"{kinds[file.suffix]}; charset=utf-8"
+        assert answer.text == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["marked", "purify"])
+def test_libraries_bring_their_version_and_licence(name):
+    library, licence = (PAGE / "vendor" / f"{name}{end}" for end in (".js", ".LICENSE.txt"))
+    assert re.search(
+        r"(marked v|DOMPurify )\d+\.\d+\.\d+ [\s\S]*(MIT|Apache) ?license", library.read_text()[:300], re.IGNORECASE
+    )
+    assert re.search(r"Permission is hereby granted|Apache License", licence.read_text(encoding="utf-8"))
+    assert "sourceMappingURL" not in library.read_text(), "browsers would ask for a file that is not there"
 
 
 def test_page_refers_to_nothing_outside_of_the_server(texts):
@@ -169,7 +181,7 @@ def test_an_answer_streams_in_colours_and_moves_the_figures(page):
     assert until(page, "first", r"\d").endswith("s")
     assert page.locator("#depths .bar").count() >= 1
     assert page.get_attribute("#line", "points")
-    assert page.inner_text("#requests-running") == "0"
+    assert until(page, "requests-running", "^0$")
 
 
 @pytest.mark.slow
@@ -221,10 +233,10 @@ def test_stop_regenerate_new_chat(page, live):
 def test_an_error_is_shown_as_the_server_says_it(page):
     page.fill("#max-tokens", "0")
     send(page, "hello")
-    assert page.inner_text(".error") == "400: max_tokens (0) must be at least 1; raise it"
+    assert page.inner_text(".turn .error") == "400: max_tokens (0) must be at least 1; raise it"
     page.fill("#max-tokens", "5")
     page.click("#again")
-    page.wait_for_selector(".error", state="detached")
+    page.wait_for_selector(".turn .error", state="detached")
     page.wait_for_selector("#send:visible")
     assert page.inner_text(".figures").startswith("5 tokens")
 
@@ -276,25 +288,91 @@ def test_a_server_with_keys_is_asked_with_the_key(opened, speaker):
         assert page.evaluate("[sessionStorage.key, localStorage.length, document.cookie].slice(1)") == [0, ""]
 
 
+def stream(*pieces, end="data: [DONE]\n\n"):
+    """An answer as the server sends it."""
+    return f"data: {json.dumps({'choices': [{'delta': {}, 'pieces': pieces}]})}\n\n{end}"
+
+
+def answer_with(page, body):
+    """Let the server say this, and ask for it."""
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body), times=1
+    )
+    send(page, "x")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "error"),
     [
         ("data: [DONE]\n\n", None),
         ('data: {"error":{"message":"a step has failed"}}\n\ndata: [DONE]\n\n', "a step has failed"),
-        ("", "The answer broke off: the connection has ended."),
+        ("", "The connection broke off; the server still runs. Regenerate asks again."),
     ],
 )
-def test_what_a_model_says_stays_text_and_a_broken_stream_is_told(page, end, error):
-    said = '<img src=x onerror=\\"alert(1)\\"><b>bold</b>'
-    chunk = f'data: {{"choices":[{{"delta":{{}},"pieces":[["{said}",true],["<i>é\\n",false]]}}]}}\n\n'
-    page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=chunk + end)
+def test_html_of_a_model_stays_text_and_a_broken_stream_is_told(page, end, error):
+    said = '<img src=x onerror="alert(1)"><b>bold</b> [x](javascript:alert(1)) <!-- hidden -->'
+    answer_with(page, stream([said, True], [" **<i>é</i>**\n\n<script>alert(1)</script>", False], end=end))
+    shown = page.evaluate("document.querySelector('.answer').textContent")
+    assert all(part in shown for part in (said.partition(" [x]")[0], "<!-- hidden -->", "<i>é</i>", "<script>alert(1)"))
+    assert page.locator(".turn :is(img, b, i, script)").count() == 0
+    assert page.locator(".answer a[href]").count() == 0
+    assert page.locator(".error:visible").all_inner_texts() == ([error] if error else [])
+
+
+@pytest.mark.slow
+def test_markdown_is_shown_and_what_was_drafted_stays_marked(page):
+    pieces = [["# Ti", False], ["tle\n\nSome **bo", True], ["ld**", True], [" & [li", False], ["nk](/docs)", True]]
+    pieces += [["\n\n```python\nif a < ", False], ["b:", True], ["\n    f()\n```\n\n- one\n- two &amp;", False]]
+    answer_with(page, stream(*pieces))
+    assert page.inner_text(".answer h1") == "Title"
+    assert page.inner_text(".answer strong") == "bold"
+    assert page.get_attribute(".answer a", "href") == "/docs"
+    assert page.inner_text(".answer pre") == "if a < b:\n    f()\n"
+    assert page.inner_text(".answer .code-head").startswith("python")
+    assert page.locator(".answer li").all_inner_texts() == ["one", "two &"]
+    marked = page.locator(".answer .drafted").evaluate_all(
+        "spans => spans.map((s) => [s.textContent, s.dataset.depth])"
     )
-    send(page, "x")
-    assert page.evaluate("document.querySelector('.answer').textContent") == said.replace("\\", "") + "<i>é\n"
-    assert page.locator(".turn :is(img, b, i)").count() == 0
-    assert page.locator(".error").all_inner_texts() == ([error] if error else [])
+    assert marked == [["tle", "1"], ["Some ", "1"], ["bo", "1"], ["ld", "2"], ["nk", "1"], ["b:", "1"]]
+
+
+@pytest.mark.slow
+def test_a_reload_keeps_the_conversation_and_a_new_chat_forgets_it(page):
+    page.fill("#system", "be brief")
+    page.fill("#max-tokens", "20")
+    send(page, "one")
+    said = page.inner_html(".answer"), page.inner_text(".figures")
+    page.fill("#max-tokens", "200")
+    send(page, "two", wait=False)
+    page.locator(".turn:nth-of-type(2) .answer", has_text=re.compile(r"\S")).wait_for()
+    page.reload()
+    page.wait_for_selector("#model option", state="attached")
+    assert page.locator(".question").all_inner_texts() == ["one", "two"]
+    assert (page.locator(".answer").first.inner_html(), page.locator(".figures").first.inner_text()) == said
+    assert page.locator(".figures").last.inner_text().endswith("stopped by a reload")
+    page.fill("#max-tokens", "5")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.click("#again")
+    messages = asked.value.post_data_json["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert (messages[0]["content"], messages[-1]["content"]) == ("be brief", "two")
+    page.wait_for_selector("#send:visible")
+    page.click("#reset")
+    page.reload()
+    assert page.locator(".turn").count() == 0
+    assert page.input_value("#system") == "be brief"
+
+
+@pytest.mark.slow
+def test_escape_stops_and_keeps_what_was_said(page):
+    page.fill("#max-tokens", "200")
+    send(page, "go", wait=False)
+    page.locator(".answer", has_text=re.compile(r"\S{3}")).wait_for()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#send:visible")
+    assert page.inner_text(".figures").endswith("stopped")
+    assert page.inner_text(".answer").strip()
 
 
 @pytest.mark.slow
@@ -320,6 +398,25 @@ def test_the_page_is_quiet_while_nobody_looks_and_tells_when_the_server_is_gone(
     count = len(asked)
     page.wait_for_timeout(1500)
     assert len(asked) == count
-    page.route("**/v1/chat/completions", lambda route: route.abort())
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_is_named_and_one_that_is_back_noticed(page):
+    gone = "The server does not answer: it has ended, or cannot be reached. Start it again, then Regenerate."
+    page.route("**/*", lambda route: route.abort())
     send(page, "hello")
-    assert page.inner_text(".error") == "The server cannot be reached."
+    assert page.inner_text(".turn .error") == gone
+    page.wait_for_selector("#gone:visible")
+    page.unroute("**/*")
+    page.wait_for_selector("#gone", state="hidden")
+    page.click("#again")
+    page.wait_for_selector(".turn .error", state="detached")
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_an_answer_is_named(page):
+    for path in ("metrics", "health"):
+        page.route(f"**/{path}", lambda route: route.abort())
+    answer_with(page, stream(["half", False], end=""))
+    assert page.inner_text(".turn .error").startswith("The server does not answer")
+    assert page.inner_text(".answer") == "half"
