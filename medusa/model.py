@@ -80,7 +80,7 @@ class MedusaModel:
     @classmethod
     def from_pretrained(
         cls,
-        heads: str | Path | None,
+        heads: str | Path | None = None,
         base: str | Path | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -92,15 +92,16 @@ class MedusaModel:
         draft_model: str | Path | None = None,
         mtp: bool = False,
     ) -> "MedusaModel":
-        """Load heads and the base that they were trained on.
+        """Load heads and the base that they were trained on, or a base alone.
 
         Heads of joint training (Medusa-2) bring an adapter that becomes part of the base, whichever is named: its
         answers are no longer those of the original, and lossless decoding is exact towards the changed base.
 
         Args:
-            heads: Directory of the heads, in any format of ``medusa.formats``, or their Hub id ("user/heads"); None
-                loads a base alone.
-            base: Directory or Hub id of the base; None = what the heads' config names.
+            heads: Directory of the heads, in any format of ``medusa.formats``, or their Hub id ("user/heads"). A whole
+                model in their place is loaded without heads, which is logged; "smollm2" brings heads. None = no heads.
+            base: The base: a directory, a GGUF file, a Hub id, "smollm2" or "embedded"; None = what the heads' config
+                names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
@@ -113,13 +114,13 @@ class MedusaModel:
             graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a
                 GPU, and eagerly where a step cannot be recorded. Memory is kept from call to call, see ``release``.
             revision: Branch, tag or commit of heads on the Hub; None = its main branch.
-            draft_model: Directory or Hub id of a smaller model with the base's tokenizer that drafts
+            draft_model: Name of a smaller model, as for ``base``, with the base's tokenizer that drafts
                 ("draft-model" of ``Speculation.drafter``), with or without heads beside it.
             mtp: Load the multi-token-prediction layer that the base brings (DeepSeek-V3, GLM-4.5), which drafts too.
 
         Raises:
             FileNotFoundError: A directory is missing.
-            OSError: The Hub does not give the heads, or cannot be reached.
+            OSError: The Hub does not give the heads or the base, or cannot be reached.
             ValueError: Damaged files, heads for another base, no base named, a base that cannot be decoded, a draft
                 model with other tokens, or an attention backend that does not run here.
 

@@ -113,12 +113,12 @@ def _config(base: str | None) -> Any:
     """The config of a base by its name, or of a config.json; nothing is downloaded."""
     from transformers import AutoConfig
 
-    from medusa.base import smollm2
+    from medusa.base.names import HUB_ID
 
     if base is None:
         raise ValueError("--dry-run plans for a base; name it with --base: a directory, a config.json or a Hub id")
     name = resolve_base_name(base)
-    if name == smollm2.HUB_ID:
+    if name == HUB_ID:
         return AutoConfig.for_model(**SMOLLM2)
     try:
         return AutoConfig.from_pretrained(name)

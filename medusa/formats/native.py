@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from medusa.base import names
 from medusa.files import FORMAT_VERSION, header, peek_object, write_json
 from medusa.formats.base import CONFIG, Export, Format, peek_config, read_config_file
 from medusa.formats.tensor_files import read_tensors, write_tensors
@@ -20,14 +21,16 @@ from medusa.heads import DraftHeads, HeadsConfig, build_heads
 WEIGHTS = "heads.safetensors"
 PROVENANCE = "provenance.json"
 ADAPTER = "adapter"
+BASE_PATH = "base_path"
+"""Key in ``config.json``: where a base on this disk was when the heads were written; see ``save_heads``."""
 FORMAT = header("heads")["format"]
 
 
 def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
     """Write heads, file by file; every file appears whole under its name or not at all.
 
-    A base that is a local directory is stored relative to ``directory``: the two can move together. An adapter of the
-    base is copied into it.
+    A base that is a local directory is stored by its place from ``directory`` and by its own: the two can move
+    together, and the heads alone. The base that ships with this package is stored by its name. An adapter is copied.
 
     Args:
         heads: The heads; their tensors are stored in the dtype they have.
@@ -42,7 +45,7 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
     directory.mkdir(parents=True, exist_ok=True)
     config = dataclasses.asdict(heads.config)
     if heads.config.base and Path(heads.config.base).is_dir():
-        config["base"] = os.path.relpath(heads.config.base, directory.resolve())
+        config |= _local(Path(heads.config.base), directory)
     if heads.config.base_adapter:
         config["base_adapter"] = ADAPTER
         if Path(heads.config.base_adapter).resolve() != (directory / ADAPTER).resolve():
@@ -74,10 +77,13 @@ class Native(Format):
             )
         if (version := values.pop("format_version", None)) != FORMAT_VERSION:
             raise ValueError(f"heads format version ({version}) is not {FORMAT_VERSION}; update this package")
+        place = values.pop(BASE_PATH, "")
         try:
             config = HeadsConfig(**values)
         except TypeError as error:
             raise ValueError(f"heads config ({path}) has wrong keys: {error}; export the heads again") from error
+        if names.is_path(config.base) and not (directory / config.base).is_dir() and Path(str(place)).is_dir():
+            config = dataclasses.replace(config, base=str(place))
         if config.base_adapter:
             config = dataclasses.replace(config, base_adapter=_adapter_in(directory, config.base_adapter))
         return config
@@ -93,6 +99,13 @@ class Native(Format):
         if not export.heads.config.base_adapter:
             shutil.rmtree(directory / ADAPTER, ignore_errors=True)
         save_heads(export.heads, directory, export.provenance)
+
+
+def _local(base: Path, directory: Path) -> dict[str, str]:
+    """Keys of the config for a base on this machine."""
+    if base.resolve() == (names.SHIPPED / names.EMBEDDED / "base").resolve():
+        return {"base": names.EMBEDDED}
+    return {"base": os.path.relpath(base, directory.resolve()), BASE_PATH: str(base.resolve())}
 
 
 def _adapter_in(directory: Path, name: str) -> str:

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from medusa.base import smollm2
-from medusa.base.checkpoint import resolve_base
 from medusa.base.model import BaseModel
+from medusa.base.names import resolve_base
 from medusa.files import peek_object, replace_file
 from medusa.formats import Export, export_heads, load_heads, load_provenance, named_format, refusal
 from medusa.formats.native import ADAPTER

@@ -3,31 +3,20 @@
 Tokens are the business of huggingface_hub (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    FileMetadataError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download, snapshot_download
 
+from medusa.base.gguf_names import SUFFIX
+from medusa.base.names import is_path, near
+from medusa.base.on_hub import HUB_NAME, at_hand, is_hub_id, one_sentence
 from medusa.files import peek_object
 from medusa.formats.base import CONFIG
 from medusa.formats.native import FORMAT
 from medusa.io.published import published_file
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CARD = "README.md"
 CARD_MARK = "<!-- Written by medusa-export. The next push writes it again, unless this line is removed. -->"
 READ = ("*.json", "*.safetensors", "*.pt", "custom_generate/*")
@@ -37,7 +26,6 @@ WRITTEN = (
     "calibration.json", "adapter/*", "custom_generate/*",
 )  # fmt: skip
 """Files that pushes of any format write: one that a push does not bring any more is of heads that are replaced."""
-LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def fetch_heads(name: str | Path, revision: str | None = None) -> Path:
@@ -52,12 +40,35 @@ def fetch_heads(name: str | Path, revision: str | None = None) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    if isinstance(name, Path) or "/" not in name or not is_hub_id(name):
+    if isinstance(name, Path) or not is_repository(name):
         raise FileNotFoundError(
-            f"heads directory ({name}) does not exist; train heads first or give another path, or a Hub id (user/heads)"
+            f"heads directory ({name}) does not exist{near(str(name))}; train heads first or give another path, or a"
+            " Hub id (user/heads)"
         )
-    with _one_sentence(f"heads ({name}) are no directory here, and the Hub does not give them"):
+    if (found := at_hand(name, "heads", revision)) != name:
+        return Path(found)
+    with one_sentence(f"heads ({name}) are no directory here, and the Hub does not give them"):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(READ)))
+
+
+def is_model(name: str | Path, revision: str | None = None) -> bool:
+    """Whether a name means a whole model, and no heads: a directory, a GGUF file, a short name or a Hub id.
+
+    Raises:
+        OSError: It is a Hub id with an owner, and the Hub does not tell; one sentence.
+    """
+    path, text = Path(name), str(name)
+    if path.is_dir():
+        config = peek_object(path / CONFIG) or {}
+        return any(path.glob(f"*{SUFFIX}")) or ("model_type" in config and not _is_of_heads(config))
+    if path.suffix == SUFFIX or isinstance(name, Path) or is_path(text):
+        return path.suffix == SUFFIX
+    if not is_repository(text) or "gguf" in text.lower():  # heads have an owner there
+        return True
+    if (found := at_hand(text, "model", revision)) != text:
+        return is_model(Path(found))
+    with one_sentence(f"{CONFIG} of the model ({name}) is not given by the Hugging Face Hub"):
+        return is_model(Path(hf_hub_download(text, CONFIG, revision=revision)).parent)
 
 
 def push(
@@ -91,7 +102,7 @@ def push(
     if not is_repository(repo):
         raise ValueError(f"repository ({repo}) must be named with its owner; give user/heads")
     api = HfApi()
-    with _one_sentence(f"heads cannot be pushed to the Hub ({repo})"):
+    with one_sentence(f"heads cannot be pushed to the Hub ({repo})"):
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
             raise ValueError(
@@ -122,12 +133,7 @@ def push(
 
 def is_repository(name: str) -> bool:
     """Whether a name can be that of a repository, with its owner."""
-    return "/" in name and bool(HUB_ID.fullmatch(name))
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name that is no directory here can be one of the Hub's."""
-    return bool(HUB_ID.fullmatch(name)) and not Path(name).is_dir()
+    return "/" in name and bool(HUB_NAME.fullmatch(name))
 
 
 def base_repository(base: str) -> str:
@@ -145,40 +151,3 @@ def _files(directory: Path) -> dict[str, Path]:
 def _is_of_heads(config: dict[str, Any]) -> bool:
     """Whether a ``config.json`` is that of heads, in any format."""
     return "medusa_num_heads" in config or config.get("model_type") == "medusa" or config.get("format") == FORMAT
-
-
-@contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
-    """Say what the Hub, or the way to it, objects to; addresses are left out, since they may hold a password."""
-    try:
-        yield
-    except (HTTPError, OSError, RuntimeError) as error:
-        wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__
-        reason = (_reason(wrapped) if wrapped else "") or _reason(error)
-        if not reason:
-            raise
-        raise OSError(f"{what}: {reason}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """What an error of huggingface_hub means, and what to do; "" for one that is no such error."""
-    match error:
-        case GatedRepoError():
-            return f"access to the repository must be asked for on its page, with the account that you {LOG_IN}"
-        case RevisionNotFoundError():
-            return "the repository has no such revision; name a branch, tag or commit that it has"
-        case RepositoryNotFoundError():
-            return f"no such repository, or a private one and no right to see it; correct the name, or {LOG_IN}"
-        case HfHubHTTPError():
-            words = " ".join((error.server_message or "").split())
-            said = f"status {error.response.status_code}" + (f", {words}" if words else "")
-            if error.response.status_code in (401, 403):
-                return f"this login is not allowed to ({said}); {LOG_IN}, with a token that may"
-            return f"it answers with an error ({said}); try again later"
-        case FileMetadataError():
-            return "what answers in its place is no Hub; check HF_ENDPOINT and the proxy"
-        case OfflineModeIsEnabled():
-            return "HF_HUB_OFFLINE is set, and they are not in the cache; unset it"
-        case HTTPError() | LocalEntryNotFoundError():
-            return f"it cannot be reached ({type(error).__name__}); check the network, or copy the heads here"
-    return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medusa.base.checkpoint import resolve_base
+from medusa.base.names import resolve_base
 from medusa.formats import FORMATS, find_format
 from medusa.formats.tensor_files import read_tensors
 from medusa.heads import HeadsConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PRIVATE = ("command",)
-"""Keys whose values stay: a command line may hold anything."""
+PRIVATE = ("command", "base_path")
+"""Keys whose values stay: a command line may hold anything, and where a base lies here helps nobody elsewhere."""
 OWN = ("config.json", "provenance.json", "calibration.json", "adapter_config.json")
 """Files of heads, all of whose values are looked at."""
 NAMES = ("base", "base_model_name_or_path", "name_or_path", "_name_or_path")

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from medusa.base.checkpoint import resolve_base
 from medusa.base.model import BaseModel
+from medusa.base.names import resolve_base, shipped_heads
 from medusa.formats import load_heads, load_provenance
 from medusa.heads import DraftHeads, HeadsConfig
-from medusa.io.hub import fetch_heads
+from medusa.io.hub import fetch_heads, is_model
 from medusa.loading import exactness
 from medusa.loading.dtype import faster_dtype
 from medusa.loading.self_test import choose_decoding, fuse
@@ -31,7 +31,8 @@ def load_base_and_heads(
 
     ``how`` goes on to ``BaseModel.load``.
     """
-    directory = None if heads is None else fetch_heads(heads, revision)
+    directory, base = _told_apart(heads, base, revision)
+    alone = heads is not None and directory is None
     loaded = None if directory is None else load_heads(directory, dtype=None)
     config = HeadsConfig(hidden_size=1, vocab_size=0) if loaded is None else loaded.config  # no heads ask for nothing
     if base is None and not config.base:
@@ -53,9 +54,29 @@ def load_base_and_heads(
             " the base's own",
             config.base_source, base_model.source or "other ones",
         )  # fmt: skip
+    if alone:
+        logger.warning("%s is a model without heads: it is loaded alone, and what drafts is the text itself", heads)
     if directory is None or loaded is None:
         return base_model, None, None
     return base_model, loaded.with_config(base=base_model.name), load_provenance(directory)
+
+
+def _told_apart(
+    heads: str | Path | None, base: str | Path | None, revision: str | None
+) -> tuple[Path | None, str | Path | None]:
+    """The directory of the heads (None = none) and the name of the base (None = the one that they name)."""
+    if heads is None and base is None:
+        raise ValueError("neither heads nor a base are named; give one: a directory, a Hub id, smollm2 or embedded")
+    if heads is None:
+        return None, base
+    if not Path(heads).is_dir() and (shipped := shipped_heads(str(heads))):
+        logger.info("heads for %s: those that ship with this package (%s)", heads, shipped)
+        return Path(shipped), base
+    if not is_model(heads, revision):
+        return fetch_heads(heads, revision), base
+    if base is not None:
+        raise ValueError(f"heads ({heads}) are a whole model, and a base is named too ({base}); leave one out")
+    return None, heads
 
 
 def load_draft_model(name: str | Path, base: BaseModel) -> BaseModel:

@@ -155,7 +155,7 @@ def test_wrong_use_ends_with_status_2(words):
         (["step", "--shape", "llama-9b"], "shape (llama-9b) is not known; choose one of: qwen3-0.6b"),
         (["step", "--device", "tpu9"], "device (tpu9) is not known"),
         (["tune", "--base", "embedded", "--nodes", "1"], "leave no guess to try"),
-        (["step", "--base", "./no/such"], "base (./no/such) cannot be loaded"),
+        (["step", "--base", "./no/such"], "base directory (./no/such) does not exist"),
         (["run", "--heads", "./no/such"], "heads directory (./no/such) does not exist"),
     ],
 )

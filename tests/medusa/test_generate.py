@@ -163,8 +163,11 @@ def test_heads_of_another_base_are_refused(base):
 def test_missing_bases_are_named(tmp_path, model):
     with pytest.raises(FileNotFoundError, match="base directory"):
         MedusaModel.from_pretrained(None, base=tmp_path / "no" / "base")
-    with pytest.raises(ValueError, match="names no base and none is given"):
+    with pytest.raises(ValueError, match="neither heads nor a base are named"):
         MedusaModel.from_pretrained(None)
+    MedusaModel(model.base, model.heads.with_config(base="")).save_pretrained(tmp_path / "heads")
+    with pytest.raises(ValueError, match="names no base and none is given"):
+        MedusaModel.from_pretrained(tmp_path / "heads")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot be loaded"):
         MedusaModel.from_pretrained(None, base=tmp_path / "empty")

@@ -20,7 +20,7 @@ from transformers import (
 
 from medusa import BaseModel, MedusaModel, SamplingParams
 from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors
-from medusa.base.checkpoint import resolve_base
+from medusa.base.names import resolve_base
 from medusa.cpu.gguf_types import KINDS
 from serve.server import main
 from tests.medusa.gguf_files import write_file

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaC
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
 from medusa.base import gguf
-from medusa.base.checkpoint import resolve_base
+from medusa.base.names import resolve_base
 from medusa.budget.bound import step_work
 from medusa.budget.plan import in_words
 from medusa.budget.shape import read_shape

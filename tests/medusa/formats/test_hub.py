@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from medusa import MedusaModel
+from medusa.base import smollm2
 from medusa.formats import save_heads
-from medusa.io.hub import CARD_MARK, fetch_heads, push
-from tests.medusa.formats.hub_stand_in import TOKEN, USER, hub_stand_in
+from medusa.io.hub import CARD_MARK, fetch_heads, is_model, push
+from tests.medusa.formats.hub_stand_in import TOKEN, USER, Repository, hub_stand_in
 from tests.medusa.test_published import PROVENANCE, WORDS
 
 REPO = f"{USER}/heads"
@@ -54,6 +55,7 @@ def test_pushed_heads_come_back_byte_for_byte(hub, heads_directory):
     del expected[".secret"]
     config = json.loads(expected["config.json"])
     config["base"] = f"./{Path(config['base']).name}"  # where the base lies on this disk is nobody's business
+    del config["base_path"]
     expected["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     assert sent == expected | {".gitattributes": sent[".gitattributes"]}
     assert hub.repositories[REPO].messages == ["initial commit", "Draft heads"]
@@ -165,7 +167,7 @@ def test_a_directory_is_taken_as_it_is(heads_directory, tmp_path, monkeypatch):
     assert fetch_heads(str(heads_directory)) == heads_directory
     elsewhere = "./user/heads", "runs/demo/heads", "heads", "user/../heads"
     for nothing in (tmp_path / "nothing", Path("user/heads"), *elsewhere):
-        with pytest.raises(FileNotFoundError, match=r"does not exist; train heads first .* or a Hub id"):
+        with pytest.raises(FileNotFoundError, match=r"does not exist.*; train heads first .* or a Hub id"):
             fetch_heads(nothing)
 
 
@@ -189,9 +191,24 @@ def refused(call):
     return message
 
 
+def test_a_whole_model_is_told_from_heads_and_used_without_the_hub(hub, heads_directory, tokenizer, tmp_path):
+    push(heads_directory, REPO)
+    hub.repositories["tester/llama"] = Repository(private=False)
+    tokenizer.save_pretrained(tmp_path / "llama")
+    files = {"config.json": b'{"model_type": "llama"}'} | on_disk(tmp_path / "llama")
+    hub.repositories["tester/llama"].commit("main", files, "a model")
+    assert is_model("tester/llama")
+    assert not is_model(REPO)
+    assert smollm2.locate("tester/llama") == "tester/llama"
+    huggingface_hub.snapshot_download("tester/llama")
+    hub.broken = 503
+    assert on_disk(Path(smollm2.locate("tester/llama"))) == files
+    assert is_model("tester/llama")
+
+
 def test_what_the_hub_does_not_have(hub):
     message = refused(lambda: fetch_heads("tester/nothing"))
-    assert message.startswith("heads (tester/nothing) are no directory here, and the Hub does not give them: no such")
+    assert message.startswith("heads (tester/nothing) is neither on this machine nor given by the Hugging Face Hub: no")
 
 
 @pytest.mark.parametrize(

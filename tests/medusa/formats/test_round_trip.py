@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from medusa import BaseModel, HeadsConfig, MedusaModel, build_heads
-from medusa.base.checkpoint import resolve_base
+from medusa.base.names import resolve_base
 from medusa.formats import FORMATS, Export, export_heads, find_format, holders, load_heads, refusal
 from tests.medusa.formats import engines
 from tests.medusa.formats.stored import load_config

@@ -1,0 +1,75 @@
+"""Names of bases: short ones that mean the same everywhere, and paths as heads name them."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from medusa.base.gguf_names import SUFFIX
+
+SMOLLM2, HUB_ID = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""A small real chat model, and its name on the Hub."""
+EMBEDDED = "embedded"
+"""The base that ships with this package."""
+SHIPPED = Path(__file__).resolve().parents[2] / "data"
+"""Beside this package, in a clone and where it is installed."""
+
+
+def full_name(name: str) -> str:
+    """The Hub id for "smollm2", the directory for "embedded"; any other name as it is.
+
+    Raises:
+        FileNotFoundError: This installation lacks the embedded base.
+    """
+    if name != EMBEDDED:
+        return HUB_ID if name == SMOLLM2 else name
+    directory = SHIPPED / EMBEDDED / "base"
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"embedded base ({directory}) is missing; clone the repository again or name another base"
+        )
+    return str(directory)
+
+
+def shipped_heads(base: str) -> str:
+    """The directory of the heads that ship with this package for a base, by its short name or Hub id; "" = none."""
+    directory = SHIPPED / "pretrained" / SMOLLM2
+    return str(directory) if base in (SMOLLM2, HUB_ID) and directory.is_dir() else ""
+
+
+def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
+    """Where a base is: a path relative to the heads that name it, a path as given, or a Hub id.
+
+    Raises:
+        FileNotFoundError: It looks like a local path and there is nothing.
+    """
+    places = [] if heads_directory is None else [Path(heads_directory) / name]
+    for place in (*places, Path(full_name(name))):
+        if place.is_dir() or (place.suffix == SUFFIX and place.is_file()):
+            return str(place.resolve())
+    if not is_path(name):
+        return full_name(name)
+    if heads_directory is None or Path(name).is_absolute():
+        raise FileNotFoundError(f"base directory ({name}) does not exist{near(name)}; give another path, or a Hub id")
+    theirs = Path(heads_directory).resolve()
+    raise FileNotFoundError(
+        f"base ({name}) is not where these heads name it, neither from their directory ({theirs}) nor from here"
+        f" ({Path.cwd()}); give the base too, or put it there"
+    )
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only mean a place on this machine."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def near(name: str, others: Iterable[str] = ()) -> str:
+    """Which short names, neighbours on the disk or others are nearly this name: "; did you mean X?", or ""."""
+    place = Path(name)
+    beside = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
+    found = [str(place.with_name(one)) for one in _like(place.name, beside)] if place.name else []
+    found += _like(name, [SMOLLM2, EMBEDDED, *others])
+    return f"; did you mean {' or '.join(dict.fromkeys(found))}?" if found else ""
+
+
+def _like(name: str, others: Iterable[str]) -> list[str]:
+    return [other for other in difflib.get_close_matches(name, others, n=2, cutoff=0.75) if other != name]
