@@ -68,7 +68,10 @@ def _objection(base: BaseModel, ids_T: Tensor) -> str | None:
         packed_TD = base.hidden_states(ids_T[None], positions_1T)[0, :, : base.hidden_size].float()
     except refusals as error:
         return f"its forward pass refuses masks: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    error_T = (packed_TD - alone_TD).norm(dim=-1) / alone_TD.norm(dim=-1)
-    worst = max(part.mean().item() for part in error_T.split([len(document) for document in documents]))
+    size_T = alone_TD.norm(dim=-1)
+    size_T = size_T.where(size_T > 0, size_T.mean())  # of a padding token, whose embedding may be zero, all of it is
+    error_T = (packed_TD - alone_TD).norm(dim=-1) / size_T.clamp(min=torch.finfo(size_T.dtype).tiny)
+    means = torch.stack([part.mean() for part in error_T.split([len(document) for document in documents])])
+    worst = means.max().item()  # nan where any is
     limit = TOLERANCE.get(base.dtype, COARSE)
     return None if worst <= limit else f"hidden states of packed documents differ by {worst:.2g} (limit {limit})"

@@ -38,6 +38,23 @@ def test_packed_documents_are_what_they_are_alone(family, caplog):
             torch.testing.assert_close(found[row], expected, atol=close, rtol=close)
 
 
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_base_with_a_padding_row_of_zeros_is_measured_too(leaks, monkeypatch):
+    """Its hidden states are zero at such tokens, which transformers makes of a config with a padding token."""
+    base, _ = tiny("llama")
+    with torch.no_grad():
+        base.model.get_input_embeddings().weight[0] = 0
+    ids = torch.arange(3, 45)
+    ids[:2] = ids[12:14] = ids[30:] = 0
+    if leaks:  # as in a family whose masks know no documents: each position sees all before it
+        whole = base.__class__.hidden_states
+        monkeypatch.setattr(base.__class__, "hidden_states", lambda self, ids, positions=None: whole(self, ids))
+        with pytest.raises(ValueError, match=r"hidden states of packed documents differ by \d"):
+            choose_separation(base, ids)
+    else:
+        assert choose_separation(base, ids).separation == "positions"
+
+
 def test_the_families_page_names_those_that_need_more():
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
     named = next(line for line in lines if line.startswith("| masks with each pass"))
