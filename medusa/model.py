@@ -218,7 +218,7 @@ class MedusaModel:
                 computed from their first token on; the text does not depend on it.
 
         Returns:
-            An ``Output`` for one prompt, a list of them for a batch.
+            An ``Output`` for one prompt, a list of them for a batch; ``Output.seed`` is what drew its text.
 
         Raises:
             ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.

@@ -5,7 +5,7 @@ Both are checked when they are made, and nowhere else.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 if TYPE_CHECKING:  # this module is read without torch, for the options of a command line
@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None
-    seed: int | Sequence[int]
+    seed: int | Sequence[int | None] | None
     stop: str | Sequence[str]
     ignore_eos: bool
     logprobs: int | None
@@ -89,9 +89,9 @@ class SamplingParams:
     """Taken from a token's logit for each time that it stands in the completion, -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
     """Token id to a number from -100 to 100 that is added to its logit."""
-    seed: int = 0
+    seed: int | None = None
     """Fixes sampled output, whatever drafts, tree or batch: 0 to 2**63 - 1. Equal prompts with equal seeds get equal
-    texts."""
+    texts. None = another one each time, drawn by torch's global generator; ``Output.seed`` tells it."""
     stop: str | Sequence[str] = ()
     """Strings that end the completion; not part of its text."""
     ignore_eos: bool = False
@@ -103,7 +103,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_steps", "top_k", "logprobs"):
             check_whole(name, getattr(self, name))
-        if not is_whole(self.seed) or not 0 <= self.seed < 2**63:
+        if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed ({self.seed!r}) must be a number from 0 to 2**63 - 1; correct it")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stop:
@@ -131,6 +131,14 @@ class SamplingParams:
             raise ValueError(f"top_p ({self.top_p}) must be above 0, it leaves no token; give 1 to switch it off")
         if not 0 < self.repetition_penalty <= LARGEST:
             raise ValueError(f"repetition_penalty ({self.repetition_penalty}) must be above 0; give 1 to switch it off")
+
+    def seeded(self) -> "SamplingParams":
+        """The same with a seed, where tokens are drawn."""
+        if self.seed is not None or self.temperature == 0:
+            return self
+        import torch
+
+        return replace(self, seed=int(torch.randint(2**31, ())))
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -211,7 +219,7 @@ def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[Samplin
     for name, fields_of in (("sampling", chosen), ("speculation", drafting)):
         if options.get(name) is not None and fields_of:
             raise ValueError(f"{name} is given, and fields of it beside it ({min(fields_of)}); give one of them")
-    seeds = _per_prompt("seed", chosen.pop("seed", 0), prompts)
+    seeds = _per_prompt("seed", chosen.pop("seed", None), prompts)
     sampling = options.get("sampling") or [SamplingParams(**chosen, seed=seed) for seed in seeds]
     return _per_prompt("sampling", sampling, prompts), _per_prompt(
         "speculation", options.get("speculation") or Speculation(**drafting), prompts

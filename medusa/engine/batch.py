@@ -110,7 +110,7 @@ class Batch:
                 model cannot serve, or more tokens than the KV cache may hold.
         """
         base, prompt = self._base, list(prompt)
-        params, speculation = params or SamplingParams(), speculation or Speculation()
+        params, speculation = (params or SamplingParams()).seeded(), speculation or Speculation()
         rule = self.check(prompt, params, speculation)
         room = base.context_length - len(prompt)
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)

@@ -50,6 +50,7 @@ class Output:
         draft_tokens: Tokens that were drafted and verified in them.
         accepted: How many steps accepted 0, 1, 2, ... of their draft tokens.
         finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
+        seed: Fixes the draws of its tokens, see ``SamplingParams``; None where none was given and nothing is drawn.
         seconds: Wall-clock time from the first token to the last.
         cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix`` and ``BlockPool``).
         logprobs: Of every token, where ``SamplingParams.logprobs`` asks for them.
@@ -63,6 +64,7 @@ class Output:
     draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    seed: int | None = None
     seconds: float = 0.0
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
@@ -100,7 +102,7 @@ class Completion:
         eos_ids: frozenset[int],
         incremental: bool = False,
     ) -> None:
-        self.output = Output(prompt_tokens, logprobs=None if params.logprobs is None else [])
+        self.output = Output(prompt_tokens, seed=params.seed, logprobs=None if params.logprobs is None else [])
         self.max_new_tokens = min(params.max_new_tokens, room)
         self._tokenizer = tokenizer
         self._max_steps = params.max_steps

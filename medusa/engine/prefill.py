@@ -100,6 +100,6 @@ def first_state(base: BaseModel, requests: Sequence[Request], hidden_BF: Tensor)
         active=torch.ones(len(texts), dtype=torch.bool, device=device),
         history=torch.tensor(history, device=device),
         positions=torch.tensor([len(text) - 1 for text in texts], device=device),
-        seeds=torch.tensor([request.params.seed for request in requests], device=device),
+        seeds=torch.tensor([request.params.seed or 0 for request in requests], device=device),
         starts=torch.tensor([len(request.prompt) for request in requests], device=device),
     )

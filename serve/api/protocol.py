@@ -78,7 +78,7 @@ class Sampling(Body):
     logit_bias: Annotated[dict[str, Number], Field(max_length=1024)] | None = None
     """By token id."""
     seed: StrictInt | None = None
-    """null = another one each time; completion i of n has seed + i."""
+    """null = another one each time, told as ``seed`` of the answer; completion i of n has seed + i."""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: StrictBool | None = None
     user: str | None = None

@@ -61,6 +61,8 @@ class Reply:
         self._body, self._kind, self._choices, self._tickets = body, kind, choices, tickets
         self._head = {"id": f"{kind.prefix}-{uuid4().hex}", "created": int(time.time())}
         self._head["model"] = body.model or service.models.name
+        if (params := tickets[0].asked.params).temperature:
+            self._head["seed"] = params.seed
         asked = body.speculation.metrics if body.speculation is not None else None
         self._metrics = len(tickets) == 1 and (service.settings.spec_metrics if asked is None else asked)
 

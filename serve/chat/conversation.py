@@ -46,7 +46,9 @@ class GenerationOptions:
     repetition_penalty: float = flag(
         1.0, "above 1, what occurred before becomes less likely (default: %(default)s, off)", float, "X"
     )
-    seed: int = flag(0, "of the sampling noise (default: %(default)s)", int, "N")
+    seed: int | None = flag(
+        None, "of the sampling noise (default: another one for each answer, told below it)", int, "N"
+    )
     acceptance: str | None = flag(
         None,
         "how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."

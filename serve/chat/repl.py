@@ -1,5 +1,6 @@
 """The chat loop: reads a message, streams the answer, keeps the conversation."""
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -144,7 +145,7 @@ class Repl:
     def _answer(self, message: str) -> Turn | None:
         """Stream an answer; None when it was stopped before its first piece."""
         prompt = self._prompt(message)
-        settings = replace(self.settings, seed=self.settings.seed + self._attempt)
+        settings = replace(self.settings, seed=self._seed())
         stream = self.model.stream(prompt, prefix=self.prefix, tree=self.tree, **asdict(settings))
         text, interrupted = "", False
         try:
@@ -160,8 +161,14 @@ class Repl:
             if not text.endswith("\n"):
                 self.terminal.answer("\n")
         self.outputs.append(stream.output)
-        self._status(stream.output, interrupted)
+        self._status(stream.output, interrupted, settings.seed)
         return None if interrupted and not text else Turn(message, text)
+
+    def _seed(self) -> int | None:
+        """Of the next answer; drawn here, so that it can be told whoever answers."""
+        if self.settings.seed is not None:
+            return self.settings.seed + self._attempt
+        return random.getrandbits(31) if self.settings.temperature else None
 
     def _prompt(self, message: str) -> list[int]:
         """Token ids for a message after as much of the conversation as leaves room for an answer."""
@@ -186,12 +193,13 @@ class Repl:
         self._forgotten = forget
         return prompt
 
-    def _status(self, output: "Output", interrupted: bool) -> None:
+    def _status(self, output: "Output", interrupted: bool, seed: int | None) -> None:
         reason: str | None = "interrupted" if interrupted else output.finish_reason
         if reason == "length":
             full = output.prompt_tokens + len(output.tokens) >= self.model.base.context_length
             reason = "length (context full)" if full else "length (/max)"
+        drawn = f", seed {seed}" if self.settings.temperature else ""
         self.terminal.note(
             f"[{count(len(output.tokens), 'token')}, {output.tokens_per_second:.1f} tokens/s,"
-            f" {output.tokens_per_step:.2f} tokens/step, {reason}{', typical (lossy)' * self.settings.lossy}]"
+            f" {output.tokens_per_step:.2f} tokens/step, {reason}{', typical (lossy)' * self.settings.lossy}{drawn}]"
         )

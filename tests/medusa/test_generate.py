@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from medusa import BaseModel, HeadsConfig, MedusaModel, Tree, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, SamplingParams, Tree, build_heads
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -62,7 +62,7 @@ def test_prompt_lookup_saves_steps_without_any_heads(base):
 
 def test_typical_acceptance_takes_more_and_says_what_it_is(base, make_heads):
     model = MedusaModel(base, make_heads())
-    options = {"max_new_tokens": 60, "temperature": 1.0, "nodes": 16}
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 0, "nodes": 16}
     lossless = model.generate("x = ", **options)
     generous = model.generate("x = ", acceptance="typical", epsilon=1e-6, delta=1e-6, **options)
     assert generous.steps < lossless.steps
@@ -196,6 +196,29 @@ def test_heads_that_overflow_change_speed_and_never_text(base, make_heads, plain
     assert not any(math.isnan(o.tokens_per_step) for o in outputs)
 
 
+def test_without_a_seed_each_text_is_another_one_and_says_its_seed(model):
+    options = {"max_new_tokens": 20, "temperature": 1.0}
+    outputs = model.generate(["x = "] * 3, **options)
+    assert len({tuple(output.tokens) for output in outputs}) == 3
+    for output in outputs:
+        assert model.generate("x = ", seed=output.seed, **options).tokens == output.tokens
+    stream = model.stream("x = ", **options)
+    assert "".join(stream) == model.generate("x = ", seed=stream.output.seed, **options).text
+    shared = model.generate(["x = "] * 2, sampling=SamplingParams(**options))
+    assert shared[0].tokens != shared[1].tokens
+
+
+def test_seeds_that_nobody_gives_are_torchs(model):
+    seeds = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        seeds.append(model.generate("x = ", max_new_tokens=1, temperature=1.0).seed)
+    assert seeds[0] == seeds[1]
+    state = torch.get_rng_state()
+    assert model.generate("x = ", max_new_tokens=1).seed is None
+    assert torch.equal(torch.get_rng_state(), state), "greedy text draws nothing"
+
+
 def test_seeds_may_differ_within_a_batch(model):
     same, other, again = model.generate(["x = "] * 3, max_new_tokens=20, temperature=1.0, seed=[4, 5, 4])
     assert same.tokens == again.tokens != other.tokens
@@ -270,4 +293,4 @@ def test_any_object_may_draft(model):
 
 def test_the_lowest_temperature_is_greedy(model):
     expected = model.generate("abc", max_new_tokens=20).tokens
-    assert model.generate("abc", max_new_tokens=20, temperature=1e-40).tokens == expected
+    assert model.generate("abc", max_new_tokens=20, temperature=1e-40, seed=0).tokens == expected

@@ -168,7 +168,7 @@ def tokens(outputs):
 
 def test_what_is_recorded_serves_later_calls(eager, fresh):
     options = {"max_new_tokens": 10, "temperature": 0.7, "nodes": 16, "ignore_eos": True}
-    first = fresh.generate(PROMPTS, **options)
+    first = fresh.generate(PROMPTS, seed=0, **options)
     for seed in (0, 1, [2, 3, 4]):
         expected = eager.generate(PROMPTS, seed=seed, **options)
         outputs = fresh.generate(PROMPTS, seed=seed, **options)

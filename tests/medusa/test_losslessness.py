@@ -40,8 +40,8 @@ DRAFTERS = {
 }
 RULES = {
     **{name: (name, options) for name, options in SETTINGS.items()},
-    "sampling": ("greedy", {"temperature": 1.0, "acceptance": "sampling", "top_k": 1}),
-    "speculative": ("greedy", {"temperature": 1.0, "acceptance": "speculative", "top_k": 1}),
+    "sampling": ("greedy", {"temperature": 1.0, "acceptance": "sampling", "top_k": 1, "seed": 0}),
+    "speculative": ("greedy", {"temperature": 1.0, "acceptance": "speculative", "top_k": 1, "seed": 0}),
 }
 """What is written by which options: with one surviving token every lossless rule is greedy decoding."""
 

@@ -101,6 +101,13 @@ def test_a_stream_is_the_same_text(client):
     assert last.usage == whole.usage
 
 
+def test_an_answer_tells_the_seed_that_drew_it(live):
+    drawn = post(live, temperature=1.0).json()
+    assert post(live, temperature=1.0, seed=drawn["seed"]).json()["choices"] == drawn["choices"]
+    assert post(live, temperature=1.0).json()["seed"] != drawn["seed"]
+    assert "seed" not in post(live).json()
+
+
 def test_seeds_repeat_whatever_stands_beside_them(client):
     def write(**options):
         return client.completions.create(model="small", prompt="abc", max_tokens=20, **options).choices[0].text

@@ -105,6 +105,15 @@ def test_reset_keeps_the_system_prompt():
     assert Chat("/system off\nhello\n", system="x").said(0) == ["hello"]
 
 
+def test_without_a_seed_each_answer_has_another_one_and_tells_it():
+    model = FakeModel(answers=[["one"], ["two"]])
+    chat = Chat("hello\n/regen\n", model, temperature=1.0)
+    first, second = (options["seed"] for options in model.options)
+    assert first != second
+    assert f"eos, seed {first}]" in chat.err and f"eos, seed {second}]" in chat.err
+    assert "seed" not in Chat("hello\n").err
+
+
 def test_regenerate_replaces_the_answer_and_changes_the_seed():
     model = FakeModel(answers=[["one"], ["two"], ["three"], ["four"]])
     chat = Chat("hello\n/regen\n/regen\nnext\n", model, temperature=1.0, seed=7)
@@ -182,7 +191,7 @@ def test_stats_are_sums_over_whole_answers():
 def test_typical_acceptance_is_announced():
     chat = Chat("hello\n", acceptance="typical", temperature=0.7)
     assert chat.err.startswith("Typical acceptance is on: LOSSY")
-    assert "eos, typical (lossy)]" in chat.err
+    assert "eos, typical (lossy), seed " in chat.err
     assert "lossy" not in Chat("hello\n", acceptance="sampling", temperature=0.7).err.lower()
 
 
@@ -190,7 +199,7 @@ def test_every_answer_ends_its_line_once():
     assert Chat("a\nb\nc\n", FakeModel(answers=[["one\n"], [], ["three"]])).out == "one\n\nthree\n"
 
 
-REAL = {"terminal": Person, "max_new_tokens": 24, "temperature": 0.7, "nodes": 8}
+REAL = {"terminal": Person, "max_new_tokens": 24, "temperature": 0.7, "seed": 0, "nodes": 8}
 
 
 def answers(chat):
