@@ -1,11 +1,10 @@
 """``MedusaModel``: a base with its heads; load, save, generate, stream."""
 
 import contextlib
-import copy
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -76,6 +75,20 @@ class MedusaModel:
         if draft_model is not None:
             _check_draft_model(draft_model, base)
         self.drafters = Drafters(base, self.heads, self.graphs is not None, draft_model)
+
+    def __repr__(self) -> str:
+        base, heads = self.base, self.heads
+        shown = f"{heads.config.num_heads} {heads.config.architecture}" if heads else None
+        return (
+            f"{type(self).__name__}(base={base.name!r}, heads={shown!r}, dtype={base.dtype}, device='{base.device}',"
+            f" exact={base.exact})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a MedusaModel cannot be copied or pickled: its memory belongs to kernels of this process; share it, or"
+            " load another with from_pretrained"
+        )
 
     @classmethod
     def from_pretrained(
@@ -148,7 +161,8 @@ class MedusaModel:
         fitted = {name: _fitted(heads, self.base) for name, heads in named.items()}
         sets = [*([self.heads] if self.heads else []), *fitted.values()]
         layers = tuple(dict.fromkeys(layer for heads in sets for layer in heads.config.feature_layers))
-        model = copy.copy(self)
+        model = object.__new__(type(self))
+        model.__dict__.update(self.__dict__)
         model.base = base = self.base.tapped(layers)
         model.heads = freeze(self.heads, base, layers) if self.heads else None
         model.named = {name: freeze(heads, base, layers) for name, heads in fitted.items()}
@@ -211,7 +225,8 @@ class MedusaModel:
         """Complete one prompt or a batch of them; lossless towards ``base``, as it is after joint training too.
 
         Args:
-            prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these.
+            prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these. Text is encoded as
+                its tokenizer does; where that begins texts with a token, an empty one is a prompt too.
             **options: The fields of ``SamplingParams`` and ``Speculation``; ``seed`` may be one per prompt. Or
                 ``sampling`` (one ``SamplingParams``, or one per prompt) and ``speculation`` (likewise) as objects.
                 ``prefix`` (a ``Prefix``) keeps what is computed, so that later prompts with the same beginning are not
@@ -221,7 +236,9 @@ class MedusaModel:
             An ``Output`` for one prompt, a list of them for a batch; ``Output.seed`` is what drew its text.
 
         Raises:
-            ValueError: A value out of its range, an empty or too long prompt, or a tree deeper than the heads.
+            TypeError: There is no such option.
+            ValueError: A value out of its range, a prompt that is neither text nor token ids, has no token or is too
+                long, or a tree deeper than the heads.
         """
         batch, single = encode(self.base.tokenizer, prompts)
         requests, steps = self._start(batch, False, options)

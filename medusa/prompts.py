@@ -1,6 +1,6 @@
 """Prompts as users give them, as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,8 +26,19 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tup
     batch = [values] if single else list(values)
     if not batch:
         raise ValueError("prompts (an empty list) hold nothing to complete; give at least one prompt")
-    encoded = [list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt) for prompt in batch]
-    return encoded, single
+    return [_token_ids(tokenizer, prompt, number) for number, prompt in enumerate(batch, 1)], single
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Any, number: int) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt).input_ids)
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(
+            f"prompt {number} ({prompt!r}) is neither text nor token ids; give a string or a list of numbers"
+        )
+    if prompt and isinstance(prompt[0], Mapping):
+        raise ValueError(f"prompt {number} ({prompt!r}) is a conversation; give what chat_prompt makes of it")
+    return list(prompt)
 
 
 def render_messages(
@@ -45,8 +56,12 @@ def render_messages(
         tools: What the template describes to the model.
 
     Raises:
-        ValueError: There is no chat template, or it refuses the conversation or knows no tools.
+        ValueError: It is no conversation, or there is no chat template, or that refuses it or knows no tools.
     """
+    if isinstance(messages, str | Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
+        raise ValueError(
+            f'messages ({messages!r}) are no conversation; give a list as [{{"role": "user", "content": "Hello"}}]'
+        )
     template = tokenizer.chat_template
     if not template:
         raise ValueError(f"base ({name}) has no chat template; use plain prompts or another base")

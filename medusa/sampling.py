@@ -6,6 +6,7 @@ Both are checked when they are made, and nowhere else.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 if TYPE_CHECKING:  # this module is read without torch, for the options of a command line
@@ -64,41 +65,44 @@ class Options(TypedDict, total=False):
 class SamplingParams:
     """How the tokens of one completion are chosen, and when it ends.
 
+    Attributes:
+        max_new_tokens: Limit on new tokens, at least 1; the base's context limits them too.
+        max_steps: Limit on verify passes, at least 1; None = no limit.
+        temperature: 0 = greedy.
+        top_k: Keep the k most likely tokens; 0 = all.
+        top_p: Keep the smallest set of tokens with at least this probability, above 0 to 1; 1 = all.
+        min_p: Keep tokens with at least this fraction of the best one's probability, 0 to 1; 0 = all.
+        repetition_penalty: Above 1, tokens of prompt and completion become less likely, below 1 more; 1 = off. It holds
+            at temperature 0 too, as do the next three.
+        presence_penalty: Taken from the logit of every token that stands in the completion, -2 to 2.
+        frequency_penalty: Taken from a token's logit for each time that it stands in the completion, -2 to 2.
+        logit_bias: Token id to a number from -100 to 100 that is added to its logit.
+        seed: Fixes sampled output, whatever drafts, tree or batch: 0 to 2**63 - 1. Equal prompts with equal seeds get
+            equal texts. None = another one each time, drawn by torch's global generator; ``Output.seed`` tells it.
+        stop: Strings that end the completion; not part of its text.
+        ignore_eos: Go on after an end-of-sequence token.
+        logprobs: Report the log-probability of every new token and of so many of the most likely ones there, 0 to 20;
+            None = no report. They are those of the base's own distribution, before temperature, filters, penalties and
+            bias.
+
     Raises:
         ValueError: A value out of its range.
     """
 
     max_new_tokens: int = 512
-    """Limit on new tokens, at least 1; the base's context limits them too."""
     max_steps: int | None = None
-    """Limit on verify passes, at least 1; None = no limit."""
     temperature: float = 0.0
-    """0 = greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 = all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens with at least this probability, above 0 to 1; 1 = all."""
     min_p: float = 0.0
-    """Keep tokens with at least this fraction of the best one's probability, 0 to 1; 0 = all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens of prompt and completion become less likely, below 1 more; 1 = off. It holds at temperature 0
-    too, as do the next three."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that stands in the completion, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that it stands in the completion, -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id to a number from -100 to 100 that is added to its logit."""
     seed: int | None = None
-    """Fixes sampled output, whatever drafts, tree or batch: 0 to 2**63 - 1. Equal prompts with equal seeds get equal
-    texts. None = another one each time, drawn by torch's global generator; ``Output.seed`` tells it."""
     stop: str | Sequence[str] = ()
-    """Strings that end the completion; not part of its text."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
     logprobs: int | None = None
-    """Report the log-probability of every new token and of so many of the most likely ones there, 0 to 20; None = no
-    report. They are those of the base's own distribution, before temperature, filters, penalties and bias."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_steps", "top_k", "logprobs"):
@@ -152,35 +156,37 @@ class Speculation:
 
     Greedy and sampled text does not depend on it; under speculative and typical acceptance it does.
 
+    Attributes:
+        drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no
+            heads; "ngram", which repeats what followed them in earlier completions that named it
+            (``MedusaModel.ngrams``, which a corpus can fill too); "draft-model", a smaller model that was loaded with
+            the base; "early-exit", the base's own first layers; "mtp", the multi-token-prediction layer that some bases
+            bring; several of these in one tree, joined by "+"; "hybrid" = "heads+prompt-lookup"; "heads-sampled", which
+            draws from the heads at the temperature, for speculative acceptance; or a ``medusa.drafters.Drafter`` of
+            your own. None = the fastest of what there is, found out as it runs: hybrid, "draft-model+prompt-lookup",
+            "mtp+prompt-lookup"; prompt lookup alone for a single sequence on a CPU; and plain decoding. Where the base
+            verifies chains only (``BaseModel.decoding``), every draft is taken as a chain.
+        acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in
+            distribution, but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy.
+        epsilon: Threshold of typical acceptance, 0 to 1.
+        delta: Entropy factor of typical acceptance, at least 0.
+        nodes: Tree budget N with the root; 1 = plain decoding. None = what brings the most tokens per second, found out
+            as it runs; plain decoding is among the choices, and drawn drafts ("heads-sampled") have 8. Under
+            speculative and typical acceptance with other drafters only a number makes the text repeat for a seed.
+        tree: A static tree instead of a dynamic one of ``nodes`` nodes.
+        heads: Which heads draft, where the model has several (``MedusaModel.with_heads``); None = its own.
+
     Raises:
         ValueError: A value out of its range.
     """
 
     drafter: Any = None
-    """"heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no heads;
-    "ngram", which repeats what followed them in earlier completions that named it (``MedusaModel.ngrams``, which a
-    corpus can fill too); "draft-model", a smaller model that was loaded with the base; "early-exit", the base's own
-    first layers; "mtp", the multi-token-prediction layer that some bases bring; several of these in one tree, joined by
-    "+"; "hybrid" = "heads+prompt-lookup"; "heads-sampled", which draws from the heads at the temperature, for
-    speculative acceptance; or a ``medusa.drafters.Drafter`` of your own. None = the fastest of what there is, found out
-    as it runs: hybrid, "draft-model+prompt-lookup", "mtp+prompt-lookup"; prompt lookup alone for a single sequence on a
-    CPU; and plain decoding.
-    Where the base verifies chains only (``BaseModel.decoding``), every draft is taken as a chain."""
     acceptance: str | None = None
-    """None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in distribution,
-    but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy."""
     epsilon: float = EPSILON
-    """Threshold of typical acceptance, 0 to 1."""
     delta: float = DELTA
-    """Entropy factor of typical acceptance, at least 0."""
     nodes: int | None = None
-    """Tree budget N with the root; 1 = plain decoding. None = what brings the most tokens per second, found out as
-    it runs; plain decoding is among the choices, and drawn drafts ("heads-sampled") have 8. Under speculative and
-    typical acceptance with other drafters only a number makes the text repeat for a seed."""
     tree: "Tree | None" = None
-    """A static tree instead of a dynamic one of ``nodes`` nodes."""
     heads: str | None = None
-    """Which heads draft, where the model has several (``MedusaModel.with_heads``); None = its own."""
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes)
@@ -213,7 +219,10 @@ def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[Samplin
         ValueError: A value out of its range, or not as many values as prompts.
     """
     if unknown := options.keys() - SAMPLING - SPECULATION - {"sampling", "speculation"}:
-        raise TypeError(f"option {min(unknown)!r} is not known; see SamplingParams and Speculation")
+        name = min(unknown)
+        meant = get_close_matches(name, sorted(SAMPLING | SPECULATION), n=1, cutoff=0.7)
+        hint = f"did you mean {meant[0]}? " if meant else ""
+        raise TypeError(f"option {name!r} is not known; {hint}see SamplingParams and Speculation")
     drafting = {name: value for name, value in options.items() if name in SPECULATION}
     chosen = {name: value for name, value in options.items() if name in SAMPLING}
     for name, fields_of in (("sampling", chosen), ("speculation", drafting)):

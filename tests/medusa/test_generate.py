@@ -3,12 +3,15 @@
 import copy
 import dataclasses
 import math
+import pickle
+import re
 import shutil
 
 import pytest
 import torch
+from tokenizers import processors
 
-from medusa import BaseModel, HeadsConfig, MedusaModel, SamplingParams, Tree, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, SamplingParams, Speculation, Tree, build_heads
 from medusa.drafters import Drafter, HeadsDrafter, PlainDrafter
 
 PROMPTS = ["def f(x):", "a", "once upon a time"]
@@ -248,6 +251,62 @@ def test_a_device_that_is_not_there_is_named(base_directory):
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="torch sees no GPU"):
         MedusaModel.from_pretrained(None, base=base_directory, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (["a", 5], r"prompt 2 \(5\) is neither text nor token ids; give"),
+        (["a", None], r"prompt 2 \(None\) is neither"),
+        ([{"role": "user", "content": "hi"}], r"is a conversation; give what chat_prompt makes of it"),
+        ([5, "a"], r"token id \('a'\) is not a number"),
+        (None, r"prompts \(None\) are neither text nor token ids"),
+    ],
+)
+def test_what_is_no_prompt(model, prompts, said):
+    with pytest.raises(ValueError, match=said):
+        model.generate(prompts)
+
+
+def test_an_empty_text_is_a_prompt_where_texts_begin_with_a_token(base):
+    tokenizer = copy.deepcopy(base.tokenizer)
+    start = processors.TemplateProcessing("<end> $0", special_tokens=[("<end>", 0)])
+    tokenizer.backend_tokenizer.post_processor = start
+    assert MedusaModel(BaseModel(base.model, tokenizer)).generate("", max_new_tokens=2).prompt_tokens == 1
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], []])
+def test_what_is_no_conversation(model, messages):
+    with pytest.raises(
+        ValueError, match=r"are no conversation; give a list as \[\{.role.: .user., .content.: .Hello.\}\]"
+    ):
+        model.chat_prompt(messages)
+
+
+def test_unknown_options_are_told_what_is_near(model):
+    with pytest.raises(
+        TypeError, match=r"option 'max_tokens' is not known; did you mean max_new_tokens\? see Sampling"
+    ):
+        model.generate("a", max_tokens=5)
+    with pytest.raises(TypeError, match="option 'beams' is not known; see SamplingParams and Speculation"):
+        model.generate("a", beams=5)
+
+
+def test_help_explains_every_option():
+    for kind in (SamplingParams, Speculation):
+        described = re.findall(r"^ {8}(\w+): ", kind.__doc__, re.MULTILINE)
+        assert [field.name for field in dataclasses.fields(kind)] == described[: len(dataclasses.fields(kind))]
+
+
+def test_a_model_shows_what_it_is_and_cannot_be_copied(model, base):
+    shown = f"dtype=torch.float64, device='cpu', exact={base.exact})"
+    assert repr(model) == f"MedusaModel(base='{base.name}', heads='3 recurrent', {shown}"
+    assert repr(MedusaModel(base)) == f"MedusaModel(base='{base.name}', heads=None, {shown}"
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match=r"a MedusaModel cannot be copied or pickled: .*; share it, or load another"
+        ):
+            copied(model)
 
 
 def test_a_conversation_that_the_template_refuses(with_template):
