@@ -76,6 +76,7 @@ def kernels() -> ctypes.CDLL:
         "keep": [number, pointer, pointer, number, number, *[pointer] * 4, number, number],
         "pass": [pointer],
         "draft": [pointer],
+        "lookup": [pointer],
         "draw": [pointer],
         "accept": [pointer],
         "depths": [number, number, pointer, pointer],

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from medusa.acceptance.logits import Warper
 from medusa.base.model import BaseModel
 from medusa.drafters.base import Drafter, PlainDrafter
+from medusa.drafters.continuations import Confidence
 from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.hybrid import HybridDrafter
 from medusa.drafters.model import WIDTH, ModelDrafter
 from medusa.drafters.ngram import KEPT, NgramCache, NgramDrafter
-from medusa.drafters.prompt_lookup import BELIEFS, LOOKUP_GUESSES, PLACES, Confidence, PromptLookupDrafter
+from medusa.drafters.prompt_lookup import LOOKUP_GUESSES, SEARCH, PromptLookupDrafter
 from medusa.drafters.sampled import SampledHeadsDrafter
 from medusa.drafters.writers import MtpWriter, SmallModel, Writer
 from medusa.heads import DraftHeads
@@ -45,7 +46,7 @@ class Parts:
     host_decides: bool
     exit_layer: ExitLayer
     ngrams: NgramCache = field(default_factory=NgramCache)
-    confidence: Confidence = field(default_factory=lambda: Confidence(BELIEFS))
+    confidence: Confidence = field(default_factory=lambda: Confidence(SEARCH))
 
     def with_heads(self, base: BaseModel, heads: DraftHeads | None) -> "Parts":
         """The same with other heads, and a base that gives what they read; what was learned is shared."""
@@ -105,8 +106,8 @@ class Source(NamedTuple):
 
 
 def _prompt_lookup(context: Context, nodes: int) -> Drafter:
-    parts, places = context.parts, 1 if context.chain else PLACES
-    return PromptLookupDrafter(nodes, 2, parts.host_decides, parts.confidence, places)
+    parts = context.parts
+    return PromptLookupDrafter(nodes, parts.host_decides, parts.confidence, context.chain)
 
 
 def _ngram(context: Context, nodes: int) -> Drafter:

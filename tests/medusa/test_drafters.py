@@ -19,7 +19,7 @@ from medusa.drafters import (
 from medusa.drafters.choose import KEPT_DRAFTERS
 from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
-from medusa.drafters.prompt_lookup import MAX_MATCH, Confidence
+from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.engine.step import fit
 from medusa.heads import ARCHITECTURES
@@ -28,9 +28,6 @@ from medusa.state import DecodeState
 from tests.medusa.rules import make_rule
 from tests.medusa.states import decode_state
 from tests.medusa.trees import LOPSIDED
-
-SURE = (0.99,) * 7
-"""A belief that leaves out no guess."""
 
 
 def unbounded(heads, base, nodes):
@@ -154,34 +151,30 @@ def test_drawn_and_chosen_drafts_join(base, make_heads):
     assert chosen.join(chosen).probs is None
 
 
-def looked_up(tokens, count, min_match):
-    """Prompt lookup in plain Python."""
+def looked_up(tokens, count):
+    """What followed the longest match of at most MAX_MATCH tokens, the latest of several, in plain Python."""
     best = (0, -1)
     for place in range(len(tokens) - 1):
         match = 0
         while match < min(MAX_MATCH, place + 1) and tokens[place - match] == tokens[len(tokens) - 1 - match]:
             match += 1
         best = max(best, (match, place))
-    if best[0] < min_match or best[1] < 0:
+    if not best[0]:
         return []
     found = tokens[best[1] + 1 :]
     return [found[i % len(found)] for i in range(count)]
 
 
-@pytest.mark.parametrize("host", [True, False], ids=["host", "fixed shapes"])
-@pytest.mark.parametrize("min_match", [1, 2, 3])
-def test_prompt_lookup_is_what_plain_python_finds(base, min_match, host):
-    """The host looks for places that can match; on a GPU all of them are compared."""
+def test_where_shapes_are_fixed_the_latest_longest_match_goes_on(base):
     generator, hits = torch.Generator().manual_seed(0), []
-    drafter = PromptLookupDrafter(6, min_match, host, Confidence(SURE), places=1)
+    drafter = PromptLookupDrafter(6, host_decides=False)
     for vocabulary, length in product((1, 3, 6), range(1, 30)):
         lengths = [length, *torch.randint(1, length + 1, (2,), generator=generator).tolist()]
         rows = [torch.randint(vocabulary, (each,), generator=generator).tolist() for each in lengths]
         draft = drafter.propose(decode_state(rows, base))
         for row, tokens in enumerate(rows):
-            expected = [tokens[-1], *looked_up(tokens, 5, min_match)]
-            size = draft.row_sizes[row] if host else len(expected)
-            assert draft.tokens[row, :size].tolist() == expected
+            expected = [tokens[-1], *looked_up(tokens, 5)]
+            assert draft.tokens[row, : len(expected)].tolist() == expected
             hits.append(len(expected) > 1)
     assert 20 < sum(hits) < len(hits) - 20, "both cases must have been seen"
 
@@ -195,37 +188,6 @@ class Fixed(Drafter):
 
     def propose(self, state, cache=None):
         return self.draft
-
-
-def test_several_places_share_a_tree(base):
-    """After 1 2 came 3 twice and 4 once; after 7 1 2, the longest match, came 4 9."""
-    text = [1, 2, 3, 5, 7, 1, 2, 4, 9, 1, 2, 3, 6, 7, 1, 2]
-    draft = PromptLookupDrafter(6).propose(decode_state([text], base))
-    assert paths(draft) == [(4,), (4, 9), (4, 9, 1), (4, 9, 1, 2), (3,)]
-    scores = draft.scores[0].tolist()
-    assert all(scores[node] < scores[parent] for node, parent in enumerate(draft.parents[0].tolist()) if node)
-
-
-def test_what_guesses_are_worth_is_learned(base):
-    """After 1 2 came 3, but from now on 9 comes each time."""
-    drafter, state, worth = PromptLookupDrafter(2, places=1), decode_state([[1, 2, 3, 8, 1, 2]], base), []
-    for _ in range(4):
-        draft = drafter.propose(state)
-        assert draft.tokens[0].tolist() == [2, 3]
-        worth.append(draft.scores[0, 1].item())
-        position = state.positions.item()
-        state.history[0, position + 1] = 9
-        drafter.propose(dataclasses.replace(state, positions=state.positions + 1, roots=torch.tensor([9])))
-        state.history[0, position + 1] = 0
-        drafter._last = None
-    assert worth == sorted(worth, reverse=True)
-    assert worth[-1] < worth[0] - 0.5
-
-
-def test_guesses_that_are_unlikely_are_left_out(base):
-    for belief, guesses in ((0.99, 7), (0.5, 3), (0.2, 1), (0.05, 0)):
-        drafter = PromptLookupDrafter(8, confidence=Confidence((belief,)), places=1)
-        assert drafter.propose(decode_state([[1, 2, 3, 4, 5, 1, 2]], base)).tokens.shape[1] == 1 + guesses
 
 
 def test_a_cheap_drafter_that_expects_enough_leaves_out_the_dear_one(base):

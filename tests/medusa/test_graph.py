@@ -41,7 +41,7 @@ def heads_drafter(heads, base, nodes):
 
 
 def lookup(nodes):
-    return PromptLookupDrafter(nodes, min_match=1, host_decides=False)
+    return PromptLookupDrafter(nodes, host_decides=False)
 
 
 DRAFTERS = {

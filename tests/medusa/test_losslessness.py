@@ -26,13 +26,13 @@ DRAFTERS = {
     "plain": lambda model, texts: PlainDrafter(),
     "dynamic": lambda model, texts: HeadsDrafter(model.heads, model.base, 16),
     "static": lambda model, texts: HeadsDrafter(model.heads, model.base, 1, LOPSIDED),
-    "lookup": lambda model, texts: PromptLookupDrafter(6, min_match=1),
+    "lookup": lambda model, texts: PromptLookupDrafter(6),
     "hybrid": lambda model, texts: HybridDrafter(
-        [PromptLookupDrafter(6, min_match=1)], [HeadsDrafter(model.heads, model.base, 8)], 10
+        [PromptLookupDrafter(6)], [HeadsDrafter(model.heads, model.base, 8)], 10
     ),
     "sampled": lambda model, texts: SampledHeadsDrafter(model.heads, model.base, 12, 1.0),
     "sampled hybrid": lambda model, texts: HybridDrafter(
-        [PromptLookupDrafter(6, min_match=1)], [SampledHeadsDrafter(model.heads, model.base, 8, 1.0)], 10
+        [PromptLookupDrafter(6)], [SampledHeadsDrafter(model.heads, model.base, 8, 1.0)], 10
     ),
     "random": lambda model, texts: RandomTrees(texts, model.base.vocab_size),
     "never right": lambda model, texts: Chain(texts, model.base.vocab_size, off=1),

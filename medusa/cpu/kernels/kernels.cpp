@@ -1,6 +1,7 @@
 // What Python calls, see medusa/cpu/native.py. Functions answer how it went.
 #include "draw.h"
 #include "heads.h"
+#include "lookup.h"
 #include "pass.h"
 #include "tree.h"
 
@@ -167,6 +168,10 @@ extern "C" int medusa_draw(const Drawing* at) {
             });
         });
     });
+}
+
+extern "C" int medusa_lookup(const Looking* at) {
+    return outcome([&] { Lookup{*at}(); });
 }
 
 extern "C" int medusa_draft(const Drafting* at) {

@@ -1,0 +1,148 @@
+// Trees of what followed the last tokens of a text where they stood in it before; medusa/drafters/continuations.py holds
+// the same in Python.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+struct Looking {
+    int64_t batch, stride;
+    int64_t nodes, chain, places, longest, shares;  // Search of medusa/cpu/lookup.py, here and below
+    double floor, edge_cost, keep;
+    const int64_t* history;       // [batch, .], its rows so far apart
+    const int64_t *positions, *before;  // [batch] where roots stand, and stood in the draft that is judged; null = none is
+    const bool* active;           // [batch]
+    double *right, *tried;        // [longest + 1, shares + 1] guesses of each kind
+    int64_t *tokens, *parents;    // [batch, nodes]
+    float* scores;                // [batch, nodes]
+    int64_t *sizes, *depth;       // [batch] nodes of each tree, and the largest depth of all
+};
+
+class Lookup {
+    struct Place {
+        int64_t at, match;
+    };
+    // Places whose texts go on alike.
+    struct Group {
+        int64_t token, match;  // match: the longest
+        double weight;
+        std::vector<Place> places;
+    };
+    struct Candidate {
+        double score;
+        int64_t parent;
+        Group group;
+    };
+
+    const Looking& at;
+    const int64_t* text = nullptr;
+    int64_t root = 0;
+    std::vector<int64_t> matches;
+
+    // Where the root's token stood before, the longest matches first, then the latest. Going back from the end, `matches`
+    // is the Z-function of the text: how far it agrees there with its end.
+    std::vector<Place> places() {
+        std::vector<Place> found;
+        matches.assign(root + 1, 0);
+        for (int64_t i = 1, first = 0, last = 0; i <= root; i++) {
+            int64_t match = i < last ? std::min(last - i, matches[i - first]) : 0;
+            while (i + match <= root && text[root - match] == text[root - i - match]) match++;
+            if (i + match > last) first = i, last = i + match;
+            matches[i] = match;
+            if (match) found.push_back({root - i, std::min(match, at.longest)});
+        }
+        const auto better = [](const Place& a, const Place& b) { return a.match != b.match ? a.match > b.match : a.at > b.at; };
+        const int64_t count = std::min<int64_t>(at.places, found.size());
+        std::partial_sort(found.begin(), found.begin() + count, found.end(), better);
+        found.resize(count);
+        return found;
+    }
+
+    // What followed these places so far behind them; a text that repeats itself goes on doing so.
+    std::vector<Group> groups(const std::vector<Place>& places, int64_t depth) const {
+        std::vector<Group> found;
+        for (const Place& place : places) {
+            const int64_t token = text[place.at + 1 + depth % (root - place.at)];
+            auto group = std::find_if(found.begin(), found.end(), [&](const Group& one) { return one.token == token; });
+            if (group == found.end()) group = found.insert(group, {token, place.match, 0, {}});  // the longest comes first
+            group->weight += std::ldexp(1.0, int(place.match)), group->places.push_back(place);
+        }
+        return found;
+    }
+
+    int64_t kind(const Group& group, double all, int64_t depth) const {
+        return std::min(group.match + depth, at.longest) * (at.shares + 1) + int64_t(group.weight / all * at.shares);
+    }
+
+    static double weight(const std::vector<Group>& groups) {
+        double all = 0;
+        for (const Group& group : groups) all += group.weight;
+        return all;
+    }
+
+    // All continuations of the root before, whether they were drafted or not, by what has come.
+    void judge(int64_t before, int64_t now) {
+        root = before;
+        std::vector<Place> here = places();
+        for (int64_t depth = 0; before + 1 + depth <= now && !here.empty(); depth++) {
+            std::vector<Group> all = groups(here, depth);
+            const double whole = weight(all);
+            here.clear();
+            for (Group& group : all) {
+                const int64_t k = kind(group, whole, depth);
+                const bool right = group.token == text[before + 1 + depth];
+                // A hundredth of a guess either way keeps shares from 0 and 1.
+                at.right[k] = at.keep * at.right[k] + right + 0.01, at.tried[k] = at.keep * at.tried[k] + 1.02;
+                if (right) here = std::move(group.places);
+            }
+        }
+    }
+
+    int64_t grow(int64_t b) {
+        int64_t *tokens = at.tokens + b * at.nodes, *parents = at.parents + b * at.nodes, count = 1;
+        float* scores = at.scores + b * at.nodes;
+        std::vector<int64_t> depths(at.nodes, 0);
+        std::vector<double> exact(at.nodes, 0);
+        std::vector<Candidate> waiting;
+        const auto offer = [&](int64_t node, const std::vector<Place>& here) {
+            std::vector<Group> all = groups(here, depths[node]);
+            const double whole = weight(all);
+            const size_t first = waiting.size();
+            for (Group& group : all) {
+                const int64_t k = kind(group, whole, depths[node]);
+                const double score = exact[node] + (std::log(at.right[k] / at.tried[k]) - at.edge_cost);
+                if (score < at.floor) continue;
+                if (!at.chain || waiting.size() == first) waiting.push_back({score, node, std::move(group)});
+                else if (score > waiting[first].score) waiting[first] = {score, node, std::move(group)};
+            }
+        };
+        tokens[0] = text[root], parents[0] = 0, scores[0] = 0;
+        if (at.active[b]) offer(0, places());
+        while (!waiting.empty() && count < at.nodes) {
+            const auto best = std::max_element(waiting.begin(), waiting.end(),
+                                               [](const Candidate& a, const Candidate& b) { return a.score < b.score; });
+            const Candidate next = std::move(*best);
+            waiting.erase(best);
+            tokens[count] = next.group.token, parents[count] = next.parent, scores[count] = float(exact[count] = next.score);
+            depths[count] = depths[next.parent] + 1, *at.depth = std::max(*at.depth, depths[count]);
+            offer(count++, next.group.places);
+        }
+        for (int64_t n = count; n < at.nodes; n++) tokens[n] = parents[n] = 0, scores[n] = -INFINITY;  // fills up
+        return count;
+    }
+
+  public:
+    explicit Lookup(const Looking& looking) : at(looking) {}
+
+    void operator()() {
+        *at.depth = 0;
+        for (int64_t b = 0; b < at.batch; b++) {
+            text = at.history + b * at.stride;
+            if (at.before && at.active[b]) judge(at.before[b], at.positions[b]);
+        }
+        for (int64_t b = 0; b < at.batch; b++) {
+            text = at.history + b * at.stride, root = at.positions[b];
+            at.sizes[b] = grow(b);
+        }
+    }
+};
