@@ -82,7 +82,8 @@ def look_up(
         trees.data_ptr(), trees[1].data_ptr(), scores.data_ptr(), ctypes.addressof(sizes), ctypes.addressof(depth),
     )  # fmt: skip
     kernels().medusa_lookup(ctypes.byref(looking))
-    (tokens, parents), most = trees, max(sizes)
+    (tokens, parents), kept = trees, list(sizes)
+    most = max(kept)
     if most == 1:
         return Draft.chain(tokens[:, :1])
-    return Draft(tokens[:, :most], parents[:, :most], depth.value, sizes=ragged(sizes), scores=scores[:, :most])
+    return Draft(tokens[:, :most], parents[:, :most], depth.value, sizes=ragged(kept), scores=scores[:, :most])

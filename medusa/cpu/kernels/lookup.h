@@ -37,19 +37,17 @@ class Lookup {
     const Looking& at;
     const int64_t* text = nullptr;
     int64_t root = 0;
-    std::vector<int64_t> matches;
 
-    // Where the root's token stood before, the longest matches first, then the latest. Going back from the end, `matches`
-    // is the Z-function of the text: how far it agrees there with its end.
-    std::vector<Place> places() {
+    // Where the root's token stood before, the longest matches first, then the latest. Looking back ends where enough are
+    // found that nothing can beat.
+    std::vector<Place> places() const {
         std::vector<Place> found;
-        matches.assign(root + 1, 0);
-        for (int64_t i = 1, first = 0, last = 0; i <= root; i++) {
-            int64_t match = i < last ? std::min(last - i, matches[i - first]) : 0;
-            while (i + match <= root && text[root - match] == text[root - i - match]) match++;
-            if (i + match > last) first = i, last = i + match;
-            matches[i] = match;
-            if (match) found.push_back({root - i, std::min(match, at.longest)});
+        int64_t whole = 0;
+        for (int64_t i = root - 1; i >= 0 && whole < at.places; i--) {
+            if (text[i] != text[root]) continue;
+            int64_t match = 1;
+            while (match < at.longest && match <= i && text[i - match] == text[root - match]) match++;
+            whole += match == at.longest, found.push_back({i, match});
         }
         const auto better = [](const Place& a, const Place& b) { return a.match != b.match ? a.match > b.match : a.at > b.at; };
         const int64_t count = std::min<int64_t>(at.places, found.size());
