@@ -28,7 +28,7 @@ MAX_LOGPROBS = 20
 """Most alternatives per token (the range of OpenAI's API)."""
 LARGEST = 2**62
 """Of numbers without another limit; larger ones have no place in tensors."""
-NO_LIMIT = ("max_steps", "nodes", "logprobs")
+NO_LIMIT = ("max_steps", "nodes", "logprobs", "prompt_logprobs")
 """Whole numbers that may be None."""
 
 
@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     acceptance: str | None
     epsilon: float
     delta: float
@@ -66,7 +67,8 @@ class SamplingParams:
     """How the tokens of one completion are chosen, and when it ends.
 
     Attributes:
-        max_new_tokens: Limit on new tokens, at least 1; the base's context limits them too.
+        max_new_tokens: Limit on new tokens, at least 1, or with ``prompt_logprobs`` 0; the base's context limits them
+            too.
         max_steps: Limit on verify passes, at least 1; None = no limit.
         temperature: 0 = greedy.
         top_k: Keep the k most likely tokens; 0 = all.
@@ -84,6 +86,8 @@ class SamplingParams:
         logprobs: Report the log-probability of every new token and of so many of the most likely ones there, 0 to 20;
             None = no report. They are those of the base's own distribution, before temperature, filters, penalties and
             bias.
+        prompt_logprobs: The same of every token of the prompt but the first, which nothing stands before; all of the
+            prompt is computed for it, whatever is cached.
 
     Raises:
         ValueError: A value out of its range.
@@ -103,9 +107,10 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_steps", "top_k", "logprobs"):
+        for name in ("max_new_tokens", "max_steps", "top_k", "logprobs", "prompt_logprobs"):
             check_whole(name, getattr(self, name))
         if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed ({self.seed!r}) must be a number from 0 to 2**63 - 1; correct it")
@@ -113,8 +118,8 @@ class SamplingParams:
         if "" in stop:
             raise ValueError("stop ('') is empty and would end every completion at once; leave it out")
         object.__setattr__(self, "stop", stop)
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1; raise it")
+        if self.max_new_tokens < (least := int(self.prompt_logprobs is None)):
+            raise ValueError(f"max_new_tokens ({self.max_new_tokens}) must be at least {least}; raise it")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps ({self.max_steps}) must be at least 1; leave it out for no limit")
         ranges = {
@@ -129,8 +134,9 @@ class SamplingParams:
             check_range(name, getattr(self, name), low, high)
         for token, bias in self.biases:
             check_range(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
-        if self.logprobs is not None:
-            check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.top_p == 0:
             raise ValueError(f"top_p ({self.top_p}) must be above 0, it leaves no token; give 1 to switch it off")
         if not 0 < self.repetition_penalty <= LARGEST:

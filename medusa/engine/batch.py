@@ -135,7 +135,7 @@ class Batch:
         if not prompt:
             raise ValueError("prompt (0 tokens) is empty; give at least one token")
         room = base.context_length - len(prompt)
-        if room <= 0:
+        if room < min(1, params.max_new_tokens):
             raise ValueError(
                 f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens);"
                 " shorten the prompt"
@@ -220,7 +220,11 @@ class Batch:
             chunk.request.cached.remember(chunk.request.text)
             if chunk.ends:
                 self._scheduler.finish(chunk.request)
-        ending = [chunk for chunk in chunks if chunk.ends]
+                if not chunk.request.completion.max_new_tokens:  # only its prompt was asked about
+                    self._grown[chunk.request] = chunk.request.completion.end("length")
+                    chunk.request.close()
+                    self._scheduler.ended()
+        ending = [chunk for chunk in chunks if chunk.ends and chunk.request.active]
         if not ending:
             return
         requests = [chunk.request for chunk in ending]

@@ -1,6 +1,6 @@
-"""Log-probabilities of the tokens that a step emitted, for the rows that ask for them.
+"""Log-probabilities of the tokens that a step emitted, and of prompts, for the requests that ask for them.
 
-Legend: b rows that ask, A longest path, V vocabulary.
+Legend: b rows that ask, A longest path, C tokens, F hidden states' width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,38 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance import Accepted
+from medusa.base.model import BaseModel
 from medusa.engine.output import TokenLogprob
+
+SCORED = 64
+"""Rows of logits that are held at a time where a prompt is scored."""
+
+
+def score(base: BaseModel, hidden_CF: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of tokens, by the hidden states before each.
+
+    Args:
+        base: The base.
+        hidden_CF: One for each token.
+        tokens: What follows.
+        top: How many of the most likely tokens to tell.
+    """
+    told = []
+    for begin in range(0, len(tokens), SCORED):
+        logprobs_CV = base.logits(hidden_CF[begin : begin + SCORED]).float().log_softmax(-1)
+        tokens_C = torch.tensor(tokens[begin : begin + SCORED], device=logprobs_CV.device)
+        chosen_C, best = logprobs_CV.gather(1, tokens_C[:, None])[:, 0], logprobs_CV.topk(max(1, top))
+        told += _told(chosen_C.tolist(), best.values.tolist(), best.indices.tolist(), top)
+    return told
+
+
+def _told(
+    chosen: Sequence[float], values: Sequence[Sequence[float]], indices: Sequence[Sequence[int]], top: int
+) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(logprob, dict(zip(tokens[:top], best[:top], strict=True)))
+        for logprob, best, tokens in zip(chosen, values, indices, strict=True)
+    ]
 
 
 class LogprobReader:
@@ -38,10 +69,4 @@ class LogprobReader:
             return {}
         chosen, values, indices = (part.tolist() for part in self._read)
         self._read = None
-        return {
-            row: [
-                TokenLogprob(logprob, dict(zip(indices[i][a][:most], values[i][a][:most], strict=True)))
-                for a, logprob in enumerate(chosen[i])
-            ]
-            for i, (row, most) in enumerate(self._rows.items())
-        }
+        return {row: _told(chosen[i], values[i], indices[i], most) for i, (row, most) in enumerate(self._rows.items())}

@@ -54,6 +54,7 @@ class Output:
         seconds: Wall-clock time from the first token to the last.
         cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix`` and ``BlockPool``).
         logprobs: Of every token, where ``SamplingParams.logprobs`` asks for them.
+        prompt_logprobs: Of every token of the prompt, None of the first, where they are asked for.
     """
 
     prompt_tokens: int
@@ -68,6 +69,7 @@ class Output:
     seconds: float = 0.0
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -102,7 +104,12 @@ class Completion:
         eos_ids: frozenset[int],
         incremental: bool = False,
     ) -> None:
-        self.output = Output(prompt_tokens, seed=params.seed, logprobs=None if params.logprobs is None else [])
+        self.output = Output(
+            prompt_tokens,
+            seed=params.seed,
+            logprobs=None if params.logprobs is None else [],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
         self.max_new_tokens = min(params.max_new_tokens, room)
         self._tokenizer = tokenizer
         self._max_steps = params.max_steps

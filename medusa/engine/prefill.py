@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medusa.base.model import BaseModel
 from medusa.cache import CachedSequence
+from medusa.engine.logprobs import score
 from medusa.engine.request import Request
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -47,10 +48,19 @@ class Chunk:
         first = sequence.length
         sequence.length += self.size
         self.hidden = hidden_CF[-1]
+        if self.request.unscored:
+            self._score(base, hidden_CF, first)
         known = self.size - self.ends  # the token after the last is not known yet
         if base.mtp is not None and known:
             after = self.request.text[first + 1 : first + 1 + known]
             base.mtp.observe([sequence], hidden_CF[None, :known], torch.tensor([after], device=base.device), [known])
+
+    def _score(self, base: BaseModel, hidden_CF: Tensor, first: int) -> None:
+        """Tell the log-probabilities of the prompt's tokens that follow these and were not told before."""
+        request, told = self.request, self.request.output.prompt_logprobs
+        assert told is not None, "somebody asks for them"
+        tokens, place = request.prompt[len(told) : first + self.size + 1], len(told) - 1 - first
+        told += score(base, hidden_CF[place : place + len(tokens)], tokens, request.params.prompt_logprobs or 0)
 
 
 @torch.inference_mode()

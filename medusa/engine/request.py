@@ -69,6 +69,12 @@ class Request:
         return self.length - self.cached.length
 
     @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come, for which all of it must be computed."""
+        told = self.output.prompt_logprobs
+        return told is not None and len(told) < len(self.prompt)
+
+    @property
     def order(self) -> tuple[int, int]:
         """Who keeps its place when there is not room for all: the smallest first."""
         return self.priority, self.number

@@ -106,11 +106,11 @@ class Scheduler:
         held_up = list[Request]()
         while self._waiting and len(under_way) < (self._config.max_requests or len(under_way) + 1):
             request = min(self._waiting, key=lambda one: (one.priority, clients[one.client], one.number))
-            text = request.text
+            text = self._findable(request)
             if self._computed_by_another(text):
                 held_up.append(request)
             else:
-                needed = self.pool.needed(text[:-1], len(text)) + 1
+                needed = self.pool.needed(text, request.length) + 1
                 if owed + needed > self.pool.available:
                     break
                 owed += needed
@@ -122,18 +122,22 @@ class Scheduler:
 
     def _begin(self, request: Request, text: list[int]) -> None:
         request.sequence = CachedSequence(self.pool)
-        if self._recall:
-            found = request.sequence.recall(text[:-1])  # the last token's logits are needed
+        if text:
+            found = request.sequence.recall(text)
             if not request.output.tokens:
                 request.output.cached_tokens = found
         self._prompts.append(request)
 
+    def _findable(self, request: Request) -> list[int]:
+        """What need not be computed of a text where it is known: all but the last token, whose logits are needed."""
+        return request.text[:-1] if self._recall and not request.unscored else []
+
     def _computed_by_another(self, text: list[int]) -> bool:
         """Whether a text under way fills the first block that is not known of this one: it is computed once."""
-        if not self._recall or not self._prompts:
+        if not text or not self._prompts:
             return False
-        end = self.pool.known(text[:-1]) + self.pool.size
+        end = self.pool.known(text) + self.pool.size
         beginning = text[:end]
-        return end < len(text) and any(
+        return end <= len(text) and any(
             request.length >= end and request.text[:end] == beginning for request in self._prompts
         )

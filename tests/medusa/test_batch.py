@@ -191,6 +191,41 @@ def test_log_probabilities_are_the_bases_own(speaker):
             assert list(told.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+def test_log_probabilities_of_prompts(speaker):
+    """In chunks, with blocks that are known already, for requests that lose their room, and without new tokens."""
+    params = SamplingParams(max_new_tokens=4, prompt_logprobs=2, ignore_eos=True)
+    prompts = [[*range(3, 75), last] for last in (5, 6, 7)]
+    batch = speaker.batch(speaker.base.new_pool(8 * BLOCK), EngineConfig(chunk=7, tree_reserve=2 * BLOCK))
+    batch.add(prompts[0], SamplingParams(max_new_tokens=1))
+    batch.step()
+    scored = [batch.add(prompt, params) for prompt in prompts]
+    alone = batch.add(prompts[0][:1], SamplingParams(max_new_tokens=0, prompt_logprobs=0))
+    for number in range(200):
+        others = batch.pool.take(batch.pool.available if 6 <= number < 12 else 0)
+        batch.step()
+        batch.pool.release(others)
+    assert batch.preemptions > 0 and not len(batch)
+    assert (alone.output.prompt_logprobs, alone.output.tokens, alone.output.finish_reason) == ([None], [], "length")
+    for prompt, request in zip(prompts, scored, strict=True):
+        expected = speaker.base.logits(speaker.base.hidden_states(torch.tensor([prompt])))[0].float().log_softmax(-1)
+        first, *told = request.output.prompt_logprobs
+        assert first is None and request.output.cached_tokens == 0
+        for place, (token, each) in enumerate(zip(prompt[1:], told, strict=True)):
+            assert each.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+            assert list(each.top) == expected[place].topk(2).indices.tolist()
+        assert request.output.tokens == speaker.generate(prompt, max_new_tokens=4, ignore_eos=True).tokens
+
+
+def test_a_prompt_as_long_as_the_context_can_be_scored(speaker):
+    prompt = [5, 6] * (speaker.base.context_length // 2)
+    output = speaker.generate(prompt, max_new_tokens=0, prompt_logprobs=0)
+    assert len(output.prompt_logprobs) == len(prompt) and (output.tokens, output.text) == ([], "")
+    with pytest.raises(ValueError, match="leaves no room"):
+        speaker.generate(prompt, max_new_tokens=1, prompt_logprobs=0)
+    with pytest.raises(ValueError, match="max_new_tokens .0. must be at least 1"):
+        speaker.generate(prompt, max_new_tokens=0)
+
+
 def test_presence_and_frequency_penalties_count_the_completion_alone(speaker):
     """One token at a time by hand, from the base's logits."""
     prompt = [5, 6, 7]
