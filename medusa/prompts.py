@@ -46,6 +46,7 @@ def render_messages(
     messages: Sequence[dict[str, Any]],
     name: str,
     tools: Sequence[dict[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
 
@@ -54,6 +55,7 @@ def render_messages(
         messages: The conversation.
         name: Of the base, for errors.
         tools: What the template describes to the model.
+        options: Further arguments of ``apply_chat_template``, and values for the template.
 
     Raises:
         ValueError: It is no conversation, or there is no chat template, or that refuses it or knows no tools.
@@ -69,8 +71,11 @@ def render_messages(
         raise ValueError(f"chat template of the base ({name}) knows no tools; leave them out, or use another base")
     try:
         ids: list[int] = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+            list(messages),
+            tools=list(tools) if tools else None,
+            return_dict=False,
+            **{"add_generation_prompt": True, **(options or {})},
         )
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(f"chat template of the base ({name}) refuses this: {error}") from error
     return ids

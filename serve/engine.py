@@ -227,7 +227,7 @@ class Engine:
             return
         now = time.monotonic()
         for job in self._jobs.values():
-            if not job.admitted and (job.request.sequence is not None or job.request.output.tokens):
+            if not job.admitted and (job.request.sequence is not None or job.request in grown):
                 job.admitted = True
                 self.metrics.admitted(job)
         for request, pieces in grown.items():
@@ -239,7 +239,8 @@ class Engine:
         """Hand a request what it has grown by."""
         output, before = job.request.output, job.told
         logprobs = tuple(output.logprobs[before:]) if output.logprobs is not None else ()
-        delta = Delta(tuple(pieces), tuple(output.tokens[before:]), logprobs, output.finish_reason)
+        scored = None if output.prompt_logprobs is None or job.first else tuple(output.prompt_logprobs)
+        delta = Delta(tuple(pieces), tuple(output.tokens[before:]), logprobs, output.finish_reason, scored)
         job.told = len(output.tokens)
         self.metrics.grew(job, len(delta.tokens), now)
         self._events.append((job.ticket, delta))

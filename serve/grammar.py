@@ -1,7 +1,7 @@
 """Completions that follow a JSON schema or a grammar, by XGrammar; correct at every node of a tree."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from medusa import BaseModel
 from medusa.engine.constraint import Constraint
+from serve.schema import check_schema
 
 if TYPE_CHECKING:
     import xgrammar
@@ -21,28 +22,8 @@ MOST_SPACES = 16
 """Spaces and line breaks between two parts of JSON: a weak model would go on with them for ever."""
 MOST_TEXT = 32_768
 """Characters of a schema or grammar: compiling takes time that a client does not pay for."""
-MOST_PATTERN, DEEPEST_PATTERN, DEEPEST = 2048, 32, 32
-"""Characters of a regular expression, its brackets, and nested schemas: XGrammar follows them by recursion."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
 """Logits that XGrammar masks itself."""
-
-KEYWORDS = frozenset(
-    "type properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties"
-    " maxProperties items prefixItems unevaluatedItems minItems maxItems minLength maxLength pattern format minimum"
-    " maximum exclusiveMinimum exclusiveMaximum multipleOf enum const anyOf oneOf allOf $ref $defs definitions title"
-    " description default examples example $schema $id $comment deprecated readOnly writeOnly".split()
-)
-"""Of JSON schemas, that are followed or mean nothing for the text; XGrammar ignores all others."""
-FORMATS = frozenset(
-    "date time date-time duration email hostname ipv4 ipv6 uri uri-reference uri-template uuid json-pointer"
-    " relative-json-pointer".split()
-)
-SCHEMAS = ("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "unevaluatedItems")
-"""Keywords whose value is a schema."""
-MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values are schemas by name."""
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-"""Keywords whose value is a list of schemas."""
 
 
 class Grammars:
@@ -67,9 +48,9 @@ class Grammars:
         """
         text = json.dumps(schema)
         _check_size("schema", text)
-        _check(schema, "schema")
+        check_schema(schema, "schema")
         compiled = self._compiled(lambda it: it.compile_json_schema(text, max_whitespace_cnt=MOST_SPACES))
-        printable = self._compiler[1]
+        printable = self._printable
         return lambda: Following(compiled, printable)
 
     def grammar(self, ebnf: str) -> Callable[[], Constraint]:
@@ -82,10 +63,31 @@ class Grammars:
         compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
         return lambda: Following(compiled)
 
+    def structure(self, structure: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> Callable[[], Constraint]:
+        """Text of parts, one of which may be JSON; in XGrammar's language of structural tags.
+
+        Args:
+            structure: The format.
+            schemas: Those that stand in it.
+
+        Raises:
+            ValueError: A schema has keywords that are not supported.
+        """
+        text = json.dumps({"type": "structural_tag", "format": structure})
+        _check_size("schemas of all tools", text)
+        for schema in schemas:
+            check_schema(schema, "schema")
+        compiled = self._compiled(lambda it: it.compile_structural_tag(text))
+        return lambda: Following(compiled)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, which need not be whole characters."""
+        return self._bytes[token]
+
     def _compiled(
         self, compile_with: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]"
     ) -> "xgrammar.CompiledGrammar":
-        compiler, _ = self._compiler
+        compiler = self._compiler
         try:
             return compile_with(compiler)
         except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
@@ -93,8 +95,13 @@ class Grammars:
             raise ValueError(f"grammar cannot be followed: {' '.join(reason.split())}; correct it") from error
 
     @cached_property
-    def _compiler(self) -> "tuple[xgrammar.GrammarCompiler, Tensor]":
-        """The compiler, and the tokens that JSON may hold."""
+    def _compiler(self) -> "xgrammar.GrammarCompiler":
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_limit_bytes=KEPT_BYTES)
+
+    @cached_property
+    def _tokens(self) -> "xgrammar.TokenizerInfo":
         try:
             import xgrammar
         except ImportError as error:
@@ -102,11 +109,18 @@ class Grammars:
                 f"formats need XGrammar ({error}); install it with: pip install 'medusa-decoding[serve]'"
             ) from error
         base = self._base
-        tokens = xgrammar.TokenizerInfo.from_huggingface(
+        return xgrammar.TokenizerInfo.from_huggingface(
             base.tokenizer, vocab_size=base.vocab_size, stop_token_ids=sorted(base.eos_ids)
         )
-        compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_limit_bytes=KEPT_BYTES)
-        return compiler, _printable(tokens.decoded_vocab, base.vocab_size)
+
+    @cached_property
+    def _bytes(self) -> Sequence[bytes]:
+        return self._tokens.decoded_vocab
+
+    @cached_property
+    def _printable(self) -> Tensor:
+        """Tokens that JSON may hold."""
+        return _printable(self._bytes, self._base.vocab_size)
 
 
 class Following:
@@ -176,52 +190,3 @@ def _printable(texts: Sequence[bytes], vocab_size: int) -> Tensor:
 def _check_size(what: str, text: str) -> None:
     if len(text) > MOST_TEXT:
         raise ValueError(f"{what} ({len(text)} characters) exceeds the limit ({MOST_TEXT}); make it shorter")
-
-
-def _check(schema: Any, place: str, depth: int = 0) -> None:
-    """Refuse what would be ignored, or is too much to follow.
-
-    Raises:
-        ValueError: There is something.
-    """
-    if not isinstance(schema, dict):
-        return
-    if depth > DEEPEST:
-        raise ValueError(f"schema is nested more than {DEEPEST} times; make it flatter")
-    problem = next(_problems(schema), None)
-    if problem:
-        raise ValueError(f"{place}: {problem}; leave it out")
-    for name, value in schema.items():
-        if name in SCHEMAS:
-            _check(value, f"{place}.{name}", depth + 1)
-        elif name in MAPS and isinstance(value, dict):
-            for key, inner in value.items():
-                _check(inner, f"{place}.{name}.{key}", depth + 1)
-        elif name in LISTS and isinstance(value, list):
-            for index, inner in enumerate(value):
-                _check(inner, f"{place}.{name}.{index}", depth + 1)
-
-
-def _problems(schema: dict[str, Any]) -> Iterator[str]:
-    """What of one schema would be ignored."""
-    lengths = {"minLength", "maxLength"} & schema.keys()
-    for name in sorted(schema.keys() - KEYWORDS):
-        yield f"keyword ({name}) is not supported"
-    for pattern in [schema.get("pattern"), *_names(schema.get("patternProperties"))]:
-        if isinstance(pattern, str) and (len(pattern) > MOST_PATTERN or pattern.count("(") > DEEPEST_PATTERN):
-            yield f"pattern has more than {MOST_PATTERN} characters or {DEEPEST_PATTERN} brackets"
-    if "format" in schema and str(schema["format"]) not in FORMATS:
-        yield f"format ({schema['format']}) is not supported"
-    if lengths and ("pattern" in schema or "format" in schema):
-        yield f"{min(lengths)} is not supported beside a pattern or format"
-    if "multipleOf" in schema and schema.get("type") != "integer":
-        yield "multipleOf is supported for integers only"
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        yield "allOf of several schemas is not supported"
-    if "patternProperties" in schema and "propertyNames" in schema:
-        yield "propertyNames is not supported beside patternProperties"
-
-
-def _names(value: Any) -> Iterator[str]:
-    """Keys of what should be a map."""
-    return iter(value if isinstance(value, dict) else ())

@@ -42,7 +42,7 @@ class Models:
         Raises:
             UnknownModelError: There is no such model.
         """
-        if model in (None, "", self.name):
+        if model in (None, self.name):
             return None
         if model not in self.engine.model.named:
             raise UnknownModelError(f"model ({model}) does not exist; GET /v1/models lists those that do")

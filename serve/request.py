@@ -61,6 +61,8 @@ class Delta(NamedTuple):
     """Of the tokens, where they are asked for."""
     finish_reason: FinishReason | None
     """Why it has ended; None while it grows."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the prompt's tokens, where they are asked for, with the first one."""
 
 
 class Ticket:

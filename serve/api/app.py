@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from serve.api.access import Limits, check_admin, check_key
+from serve.api.body import ignored, named
 from serve.api.chat import chat
 from serve.api.completions import complete
 from serve.api.errors import ApiError, handle_errors, refused
@@ -76,9 +77,10 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
     async def reply(request: Request, body: Sampling, starting: Awaitable[Reply]) -> Response:
         answer = await while_connected(request, starting)
+        headers = named(ignored(body))
         if body.stream:
-            return answer.stream()
-        return JSONResponse(await while_connected(request, answer.answer()))
+            return answer.stream(headers)
+        return JSONResponse(await while_connected(request, answer.answer()), headers=headers)
 
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(request: Request, body: ChatRequest, key: Client) -> Response:
@@ -107,13 +109,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     async def tokenize(body: TokenizeRequest, _: Client) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
         service.models.heads_of(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise refused("give a prompt or messages, one of them", "prompt")
-        if body.messages is not None:
-            tokens = await service.aside(service.render, body.messages)
-        else:
-            tokens = await service.aside(service.encode, body.prompt, body.add_special_tokens)
-        return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens}
+        return await service.aside(service.texts.tokenize, body)
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, _: Client) -> dict[str, Any]:
@@ -123,7 +119,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             engine.model.base.check_tokens("tokens", body.tokens)
         except ValueError as error:
             raise refused(str(error), "tokens") from error
-        return {"prompt": await service.aside(service.tokenizer.decode, body.tokens)}
+        return {"prompt": await service.aside(service.texts.decode, body.tokens)}
 
     @app.post("/v1/heads", dependencies=[Depends(admin)], responses=ERRORS)
     async def load_heads(body: HeadsRequest) -> dict[str, Any]:

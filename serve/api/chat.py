@@ -1,17 +1,22 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from medusa import Output
 from medusa.engine.output import FinishReason
+from serve.api.asking import Wanted, ask
+from serve.api.calls import Argued, Called, CallReader, Event, Said
 from serve.api.constraints import constraint_of
 from serve.api.errors import refused
 from serve.api.logprobs import Logprobs
+from serve.api.messages import text_of
 from serve.api.protocol import ChatRequest
 from serve.api.reply import REASONS, Kind, Reply
 from serve.api.service import Service
-from serve.api.tools import BEGIN, Calls, calls_of, held, numbered
-from serve.request import Delta
+from serve.api.texts import described
+from serve.api.tools import Calls, calls_of
+from serve.request import Asked, Delta
 
 KIND = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
@@ -22,66 +27,99 @@ async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
     Raises:
         ApiError: It cannot be served.
     """
+    calls = calls_of(body)
+    requests = await asked(service, body, calls, client)
+    choices = [_Message(calls, Logprobs(service.texts.token, top_of(body))) for _ in requests]
+    return Reply(service, body, KIND, choices, await service.start(requests))
+
+
+async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) -> list[Asked]:
+    """What the engine is asked for.
+
+    Raises:
+        ApiError: It cannot be served.
+    """
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise refused("max_tokens and max_completion_tokens mean the same; give one of them", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs needs logprobs; set logprobs, or leave it out", "top_logprobs")
+    constraint, texts = await constraint_of(service, body, calls), service.texts
+    prompt = await service.aside(texts.render, body.messages, body, described(calls.tools))
+    predicted = list[int]()
+    if body.prediction is not None:
+        predicted = await service.aside(texts.encode, text_of(body.prediction.content), False)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    calls, top = calls_of(body), (body.top_logprobs or 0) if body.logprobs else None
-    constraint = await constraint_of(service, body, calls.schema)
-    prompt = await service.aside(service.render, body.messages, calls.tools)
-    requests = service.requests(body, [prompt], longest, top, constraint, client)
-    choices = [_Message(calls, Logprobs(service.tokenizer, top)) for _ in requests]
-    return Reply(service, body, KIND, choices, await service.start(requests))
+    wanted = Wanted([prompt], longest, top_of(body), constraint=constraint, predicted=predicted)
+    return ask(service, body, wanted, client)
+
+
+def top_of(body: ChatRequest) -> int | None:
+    """Alternatives that log-probabilities tell; None = there are none."""
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 class _Message:
-    """``Choice`` of the endpoint; what may become a call is held back from a stream."""
+    """``Choice`` of the endpoint."""
 
     def __init__(self, calls: Calls, logprobs: Logprobs) -> None:
-        self._calls, self._logprobs = calls, logprobs
-        self._held, self._calling = "", calls.schema is not None
+        self._named, self._reader, self._logprobs = bool(calls.name), CallReader(calls), logprobs
+        self._calls = 0
 
     def whole(self, output: Output) -> dict[str, Any]:
-        content, calls = self._calls.read(output.text)
+        events = self._reader.read(output.text, last=True)
+        content, calls = "".join(event.text for event in events if isinstance(event, Said)), _whole(events)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = calls
-        return {
-            "message": message,
-            "logprobs": self._logprobs.chat(output.tokens, output.logprobs, output.finish_reason),
-            "finish_reason": self._reason(output.finish_reason, bool(calls)),
-        }
+        logprobs = self._logprobs.chat(output.tokens, output.logprobs, output.finish_reason)
+        told = None if logprobs is None else {"content": logprobs, "refusal": None}
+        return {"message": message, "logprobs": told, "finish_reason": self._reason(output.finish_reason)}
 
-    def opening(self) -> dict[str, Any]:
-        return _delta({"role": "assistant", "content": ""})
+    def opening(self) -> list[dict[str, Any]]:
+        return [_delta({"role": "assistant", "content": ""})]
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        text, calls = self._sorted("".join(delta.pieces), delta.finish_reason is not None)
-        said: dict[str, Any] = {"content": text} if text or not calls else {}
-        if calls:
-            said["tool_calls"] = numbered(calls)
-        logprobs = self._logprobs.chat(delta.tokens, delta.logprobs, delta.finish_reason)
-        reason = self._reason(delta.finish_reason, bool(calls)) if delta.finish_reason else None
-        return _delta(said, reason, logprobs)
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        events = self._reader.read("".join(delta.pieces), delta.finish_reason is not None)
+        chunks = [_delta(self._said(event)) for event in events]
+        if logprobs := self._logprobs.chat(delta.tokens, delta.logprobs, delta.finish_reason):
+            chunks = chunks or [self.blank()]
+            chunks[0]["logprobs"] = {"content": logprobs, "refusal": None}
+        if delta.finish_reason is not None:
+            chunks.append(_delta({}, self._reason(delta.finish_reason)))
+        return chunks
 
-    def _sorted(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Text to tell now, and at the end what is called."""
-        if not self._calls.wanted:
-            return text, []
-        self._held += text
-        self._calling |= BEGIN in self._held
-        if last:
-            return self._calls.read(self._held)
-        if self._calling:
-            return "", []
-        until = len(self._held) - held(self._held)
-        text, self._held = self._held[:until], self._held[until:]
-        return text, []
+    def blank(self) -> dict[str, Any]:
+        return _delta({})
 
-    def _reason(self, reason: FinishReason | None, called: bool) -> str:
-        return "tool_calls" if called and not self._calls.name else REASONS[reason or "abort"]
+    def _said(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Said(text):
+                return {"content": text}
+            case Called():
+                self._calls += 1
+                return {"tool_calls": [{"index": self._calls - 1, **_call(event, "")}]}
+            case Argued(text):
+                return {"tool_calls": [{"index": self._calls - 1, "function": {"arguments": text}}]}
+
+    def _reason(self, reason: FinishReason | None) -> str:
+        ended = REASONS[reason or "abort"]
+        return "tool_calls" if self._reader.called and not self._named and ended == "stop" else ended
 
 
-def _delta(said: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"delta": said, "logprobs": logprobs, "finish_reason": reason}
+def _whole(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The calls of an answer."""
+    calls = list[dict[str, Any]]()
+    for event in events:
+        if isinstance(event, Called):
+            calls.append(_call(event, ""))
+        elif isinstance(event, Argued):
+            calls[-1]["function"]["arguments"] += event.text
+    return calls
+
+
+def _call(called: Called, arguments: str) -> dict[str, Any]:
+    return {"id": called.id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
+
+
+def _delta(said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"delta": said, "logprobs": None, "finish_reason": reason}

@@ -1,8 +1,11 @@
 """POST /v1/completions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from medusa import Output
+from medusa.engine.output import TokenLogprob
+from serve.api.asking import Wanted, ask
 from serve.api.constraints import constraint_of
 from serve.api.errors import refused
 from serve.api.logprobs import Logprobs
@@ -22,35 +25,57 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
     Raises:
         ApiError: It cannot be served.
     """
-    if body.echo and body.logprobs is not None:
-        raise refused("echo with logprobs is not supported: only those of new tokens are known", "logprobs")
+    if body.best_of not in (None, 1, body.n):
+        raise refused(f"best_of ({body.best_of}) other than n is not supported; leave it out", "best_of")
     constraint = await constraint_of(service, body)
     prompts = await service.aside(_encode, service, body.prompt)
-    longest = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    requests = service.requests(body, prompts, longest, body.logprobs, constraint, client)
-    echoes = [""] * len(requests)
-    if body.echo:
-        echoes = await service.aside(lambda: [service.tokenizer.decode(request.prompt) for request in requests])
-    choices = [_Text(echo, Logprobs(service.tokenizer, body.logprobs)) for echo in echoes]
+    wanted = Wanted(
+        prompts,
+        body.max_tokens,
+        body.logprobs,
+        usual=DEFAULT_MAX_TOKENS,
+        prompt_logprobs=body.logprobs if body.echo else 0 if body.max_tokens == 0 else None,
+        constraint=constraint,
+        param="prompt",
+    )
+    requests = ask(service, body, wanted, client)
+    choices = await service.aside(lambda: [_Text(service, body, request.prompt) for request in requests])
     return Reply(service, body, KIND, choices, await service.start(requests))
 
 
 class _Text:
     """``Choice`` of the endpoint."""
 
-    def __init__(self, echo: str, logprobs: Logprobs) -> None:
-        self._echo, self._logprobs = echo, logprobs
+    def __init__(self, service: Service, body: CompletionRequest, prompt: list[int]) -> None:
+        self._prompt, self._echo = prompt if body.echo else [], service.texts.decode(prompt) if body.echo else ""
+        self._logprobs = Logprobs(service.texts.token, body.logprobs)
 
     def whole(self, output: Output) -> dict[str, Any]:
-        logprobs = self._logprobs.plain(output.tokens, output.logprobs, output.finish_reason)
-        return _choice(self._echo + output.text, REASONS[output.finish_reason or "abort"], logprobs)
+        told = self._told(output.tokens, output.logprobs, output.prompt_logprobs)
+        return _choice(self._echo + output.text, REASONS[output.finish_reason or "abort"], told)
 
-    def opening(self) -> dict[str, Any] | None:
-        return _choice(self._echo) if self._echo else None
+    def opening(self) -> list[dict[str, Any]]:
+        return []
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs.plain(delta.tokens, delta.logprobs, delta.finish_reason)
-        return _choice("".join(delta.pieces), REASONS[delta.finish_reason] if delta.finish_reason else None, logprobs)
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        echo, self._echo = self._echo, ""
+        text, told = echo + "".join(delta.pieces), self._told(delta.tokens, delta.logprobs, delta.prompt_logprobs)
+        reason = REASONS.get(delta.finish_reason or "")
+        return [_choice(text, reason, told)] if text or reason or told else []
+
+    def blank(self) -> dict[str, Any]:
+        return _choice("")
+
+    def _told(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None] | None,
+        before: Sequence[TokenLogprob | None] | None,
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of tokens, behind those of the prompt where they come with them and it is echoed."""
+        if before is not None and self._prompt:
+            tokens, logprobs = [*self._prompt, *tokens], [*before, *(logprobs or ())]
+        return self._logprobs.plain(tokens, logprobs) if tokens else None
 
 
 def _choice(text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -64,9 +89,9 @@ def _encode(service: Service, prompt: Any) -> list[list[int]]:
         ApiError: There is none.
     """
     if isinstance(prompt, str):
-        return [service.encode(prompt)]
+        return [service.texts.encode(prompt)]
     if not prompt:
         raise refused("prompt (an empty list) holds nothing to complete; give at least one prompt", "prompt")
     if isinstance(prompt[0], int):
         return [list(prompt)]
-    return [service.encode(one) if isinstance(one, str) else list(one) for one in prompt]
+    return [service.texts.encode(one) if isinstance(one, str) else list(one) for one in prompt]

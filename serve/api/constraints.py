@@ -1,4 +1,4 @@
-"""From ``response_format`` to what a completion may say."""
+"""From ``response_format`` and tools to what a completion may say."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,39 +6,75 @@ from typing import Any
 
 from medusa.engine.constraint import Constraint
 from serve.api.errors import refused
+from serve.api.messages import ResponseFormat
 from serve.api.protocol import ChatRequest, CompletionRequest
 from serve.api.service import Service
+from serve.api.tools import Calls, parameters
+from serve.grammar import MOST_SPACES, Grammars
+
+Made = Callable[[], Constraint]
 
 
 async def constraint_of(
-    service: Service, body: ChatRequest | CompletionRequest, schema: dict[str, Any] | None = None
-) -> Callable[[], Constraint] | None:
+    service: Service, body: ChatRequest | CompletionRequest, calls: Calls | None = None
+) -> Made | None:
     """Makes what each completion may say; None = anything.
 
     Args:
         service: Compiles grammars.
         body: Of a request.
-        schema: What a tool makes of the answer, in place of a format.
+        calls: How it may call.
 
     Raises:
         ApiError: The format is incomplete, or cannot be followed.
     """
-    wanted = body.response_format
-    if schema is None and (wanted is None or wanted.type == "text"):
+    calls, wanted = calls or Calls(), body.response_format
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if wanted is None and not calls.required and not calls.strict:
         return None
     if body.ignore_eos:
         raise refused("ignore_eos does not go with a format: the answer ends where the format does", "ignore_eos")
-    grammars, param = service.grammars, "response_format" if schema is None else "tools"
     try:
-        if schema is not None:
-            return await asyncio.to_thread(grammars.json_schema, schema)
-        assert wanted is not None, "either of both"
-        if wanted.type == "json_object":
-            return await asyncio.to_thread(grammars.json_object)
-        if wanted.type == "json_schema" and wanted.json_schema is not None:
-            return await asyncio.to_thread(grammars.json_schema, wanted.json_schema.schema_)
-        if wanted.type == "grammar" and wanted.grammar is not None:
-            return await asyncio.to_thread(grammars.grammar, wanted.grammar)
+        return await asyncio.to_thread(_compiled, service.grammars, wanted, calls)
     except (ValueError, TypeError, RecursionError) as error:
-        raise refused(str(error) or "schema cannot be read; correct it", param) from error
-    raise refused(f"response_format ({wanted.type}) is incomplete; give {wanted.type} beside its type", param)
+        message = str(error) or "schema cannot be read; correct it"
+        raise refused(message, "tools" if calls.tools else "response_format") from error
+
+
+def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls) -> Made:
+    if calls.name:
+        (named,) = [tool for tool in calls.tools if tool.function.name == calls.name][:1]
+        return grammars.json_schema(parameters(named))
+    if calls.required:
+        return grammars.structure(calls.structure(free=False), calls.schemas)
+    if wanted is None:
+        return grammars.structure(calls.structure(free=True), calls.schemas)
+    if calls.tools:  # either of both
+        form, schemas = _structure(wanted)
+        either = {"type": "or", "elements": [form, calls.structure(free=False)]}
+        return grammars.structure(either, [*schemas, *calls.schemas])
+    if wanted.type == "grammar" and wanted.grammar is not None:
+        return grammars.grammar(wanted.grammar)
+    return grammars.json_schema(_schema(wanted))
+
+
+def _schema(wanted: ResponseFormat) -> dict[str, Any]:
+    """Of a format that has one.
+
+    Raises:
+        ValueError: It is incomplete.
+    """
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None:
+        raise ValueError(f"response_format ({wanted.type}) is incomplete; give {wanted.type} beside its type")
+    return wanted.json_schema.schema_
+
+
+def _structure(wanted: ResponseFormat) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A format in XGrammar's language of structural tags, and the schemas in it."""
+    if wanted.type == "grammar" and wanted.grammar is not None:
+        return {"type": "grammar", "grammar": wanted.grammar}, []
+    schema = _schema(wanted)
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}, [schema]

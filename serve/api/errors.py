@@ -15,7 +15,11 @@ from serve.request import BusyError, EngineError, LateError, StoppingError
 
 logger = logging.getLogger(__name__)
 
-REASONS = {"json_invalid": "body is not JSON; correct it", "extra_forbidden": "is not supported; leave it out"}
+REASONS = {
+    "json_invalid": "body is not JSON; correct it",
+    "extra_forbidden": "is not known; leave it out",
+    "missing": "is missing; give it",
+}
 """What pydantic's kinds of errors mean, where its own words do not say it."""
 TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -65,6 +69,18 @@ class ApiError(Exception):
 def refused(message: str, param: str | None = None) -> ApiError:
     """A request that cannot be served as it is."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param)
+
+
+def too_long(context: int, what: str, param: str) -> ApiError:
+    """A request that does not fit into the context. Clients look for the code, and some for the first words.
+
+    Args:
+        context: Tokens that there is room for.
+        what: What takes more.
+        param: Where it stands.
+    """
+    message = f"This model's maximum context length is {context} tokens, but {what}; shorten the request"
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, "context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -1,33 +1,22 @@
-"""What clients send. Fields are OpenAI's, some of vLLM's, and our own ``speculation``; any other is refused.
+"""What clients send. Fields are OpenAI's, some of vLLM's, and our own ``speculation``.
 
 Ranges of sampling parameters are checked by ``SamplingParams``, so that they are the same everywhere.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
+
+from serve.api.body import Body, StrictBody, lacking
+from serve.api.messages import Content, Message, ResponseFormat, Tool
 
 Number = StrictInt | StrictFloat
 Stop = Annotated[str, Field(max_length=1024)]
 Token = Annotated[StrictInt, Field(ge=0)]
+Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
 
-class Body(BaseModel):
-    """Unknown fields are errors: what is not supported is refused, never ignored."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        """Null asks for nothing: clients send back answers with all their empty fields."""
-        if not isinstance(value, dict):
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: inner for name, inner in value.items() if inner is not None or name in known}
-
-
-class SpeculationBody(Body):
+class SpeculationBody(StrictBody):
     """How this request is drafted; greedy and sampled text does not depend on it."""
 
     enabled: StrictBool = True
@@ -55,13 +44,15 @@ class StreamOptions(Body):
     include_usage: StrictBool = False
     """A last chunk with the numbers of tokens."""
     continuous_usage_stats: StrictBool = False
-    """They come with every chunk."""
+    """They come with every chunk too."""
+    include_obfuscation: StrictBool = False
+    """Means nothing here."""
 
 
 class Sampling(Body):
-    """What both kinds of completion share."""
+    """What all kinds of completion share."""
 
-    model: str | None = None
+    model: str
     """A name of /v1/models: the base with its own heads, or others by their name."""
     n: Annotated[StrictInt, Field(ge=1)] | None = None
     stream: StrictBool | None = None
@@ -77,7 +68,7 @@ class Sampling(Body):
     frequency_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=1024)] | None = None
     """By token id."""
-    seed: StrictInt | None = None
+    seed: Seed | None = None
     """null = another one each time, told as ``seed`` of the answer; completion i of n has seed + i."""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: StrictBool | None = None
@@ -94,82 +85,30 @@ class Sampling(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     return_token_ids: StrictBool | None = None
     """Tell the token ids of prompt and completions."""
 
 
-class TextPart(Body):
-    """A part of a message."""
+class Rendering(Body):
+    """How the chat template renders a conversation."""
 
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Body):
-    """A call that the model made."""
-
-    name: str
-    arguments: str
-    """JSON."""
+    add_generation_prompt: StrictBool = True
+    """Let the answer begin behind it."""
+    continue_final_message: StrictBool = False
+    """The answer goes on with the last message, as it ends."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further values for the template."""
 
 
-class ToolCall(Body):
-    """A call that the model made, with its id."""
+class Prediction(Body):
+    """What much of the answer will probably be; text that repeats it is drafted from it."""
 
-    id: str
-    index: StrictInt | None = None
-    """Of pieces of a stream; means nothing here."""
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["content"]
+    content: Content
 
 
-class Message(Body):
-    """One entry of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-    """OpenAI's clients send back what they got."""
-
-
-class JsonSchema(Body):
-    """A schema that the answer follows."""
-
-    name: str = ""
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: StrictBool | None = None
-
-
-class ResponseFormat(Body):
-    """What the answer may be."""
-
-    type: Literal["text", "json_object", "json_schema", "grammar"]
-    json_schema: JsonSchema | None = None
-    grammar: str | None = None
-    """EBNF; our own extension."""
-
-
-class Function(Body):
-    """A function that the model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: StrictBool | None = None
-
-
-class Tool(Body):
-    """A tool that the model may use, or as ``tool_choice`` the one that it must use."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, Rendering):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -180,6 +119,12 @@ class ChatRequest(Sampling):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: StrictBool | None = None
+    prediction: Prediction | None = None
+    modalities: Annotated[Any, lacking("this model writes text only", lambda value: value in ([], ["text"]))] = None
+    audio: Annotated[Any, lacking("this model writes text only")] = None
+    functions: Annotated[Any, lacking("give tools")] = None
+    function_call: Annotated[Any, lacking("give tools and tool_choice", lambda value: value == "none")] = None
+    web_search_options: Annotated[Any, lacking("this model searches nothing", lambda _: False)] = None
 
 
 class CompletionRequest(Sampling):
@@ -189,15 +134,23 @@ class CompletionRequest(Sampling):
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
+    best_of: StrictInt | None = None
+    """1, or as many as n."""
+    suffix: Annotated[Any, lacking("text is continued, not filled in")] = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Rendering):
     """POST /tokenize: text, or a conversation as the chat template renders it."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: StrictBool = True
+    tools: list[Tool] | None = None
+    add_special_tokens: StrictBool | None = None
+    """Begin as the tokenizer begins a text; null = with a prompt, and not behind a template, which does it itself."""
+    return_token_strs: StrictBool = False
+    chat_template: Annotated[Any, lacking("the base's own is used")] = None
+    mm_processor_kwargs: Annotated[Any, lacking("this model reads text only")] = None
 
 
 class DetokenizeRequest(Body):
@@ -207,7 +160,7 @@ class DetokenizeRequest(Body):
     tokens: list[Token]
 
 
-class HeadsRequest(Body):
+class HeadsRequest(StrictBody):
     """POST /v1/heads: heads to load at run time, by an admin."""
 
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
@@ -37,11 +37,14 @@ class Choice(Protocol):
     def whole(self, output: Output) -> dict[str, Any]:
         """All of it."""
 
-    def opening(self) -> dict[str, Any] | None:
+    def opening(self) -> list[dict[str, Any]]:
         """What begins a stream, if anything does."""
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        """What it has grown by."""
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """What it has grown by; at the end at least one, why it has ended."""
+
+    def blank(self) -> dict[str, Any]:
+        """A piece without text."""
 
 
 class Reply:
@@ -87,7 +90,7 @@ class Reply:
                 choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.asked.prompt}
         return body | self._spec_metrics()
 
-    def stream(self) -> StreamingResponse:
+    def stream(self, headers: dict[str, str]) -> StreamingResponse:
         """The answer as server-sent events; an error is the last one. A client that goes away ends them."""
 
         async def events() -> AsyncGenerator[str]:
@@ -100,29 +103,46 @@ class Reply:
                 yield _event(as_api_error(error).body())
             yield "data: [DONE]\n\n"
 
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+        return event_stream(events(), headers)
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        options = self._body.stream_options or StreamOptions()
+        body, options = self._body, self._body.stream_options or StreamOptions()
         told = [0] * len(self._tickets)
-        head = {**self._head, "object": self._kind.chunk} | ({"usage": None} if options.include_usage else {})
+        head, fresh = {**self._head, "object": self._kind.chunk}, set(range(len(told)))
+
+        def chunk(index: int, piece: dict[str, Any]) -> dict[str, Any]:
+            prompt, usage = dict[str, Any](), dict[str, Any]()
+            if body.return_token_ids and index in fresh:
+                prompt = {"prompt_token_ids": self._tickets[index].asked.prompt}
+            if options.include_usage:
+                usage = {"usage": self._usage(told) if options.continuous_usage_stats else None}
+            fresh.discard(index)
+            return {**head, "choices": [{"index": index, **piece, **prompt}], **prompt, **usage}
+
         for index, choice in enumerate(self._choices):
-            if opening := choice.opening():
-                yield {**head, "choices": [{"index": index, **opening}]}
+            for piece in choice.opening():
+                yield chunk(index, piece)
         async with aclosing(merged(self._tickets)) as deltas:
             async for index, delta in deltas:
                 told[index] += len(delta.tokens)
-                piece = {"index": index, **self._choices[index].piece(delta)}
-                if self._body.return_token_ids:
-                    piece["token_ids"] = list(delta.tokens)
-                if self._body.speculation is not None and self._body.speculation.trace:
-                    piece["pieces"] = [[text, text.drafted] for text in delta.pieces]
-                chunk = {**head, "choices": [piece]}
-                yield chunk | ({"usage": self._usage(told)} if options.continuous_usage_stats else {})
+                for piece in self._pieces(index, delta):
+                    yield chunk(index, piece)
         last = self._spec_metrics() | ({"usage": self._usage(told)} if options.include_usage else {})
         if last:
             yield {**head, "choices": [], **last}
+
+    def _pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """What a completion has grown by, the first piece with what is told of its tokens."""
+        first: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            first["token_ids"] = list(delta.tokens)
+        if self._body.speculation is not None and self._body.speculation.trace and delta.pieces:
+            first["pieces"] = [[text, text.drafted] for text in delta.pieces]
+        pieces = self._choices[index].pieces(delta)
+        if first:
+            pieces = pieces or [self._choices[index].blank()]
+            pieces[0] |= first
+        return pieces
 
     def _usage(self, told: Sequence[int]) -> dict[str, Any]:
         """How many tokens were read and written; a prompt counts once, however often it is completed."""
@@ -150,6 +170,12 @@ class Reply:
             "num_draft_tokens": output.draft_tokens,
         }
         return {"metrics": {"speculative_decoding": figures}}
+
+
+def event_stream(events: AsyncIterator[str], headers: dict[str, str]) -> StreamingResponse:
+    """Server-sent events as a response that nobody on the way holds back."""
+    passing = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=passing | headers)
 
 
 def _event(body: dict[str, Any]) -> str:

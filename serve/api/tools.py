@@ -1,61 +1,55 @@
-"""Tools: what the chat template tells the model of them, and what the model makes of it.
+"""Tools: what the chat template tells the model of them, and what its answer may be.
 
-A call is a JSON object between ``<tool_call>`` tags (Hermes, Qwen and many others). Where a call is required, a grammar
-makes the whole answer one.
+A call is a JSON object between ``<tool_call>`` tags (Hermes, Qwen and many others). Where calls are required, or follow
+the schemas of their tools, a grammar sees to it.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from serve.api.errors import refused
-from serve.api.protocol import ChatRequest, Tool
+from serve.api.messages import Tool
+from serve.api.protocol import ChatRequest
+from serve.grammar import MOST_SPACES
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class Calls(NamedTuple):
-    """How calls are found in an answer.
+    """How a request may call.
 
     Attributes:
-        tools: As the template gets them; None = it gets none.
-        schema: What the whole answer must be; None = the model may also just talk.
-        name: The one function whose arguments the answer is; empty = the answer names it.
-        single: Only the first call of an answer counts.
+        tools: That the model knows.
+        required: It has to.
+        name: The one function whose arguments the answer is; empty = calls name it.
+        single: The first call of an answer ends it.
     """
 
-    tools: list[dict[str, Any]] | None = None
-    schema: dict[str, Any] | None = None
+    tools: Sequence[Tool] = ()
+    required: bool = False
     name: str = ""
     single: bool = False
 
     @property
-    def wanted(self) -> bool:
-        """Whether answers may hold calls."""
-        return self.tools is not None
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the arguments of each tool."""
+        return [parameters(tool) for tool in self.tools]
 
-    def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """What is said and what is called in an answer; a call that is no JSON object stays text."""
-        if not self.wanted:
-            return text, []
-        if self.name:
-            return "", [_call(self.name, text)]
-        if self.schema is not None:
-            found = _parsed(text)
-            return ("", [found]) if found else (text, [])
-        said, _, rest = text.partition(BEGIN)
-        calls = []
-        while rest:
-            inside, _, rest = rest.partition(END)
-            found = _parsed(inside)
-            if found is None:
-                return text, []
-            calls.append(found)
-            _, _, rest = rest.partition(BEGIN)
-            if self.single:
-                break
-        return (said.strip() if calls else text), calls
+    @property
+    def strict(self) -> bool:
+        """Whether arguments of a tool have to follow its schema."""
+        return any(tool.function.strict for tool in self.tools)
+
+    def structure(self, free: bool) -> dict[str, Any]:
+        """Calls in XGrammar's language of structural tags, as templates teach them.
+
+        Args:
+            free: Any text may stand around them, and there may be none.
+        """
+        called = {"tags": [_tag(tool) for tool in self.tools], "stop_after_first": self.single}
+        if free:
+            return {"type": "triggered_tags", "triggers": [BEGIN], **called}
+        return {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **called}
 
 
 def calls_of(body: ChatRequest) -> Calls:
@@ -66,51 +60,26 @@ def calls_of(body: ChatRequest) -> Calls:
     """
     choice, tools = body.tool_choice, body.tools
     if not tools:
-        if choice not in (None, "none", "auto"):
-            raise refused(f"tool_choice ({choice}) needs tools; give them, or leave it out", "tool_choice")
+        if choice not in (None, "none"):
+            named = choice.function.name if isinstance(choice, Tool) else choice
+            raise refused(f"tool_choice ({named}) needs tools; give them, or leave it out", "tool_choice")
         return Calls()
     if choice == "none":
         return Calls()
-    described = [tool.model_dump(exclude_none=True) for tool in tools]
-    if choice not in (None, "auto") and body.response_format is not None:
-        raise refused("response_format does not go with a tool that must be called; leave one out", "response_format")
+    single = body.parallel_tool_calls is False
     if isinstance(choice, Tool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
+        if choice.function.name not in [tool.function.name for tool in tools]:
             raise refused(f"tool_choice ({choice.function.name}) is none of the tools; name one of them", "tool_choice")
-        return Calls(described, _parameters(named[0]), named[0].function.name)
-    if choice == "required":
-        return Calls(described, {"anyOf": [_call_schema(tool) for tool in tools]})
-    return Calls(described, single=body.parallel_tool_calls is False)
+        return Calls(tools, True, choice.function.name)
+    return Calls(tools, choice == "required", single=single)
 
 
-def held(text: str) -> int:
-    """Characters at the end of a text that may be the beginning of a call."""
-    return max((size for size in range(1, len(BEGIN)) if text.endswith(BEGIN[:size])), default=0)
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
+def parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments."""
     return tool.function.parameters or {"type": "object", "properties": {}}
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    properties = {"name": {"const": tool.function.name}, "arguments": _parameters(tool)}
-    return {"type": "object", "properties": properties, "required": ["name", "arguments"]}
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-        name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return _call(str(name), arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-
-
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def numbered(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as streams tell them."""
-    return [{"index": index, **call} for index, call in enumerate(calls)]
+def _tag(tool: Tool) -> dict[str, Any]:
+    arguments = {"type": "json_schema", "json_schema": parameters(tool), "max_whitespace_cnt": MOST_SPACES}
+    begin = f'{BEGIN}\n{{"name": "{tool.function.name}", "arguments": '
+    return {"type": "tag", "begin": begin, "content": arguments, "end": f"}}\n{END}"}

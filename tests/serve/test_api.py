@@ -189,7 +189,7 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"temperature": -1}, 400, "temperature (-1) must be between"),
         ({"n": 9}, 400, "n (9 completions) exceeds the limit (8)"),
         ({"max_tokens": 0}, 400, "max_tokens (0) must be at least 1"),
-        ({"best_of": 3}, 400, "best_of: is not supported"),
+        ({"audio": {"voice": "alloy"}}, 400, "audio: is not supported; this model writes text only"),
         ({"logit_bias": {"x": 1}}, 400, "its keys are token ids"),
         ({"logit_bias": {"9999": 1}}, 400, "token id (9999)"),
         ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
@@ -202,6 +202,8 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "leaves no room"),
+        ({"model": None}, 400, "model: is missing"),
+        ({"speculation": {"node": 3}}, 400, "speculation.node: is not known"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "knows no tools"),
         ({"tool_choice": "required"}, 400, "needs tools"),
         ({"temperature": "warm"}, 400, "temperature"),
@@ -214,7 +216,7 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"stop": "x" * 2000}, 400, "stop"),
         ({"speculation": {"nodes": 65}}, 400, "nodes (65) exceed the limit (64)"),
         ({"speculation": {"tree": [[rank] for rank in range(64)]}}, 400, "nodes (65) exceed the limit (64)"),
-        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, 400, "exceeds the context"),
+        ({"messages": [{"role": "user", "content": "x" * 50_000}]}, 400, "maximum context length"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"format": ["a"]}}}}, 400, "format"),
     ],
 )  # fmt: skip
@@ -374,15 +376,35 @@ def knowing(base):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_made(knowing, choice):
-    options = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 200}
-    answer = chat(knowing, **options)
+    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = chat(knowing, **options, max_tokens=150)
     (call,) = answer.message.tool_calls
     assert call.function.name == "weather" and 1 <= json.loads(call.function.arguments)["days"] <= 9
     assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
-    streamed = choices(knowing, **options)
-    (told,) = streamed[-1].delta.tool_calls
-    assert (told.function.name, told.function.arguments) == (call.function.name, call.function.arguments)
-    assert not any(choice.delta.content for choice in streamed)
+    opening, begun, *growing, closing = choices(knowing, **options, max_tokens=150)
+    assert opening.delta.content == "" and not any(choice.delta.content for choice in growing)
+    (head,) = begun.delta.tool_calls
+    pieces = [piece for choice in growing for piece in choice.delta.tool_calls]
+    assert (head.function.name, head.function.arguments, head.type) == ("weather", "", "function")
+    assert len(pieces) > 1 and "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert {piece.index for piece in pieces} == {0}
+    assert (closing.delta.tool_calls, closing.finish_reason) == (None, answer.finish_reason)
+
+
+def test_several_calls_and_one_that_is_cut(knowing):
+    answer = chat(knowing, tools=[WEATHER], tool_choice="required", max_tokens=200, temperature=1, seed=3)
+    *whole, _ = answer.message.tool_calls
+    assert whole and all(1 <= json.loads(call.function.arguments)["days"] <= 9 for call in whole)
+    assert answer.finish_reason == "length"
+
+
+def test_a_call_stays_possible_beside_a_format(knowing):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "maximum": 99}}}
+    options = {"tools": [WEATHER], "response_format": form, "temperature": 1.5, "parallel_tool_calls": False}
+    answers = [chat(knowing, **options, seed=seed, max_tokens=150).message for seed in range(12)]
+    called = [answer for answer in answers if answer.tool_calls]
+    assert called and len(called) < len(answers)
+    assert all(isinstance(json.loads(answer.content), int) for answer in answers if not answer.tool_calls)
 
 
 def test_a_conversation_with_calls_and_results(knowing):

@@ -1,49 +1,80 @@
-"""Calls inside what a model says."""
+"""Calls inside what a model says, whole and piece by piece."""
+
+import json
 
 import pytest
 
-from serve.api.protocol import ChatRequest
-from serve.api.tools import Calls, calls_of, held
+from serve.api.calls import Argued, Called, CallReader, Said
+from serve.api.messages import Tool
+from serve.api.tools import Calls
 
-TALKING = Calls(tools=[{}])
+TOOLS = [Tool(type="function", function={"name": "f"})]
+TALKING = Calls(TOOLS)
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<", "b": [{}]}}\n</tool_call>'
 
 
+def read(text, calls=TALKING, size=None):
+    """What is said, and names with arguments of calls; in pieces of a size, or at once."""
+    reader, events = CallReader(calls), []
+    for begin in range(0, len(text), size or len(text)):
+        events += reader.read(text[begin : begin + (size or len(text))])
+    events += reader.read("", last=True)
+    said, called = "", []
+    for event in events:
+        match event:
+            case Said(text):
+                assert text, "nothing is told as nothing"
+                said += text
+            case Called():
+                called.append([event.name, ""])
+            case Argued(text):
+                called[-1][1] += text
+    return said, [tuple(call) for call in called]
+
+
+@pytest.mark.parametrize("size", [None, 1, 3, 7])
 @pytest.mark.parametrize(
     ("text", "said", "called"),
     [
         ("Hello", "Hello", []),
+        ("Hello \n", "Hello \n", []),
+        ("1 <tool 2 <", "1 <tool 2 <", []),
         ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
         (
-            'I look.\n<tool_call>{"name": "f", "arguments": "{}"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+            'I look.\n<tool_call>{"name": "f", "arguments": "{}"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n',
             "I look.",
             [("f", "{}"), ("g", "{}")],
         ),
+        (f"{ONE}\n{ONE} done", " done", [("f", '{"a": "}\\"<", "b": [{}]}')] * 2),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
         ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
         ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>!', "!", [("f", '{"a": ')]),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
     ],
 )
-def test_calls_are_found(text, said, called):
-    content, calls = TALKING.read(text)
-    assert content == said
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == called
+def test_calls_are_found(text, said, called, size):
+    assert read(text, size=size) == (said, called)
+
+
+def test_arguments_are_told_as_they_come():
+    reader = CallReader(TALKING)
+    begun = reader.read('So:\n<tool_call>{"name": "f", "arguments": {"a"')
+    assert [type(event) for event in begun] == [Said, Called, Argued] and begun[0].text == "So:"
+    assert reader.read(": 1") == [Argued(": 1")] and reader.read("}") == [Argued("}")] and reader.read("}") == []
 
 
 def test_one_call_counts_where_several_are_not_wanted():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    asked = ChatRequest(messages=[{"role": "user", "content": "hi"}], tools=tools, parallel_tool_calls=False)
-    content, calls = calls_of(asked).read(
-        'So: <tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
-    )
-    assert (content, [call["function"]["name"] for call in calls]) == ("So:", ["f"])
+    assert read(f"So: {ONE}{ONE} more", Calls(TOOLS, single=True))[0] == "So:"
+    assert len(read(f"So: {ONE}{ONE} more", Calls(TOOLS, single=True))[1]) == 1
 
 
-def test_what_may_become_a_call_is_held_back():
-    assert held("Hello <tool") == 5
-    assert held("a < b") == 0
-    assert held("x<") == 1
+def test_without_tools_nothing_is_a_call_and_for_a_named_one_all_is():
+    assert read(ONE, Calls()) == (ONE, [])
+    assert read('{"a": 1}', Calls(TOOLS, True, "f"), size=2) == ("", [("f", '{"a": 1}')])
 
 
-def test_without_tools_nothing_is_a_call():
-    text = '<tool_call>{"name": "f"}</tool_call>'
-    assert Calls().read(text) == (text, [])
+def test_calls_of_a_structure_are_those_that_are_read():
+    tag = TALKING.structure(free=False)["tags"][0]
+    assert read(tag["begin"] + json.dumps({"a": 1}) + tag["end"]) == ("", [("f", '{"a": 1}')])

@@ -1,0 +1,135 @@
+"""From the body of a request to what the engine is asked for."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from medusa import SamplingParams, Speculation, Tree
+from medusa.drafters.prediction import PredictionDrafter
+from medusa.engine.config import EngineConfig
+from medusa.engine.constraint import Constraint
+from medusa.sampling import SAMPLING, SPECULATION
+from serve.api.errors import refused, too_long
+from serve.api.protocol import Sampling, SpeculationBody
+from serve.api.service import Service
+from serve.request import Asked
+
+DRAFTING = SPECULATION & SpeculationBody.model_fields.keys() - {"tree"}
+"""Fields of ``speculation`` that mean what they mean in ``Speculation``."""
+CHOOSING = SAMPLING & Sampling.model_fields.keys() - {"seed", "logit_bias"}
+"""Fields that mean what they mean in ``SamplingParams``."""
+MOST_NODES = EngineConfig().tree_reserve // 2
+"""Of a request's trees: two of them have room behind its text."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an endpoint has made of a body, beside the fields that mean the same everywhere.
+
+    Attributes:
+        prompts: Token ids of each.
+        longest: Tokens of a completion at most, as asked for; None = ``usual``.
+        logprobs: Alternatives to each token; None = nothing is told.
+        usual: Tokens of a completion at most, as far as the context has room; None = as many as it has.
+        prompt_logprobs: As ``logprobs``, of the prompt's tokens.
+        constraint: Makes what a completion may say; None = anything.
+        predicted: Token ids of what much of the completion will probably be.
+        param: The field that holds the prompt.
+    """
+
+    prompts: Sequence[list[int]]
+    longest: int | None
+    logprobs: int | None
+    usual: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Callable[[], Constraint] | None = None
+    predicted: Sequence[int] = ()
+    param: str = "messages"
+
+
+def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[Asked]:
+    """What the engine is asked for: n completions of each prompt.
+
+    Raises:
+        ApiError: Something in the body cannot be served.
+    """
+    count, settings = (body.n or 1) * len(wanted.prompts), service.settings
+    if count > settings.max_n:
+        raise refused(f"n ({count} completions) exceeds the limit ({settings.max_n}); ask for fewer", "n")
+    if body.stream_options is not None and not body.stream:
+        raise refused("stream_options needs stream; set stream, or leave it out", "stream_options")
+    try:
+        speculation = _speculation(service, body, wanted.predicted)
+    except ValueError as error:
+        raise refused(str(error), "speculation") from error
+    limits = [float(limit) for limit in (body.timeout, settings.timeout) if limit is not None]
+    timeout, priority = min(limits, default=None), body.priority or 0
+    seed = body.seed if body.seed is not None else random.getrandbits(31)
+    bias = _bias(service, body)
+    found = []
+    for prompt in wanted.prompts:
+        params = _params(body, wanted, _longest(wanted, len(prompt), service.context_length), bias)
+        for number in range(body.n or 1):
+            seeded = replace(params, seed=(seed + number) % 2**63)
+            found.append(Asked(prompt, seeded, speculation, wanted.constraint, client, priority, timeout))
+    return found
+
+
+def _longest(wanted: Wanted, length: int, context: int) -> int:
+    """Tokens of a completion at most."""
+    room, asked = context - length, wanted.longest
+    if room < min(1, 1 if asked is None else asked):
+        raise too_long(context, f"the prompt has {length}, which leaves no room for an answer", wanted.param)
+    if asked is None:
+        return room if wanted.usual is None else min(room, wanted.usual)
+    if asked > room:
+        raise too_long(context, f"the prompt has {length} and the answer may have {asked}", wanted.param)
+    return asked
+
+
+def _speculation(service: Service, body: Sampling, predicted: Sequence[int]) -> Speculation:
+    asked, heads = body.speculation, service.models.heads_of(body.model)
+    given = {name: value for name in DRAFTING if (value := getattr(asked, name, None)) is not None}
+    drafting = given.keys() & {"drafter", "nodes"} or (asked is not None and asked.tree is not None)
+    if asked is not None and not asked.enabled:
+        if drafting:
+            raise ValueError("speculation is not enabled and says how to draft; leave one out")
+        given["nodes"] = 1
+    elif predicted and not drafting:
+        given["drafter"] = PredictionDrafter(predicted)
+    if asked is None or asked.tree is None:
+        nodes, tree = given.get("nodes", 0), None
+    else:
+        nodes, tree = len(asked.tree) + 1, Tree(tuple(tuple(path) for path in asked.tree))
+    if nodes > MOST_NODES:
+        raise ValueError(f"nodes ({nodes}) exceed the limit ({MOST_NODES}); ask for a smaller tree")
+    return Speculation(**given, heads=heads, tree=tree)
+
+
+def _bias(service: Service, body: Sampling) -> dict[int, float] | None:
+    try:
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        service.engine.model.base.check_tokens("logit_bias", bias)
+    except ValueError as error:
+        message = str(error) if "token id" in str(error) else f"logit_bias: {error}; its keys are token ids"
+        raise refused(message, "logit_bias") from error
+    return bias or None
+
+
+def _params(body: Sampling, wanted: Wanted, longest: int, bias: dict[int, float] | None) -> SamplingParams:
+    """How tokens are chosen; an ApiError names the field that is wrong."""
+    given = {"temperature": 1.0} | {name: value for name in CHOOSING if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    try:
+        return SamplingParams(
+            **given,
+            max_new_tokens=longest,
+            logprobs=wanted.logprobs,
+            prompt_logprobs=wanted.prompt_logprobs,
+            logit_bias=bias,
+        )
+    except ValueError as error:
+        message = str(error).replace("max_new_tokens", "max_tokens")
+        field = message.split(maxsplit=1)[0]
+        raise refused(message, field if field in type(body).model_fields else None) from error

@@ -1,0 +1,108 @@
+"""Conversations and tools as clients send them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
+from pydantic_core import PydanticCustomError
+
+from serve.api.body import Body
+
+TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
+
+
+class Part(Body):
+    """A part of what was said; ``refusal`` is what a model said in place of text."""
+
+    type: Literal["text", "refusal", "input_text", "output_text"]
+    text: str = ""
+    refusal: str = ""
+
+
+def _text_only(value: Any) -> Any:
+    """Say of a picture that it is one."""
+    if isinstance(value, list):
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in TEXT_PARTS:
+                message = "this model reads text only, and a part is of another type ({kind}); leave it out"
+                raise PydanticCustomError("text_only", message, {"kind": kind[:40]})
+    return value
+
+
+Content = Annotated[str | list[Part], BeforeValidator(_text_only)]
+
+
+def text_of(content: str | list[Part] | None) -> str:
+    """The text of a message."""
+    if isinstance(content, list):
+        return "".join(part.text or part.refusal for part in content)
+    return content or ""
+
+
+class FunctionCall(Body):
+    """A call that the model made."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Body):
+    """A call that the model made, with its id."""
+
+    id: str
+    index: StrictInt | None = None
+    """Of pieces of a stream; means nothing here."""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One entry of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """For templates that show it."""
+    refusal: str | None = None
+    """Clients send back what they got, as the next ones; where nothing else was said this is what was."""
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class JsonSchema(Body):
+    """A schema that the answer follows."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer may be."""
+
+    type: Literal["text", "json_object", "json_schema", "grammar"]
+    json_schema: JsonSchema | None = None
+    grammar: str | None = None
+    """EBNF; our own extension."""
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+    """Arguments follow the schema."""
+
+
+class Tool(Body):
+    """A tool that the model may use, or as ``tool_choice`` the one that it must use."""
+
+    type: Literal["function"]
+    function: Function

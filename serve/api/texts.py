@@ -1,0 +1,133 @@
+"""Texts and token ids: what the endpoints ask of the base's tokenizer and chat template."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+from medusa import BaseModel
+from medusa.prompts import render_messages
+from serve.api.errors import refused, too_long
+from serve.api.messages import Message, Tool, text_of
+from serve.api.protocol import Rendering, TokenizeRequest
+from serve.grammar import Grammars
+
+LONGEST_TOKEN = 64
+"""Characters; a text with more than so many for each token of the context is not encoded."""
+
+
+class Texts:
+    """For one thread at a time, with a copy of the base's tokenizer: tokenizers are not made for several.
+
+    Args:
+        base: Whose.
+        name: Of the base, for errors.
+        grammars: Know the bytes of its tokens.
+    """
+
+    def __init__(self, base: BaseModel, name: str, grammars: Grammars) -> None:
+        self.tokenizer: Any = deepcopy(base.tokenizer)
+        self._name, self._context, self._grammars = name, base.context_length, grammars
+        self.token = lru_cache(maxsize=1 << 16)(self._token)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text."""
+        self._check_length(len(text), "prompt")
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        text: str = self.tokenizer.decode(tokens)
+        return text
+
+    def _token(self, token: int) -> tuple[str, bytes]:
+        """The text of a token and its bytes, which need not be whole characters."""
+        text = self.decode([token])
+        return text, self._grammars.token_bytes(token) if "\ufffd" in text else text.encode()
+
+    def render(
+        self, messages: Sequence[Message], rendering: Rendering, tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation up to where the answer begins.
+
+        Raises:
+            ApiError: There is no template, or it refuses.
+        """
+        said = [_plain(message) for message in messages]
+        self._check_length(sum(len(message["content"]) for message in said), "messages")
+        try:
+            return render_messages(self.tokenizer, said, self._name, tools, self._options(rendering))
+        except ValueError as error:
+            raise refused(str(error), "messages") from error
+
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """The answer of /tokenize.
+
+        Raises:
+            ApiError: Nothing is to be encoded, or too much.
+        """
+        if (body.prompt is None) == (body.messages is None):
+            raise refused("give a prompt or messages, one of them", "prompt")
+        if body.messages is None:
+            tokens = self.encode(body.prompt or "", body.add_special_tokens is not False)
+        else:
+            tokens = self.render(body.messages, body, described(body.tools or ()))
+            if body.add_special_tokens:
+                tokens = self.encode(self.decode(tokens))
+        names = self.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self._context, "tokens": tokens, "token_strs": names}
+
+    def _options(self, rendering: Rendering) -> dict[str, Any]:
+        begun = rendering.continue_final_message
+        if begun and rendering.add_generation_prompt and "add_generation_prompt" in rendering.model_fields_set:
+            message = "continue_final_message and add_generation_prompt exclude each other; set one of them"
+            raise refused(message, "continue_final_message")
+        values = rendering.chat_template_kwargs or {}
+        if taken := values.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
+            raise refused(f"chat_template_kwargs ({min(taken)}) is no value of a template; leave it out")
+        generation = rendering.add_generation_prompt and not begun
+        return {**values, "add_generation_prompt": generation, "continue_final_message": begun}
+
+    def _check_length(self, characters: int, where: str) -> None:
+        """Refuse text that cannot fit before it is encoded."""
+        if characters > LONGEST_TOKEN * self._context:
+            raise too_long(self._context, f"the text has {characters} characters", where)
+
+
+def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates know them."""
+    return [
+        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude=_unknown(tool.function))}
+        for tool in tools
+    ]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it."""
+    said: dict[str, Any] = {"role": message.role, "content": text_of(message.content) or message.refusal or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if value := getattr(message, name):
+            said[name] = value
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+            for call in message.tool_calls
+            for arguments in [_read(call.function.arguments)]
+        ]
+    said["role"] = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    return said
+
+
+def _read(arguments: str) -> Any:
+    """Arguments of a call as an object: templates write them as JSON themselves."""
+    with suppress(ValueError):
+        return json.loads(arguments)
+    return arguments
+
+
+def _unknown(part: Any) -> set[str]:
+    return set(part.model_extra or ())
