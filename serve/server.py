@@ -26,8 +26,8 @@ EPILOG = """\
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "stream": true}'
 
-Keys are read from the environment, separated by commas: MEDUSA_API_KEYS of those that may ask (none = everyone),
-MEDUSA_ADMIN_KEY of who may load and remove heads at run time (none = nobody).
+Keys are read from the environment, where lists of processes do not show them: MEDUSA_API_KEYS of those that may ask,
+separated by commas (none = everyone), MEDUSA_ADMIN_KEY of who may load and remove heads at run time (none = nobody).
 """
 
 
@@ -43,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(model, ModelOptions)
     text = "other heads on the same base, which requests choose as their model (default: none)"
     model.add_argument("--more-heads", nargs="+", default=[], metavar="NAME=DIR", help=text)
+    text = "keys of those that may ask, beside those in MEDUSA_API_KEYS (default: none)"
+    parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help=text)
     for title, kind in (("limits", EngineSettings), ("requests", ApiSettings), ("network", Network)):
         add_flags(parser.add_argument_group(title), kind)
     return parser
@@ -63,7 +65,7 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     from serve.models import Models, read_heads
 
     named = os.environ.get("MEDUSA_API_KEYS", "")
-    keys = frozenset(key.strip() for key in named.split(",") if key.strip())
+    keys = frozenset(key.strip() for key in (*args.api_key, *named.split(",")) if key.strip())
     if named and not keys:
         raise ValueError(f"MEDUSA_API_KEYS ({named!r}) names no key; give some, separated by commas, or unset it")
     api = from_flags(ApiSettings, args, api_keys=keys, admin_key=os.environ.get("MEDUSA_ADMIN_KEY", ""))

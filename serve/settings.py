@@ -39,6 +39,7 @@ class ApiSettings:
     admin_key: str = ""
     """Of /v1/heads; empty = nobody may load heads at run time."""
     origins: Sequence[str] = flag((), "web pages of other hosts that may ask (CORS), * = all", metavar="URL", nargs="+")
+    allow_credentials: bool = flag(False, "these pages may send cookies and keys that the browser keeps")
     max_body: int = flag(4 << 20, "largest body of a request", at_least(1), "BYTES")
     max_n: int = flag(16, "completions of a request, prompts times n", at_least(1), "N")
     timeout: float | None = flag(

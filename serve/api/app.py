@@ -13,19 +13,21 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from serve.api.access import Limits, check_admin, check_key
-from serve.api.body import ignored, named
+from serve.api.body import HEADER, ignored, named
 from serve.api.chat import chat
 from serve.api.completions import complete
 from serve.api.errors import ApiError, handle_errors, refused
+from serve.api.items import ResponsesRequest
 from serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     HeadsRequest,
-    Sampling,
+    Shared,
     TokenizeRequest,
 )
 from serve.api.reply import Reply
+from serve.api.responses import ResponseReply, respond
 from serve.api.service import Service, while_connected
 from serve.models import UnknownModelError
 
@@ -62,7 +64,14 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     app = FastAPI(title="Medusa", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.add_middleware(Limits, max_body=settings.max_body)
     if settings.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["X-Request-Id", HEADER],
+        )
     handle_errors(app)
 
     app.state.stop = partial(engine.stop, drain)  # a server calls it before it closes connections
@@ -75,7 +84,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
     Client = Annotated[str, Depends(client)]
 
-    async def reply(request: Request, body: Sampling, starting: Awaitable[Reply]) -> Response:
+    async def reply(request: Request, body: Shared, starting: Awaitable[Reply | ResponseReply]) -> Response:
         answer = await while_connected(request, starting)
         headers = named(ignored(body))
         if body.stream:
@@ -86,6 +95,11 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     async def chat_completions(request: Request, body: ChatRequest, key: Client) -> Response:
         """Answer a conversation."""
         return await reply(request, body, chat(service, body, _who(key, body)))
+
+    @app.post("/v1/responses", responses=ERRORS)
+    async def responses(request: Request, body: ResponsesRequest, key: Client) -> Response:
+        """Answer a conversation, in the words of OpenAI's newer API."""
+        return await reply(request, body, respond(service, body, _who(key, body)))
 
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(request: Request, body: CompletionRequest, key: Client) -> Response:
@@ -158,7 +172,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     return app
 
 
-def _who(key: str, body: Sampling) -> str:
+def _who(key: str, body: Shared) -> str:
     """Between whom requests are shared out fairly."""
     return f"{key}/{body.user or ''}"
 

@@ -62,7 +62,7 @@ class _Message:
     """``Choice`` of the endpoint."""
 
     def __init__(self, calls: Calls, logprobs: Logprobs) -> None:
-        self._named, self._reader, self._logprobs = bool(calls.name), CallReader(calls), logprobs
+        self._how, self._reader, self._logprobs = calls, CallReader(calls), logprobs
         self._calls = 0
 
     def whole(self, output: Output) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class _Message:
         return {"message": message, "logprobs": told, "finish_reason": self._reason(output.finish_reason)}
 
     def opening(self) -> list[dict[str, Any]]:
-        return [_delta({"role": "assistant", "content": ""})]
+        return [_delta({"role": "assistant", "content": None if self._how.required else ""})]
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         events = self._reader.read("".join(delta.pieces), delta.finish_reason is not None)
@@ -103,7 +103,7 @@ class _Message:
 
     def _reason(self, reason: FinishReason | None) -> str:
         ended = REASONS[reason or "abort"]
-        return "tool_calls" if self._reader.called and not self._named and ended == "stop" else ended
+        return "tool_calls" if self._reader.called and not self._how.name and ended == "stop" else ended
 
 
 def _whole(events: Sequence[Event]) -> list[dict[str, Any]]:

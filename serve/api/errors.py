@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -101,15 +102,19 @@ def as_api_error(error: Exception) -> ApiError:
         case UnknownModelError():
             return ApiError(HTTPStatus.NOT_FOUND, str(error.args[0]), "model", "model_not_found")
         case RequestValidationError():
-            first = error.errors()[0]
-            json = first["type"] == "json_invalid"
-            place = "" if json else ".".join(str(part) for part in first["loc"] if part != "body")
-            message = REASONS.get(first["type"], first["msg"])
+            wrong = max(error.errors(), key=lambda one: len(one["loc"]))  # what can be several things was meant as one
+            place = "" if wrong["type"] == "json_invalid" else _place(wrong["loc"])
+            message = REASONS.get(wrong["type"], wrong["msg"])
             return refused(f"{place}: {message}" if place else message, place or None)
         case ValueError():
             return refused(str(error))
     logger.error("internal error", exc_info=error)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
+
+
+def _place(parts: Sequence[str | int]) -> str:
+    """Where in a body something stands, without the names of types."""
+    return ".".join(str(part) for part in parts[1:] if part not in ("str", "int", "float") and "[" not in str(part))
 
 
 def handle_errors(app: FastAPI) -> None:

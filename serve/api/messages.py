@@ -16,6 +16,9 @@ class Part(Body):
     type: Literal["text", "refusal", "input_text", "output_text"]
     text: str = ""
     refusal: str = ""
+    annotations: list[Any] | None = None
+    """Clients send back what they got."""
+    logprobs: list[Any] | None = None
 
 
 def _text_only(value: Any) -> Any:

@@ -49,15 +49,13 @@ class StreamOptions(Body):
     """Means nothing here."""
 
 
-class Sampling(Body):
-    """What all kinds of completion share."""
+class Shared(Body):
+    """What all kinds of requests for text share."""
 
     model: str
     """A name of /v1/models: the base with its own heads, or others by their name."""
-    n: Annotated[StrictInt, Field(ge=1)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: StrictInt | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
@@ -86,6 +84,13 @@ class Sampling(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+
+class Sampling(Shared):
+    """What both kinds of completion share."""
+
+    n: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     """Tell the token ids of prompt and completions."""
 

@@ -382,7 +382,7 @@ def test_a_call_that_must_be_made(knowing, choice):
     assert call.function.name == "weather" and 1 <= json.loads(call.function.arguments)["days"] <= 9
     assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
     opening, begun, *growing, closing = choices(knowing, **options, max_tokens=150)
-    assert opening.delta.content == "" and not any(choice.delta.content for choice in growing)
+    assert not any(choice.delta.content for choice in (opening, *growing))
     (head,) = begun.delta.tool_calls
     pieces = [piece for choice in growing for piece in choice.delta.tool_calls]
     assert (head.function.name, head.function.arguments, head.type) == ("weather", "", "function")

@@ -1,0 +1,182 @@
+"""What clients send to /v1/responses, and the chat that it means."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic_core import PydanticCustomError
+
+from serve.api.body import Body, lacking
+from serve.api.messages import Content, Function, FunctionCall, JsonSchema, Message, ResponseFormat, Tool, ToolCall
+from serve.api.protocol import ChatRequest, Shared
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Item(Body):
+    """What all entries of a conversation have: clients send back the answer's own."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class Spoken(Item):
+    """Somebody said something."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class Call(Item):
+    """The model called a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class Result(Item):
+    """What the function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class Thought(Item):
+    """What a model thought; another one does not read it."""
+
+    type: Literal["reasoning"]
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "message" if kind is None else str(kind)
+
+
+Items = Annotated[
+    Annotated[Spoken, Tag("message")]
+    | Annotated[Call, Tag("function_call")]
+    | Annotated[Result, Tag("function_call_output")]
+    | Annotated[Thought, Tag("reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="is of no supported type; give messages, function calls and their outputs",
+    ),
+]
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+def _functions_only(value: Any) -> Any:
+    """Say of a tool of OpenAI's own that it is one."""
+    if isinstance(value, dict) and value.get("type") != "function":
+        message = "tools of type {kind} are not supported; give functions"
+        raise PydanticCustomError("functions_only", message, {"kind": str(value.get("type"))[:40]})
+    return value
+
+
+class NamedTool(Body):
+    """The function that it must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(JsonSchema):
+    """What the answer may be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]
+
+
+class Text(Body):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Shared):
+    """POST /v1/responses."""
+
+    input: str | Annotated[list[Items], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: StrictInt | None = None
+    text: Text | None = None
+    tools: list[Annotated[FunctionTool, BeforeValidator(_functions_only)]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    include: list[str] | None = None
+    """Log-probabilities, where "message.output_text.logprobs" is among them."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """Nothing is cut off: what does not fit is refused."""
+    max_tool_calls: StrictInt | None = None
+    """Of tools that the server has, and there are none."""
+    background: Annotated[Any, lacking("wait for the answer, or read it as a stream")] = None
+    previous_response_id: Annotated[Any, lacking("answers are not kept; send the conversation as input")] = None
+    conversation: Annotated[Any, lacking("conversations are not kept; send them as input")] = None
+    prompt: Annotated[Any, lacking("prompts are not kept; send them as input")] = None
+
+    @property
+    def form(self) -> TextFormat | None:
+        """What the answer may be; None = anything."""
+        return None if self.text is None else self.text.format
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat."""
+        shared = {name: getattr(self, name) for name in Shared.model_fields}
+        logprobs = LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+        return ChatRequest(
+            **shared,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=logprobs or None,
+            top_logprobs=self.top_logprobs,
+            response_format=_format(self.form),
+            tools=None if self.tools is None else [_tool(tool) for tool in self.tools],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    def _messages(self) -> list[Message]:
+        said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*said, Message(role="user", content=self.input)]
+        for item in self.input:
+            match item:
+                case Spoken():
+                    said.append(Message(role=item.role, content=item.content))
+                case Result():
+                    said.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+                case Call():
+                    if not said or said[-1].role != "assistant":
+                        said.append(Message(role="assistant"))
+                    function = FunctionCall(name=item.name, arguments=item.arguments)
+                    calls = [*(said[-1].tool_calls or ()), ToolCall(id=item.call_id, function=function)]
+                    said[-1].tool_calls = calls
+        return said or [Message(role="user", content="")]
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: str | NamedTool | None) -> Any:
+    if isinstance(choice, NamedTool):
+        return Tool(type="function", function=Function.model_construct(name=choice.name))
+    return choice
+
+
+def _format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    schema = None if wanted.schema_ is None else JsonSchema(name=wanted.name, schema=wanted.schema_)
+    return ResponseFormat(type=wanted.type, json_schema=schema)

@@ -1,0 +1,98 @@
+"""The output of a response: items that grow by what a model says and calls, and the events that tell it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from serve.api.calls import Argued, Called, Event, Said
+
+Told = dict[str, Any]
+"""An event of a stream, without its number."""
+
+
+class OutputItems:
+    """Grows by events.
+
+    Attributes:
+        items: Messages and calls, in their order, as clients get them; the last one may be open.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = False
+        self._logprobs: list[dict[str, Any]] = []
+
+    def grow(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None = None) -> Iterator[Told]:
+        """What tells that these have come; items change meanwhile, so each is read before the next.
+
+        Args:
+            events: What was said and called.
+            logprobs: Of their tokens; they are told with the text.
+        """
+        self._logprobs += logprobs or ()
+        for event in events:
+            match event:
+                case Said(text):
+                    yield from self._say(text)
+                case Called():
+                    yield from self.close("completed")
+                    yield self._add(_call(event))
+                case Argued(text):
+                    self.items[-1]["arguments"] += text
+                    yield self._told("response.function_call_arguments.delta", delta=text)
+
+    def close(self, status: str) -> Iterator[Told]:
+        """The open item is complete, or was cut off."""
+        if not self._open:
+            return
+        item, self._open = self.items[-1], False
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            yield self._told("response.output_text.done", 0, text=part["text"], logprobs=part["logprobs"])
+            yield self._told("response.content_part.done", 0, part=part)
+        else:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._told("response.function_call_arguments.done", **told)
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def end(self, status: str) -> Iterator[Told]:
+        """The answer is complete, or was cut off; it says something, if only nothing."""
+        if not self.items:
+            yield from self._say("")
+        yield from self.close(status)
+
+    def _say(self, text: str) -> Iterator[Told]:
+        if self._open and self.items[-1]["type"] != "message":
+            yield from self.close("completed")
+        if not self._open:
+            content: list[dict[str, Any]] = []
+            message = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant"}
+            yield self._add({**message, "content": content})
+            content.append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+            yield self._told("response.content_part.added", 0, part=content[0])
+        part, logprobs = self.items[-1]["content"][0], self._logprobs
+        self._logprobs = []
+        part["text"] += text
+        part["logprobs"] += logprobs
+        if text:
+            yield self._told("response.output_text.delta", 0, delta=text, logprobs=logprobs)
+
+    def _add(self, item: dict[str, Any]) -> Told:
+        self.items.append(item)
+        self._open = True
+        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
+
+    def _told(self, kind: str, content: int | None = None, **more: Any) -> Told:
+        """Of the last item, or of its content."""
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **place, **({} if content is None else {"content_index": content}), **more}
+
+
+def _call(called: Called) -> dict[str, Any]:
+    head = {"type": "function_call", "id": _id("fc"), "status": "in_progress", "call_id": called.id}
+    return {**head, "name": called.name, "arguments": ""}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid4().hex}"

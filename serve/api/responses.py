@@ -1,0 +1,178 @@
+"""POST /v1/responses: a chat in the words of OpenAI's newer API. Nothing is kept between two requests."""
+
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from fastapi.responses import StreamingResponse
+
+from medusa.engine.output import FinishReason
+from serve.api.calls import CallReader
+from serve.api.chat import asked, top_of
+from serve.api.errors import ApiError, as_api_error
+from serve.api.items import ResponsesRequest
+from serve.api.logprobs import Logprobs
+from serve.api.output_items import OutputItems, Told
+from serve.api.reply import event_stream
+from serve.api.service import Service
+from serve.api.tools import calls_of
+from serve.request import Delta, Ticket
+
+logger = logging.getLogger(__name__)
+
+WORDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of a chat, and what they are called here."""
+
+
+async def respond(service: Service, body: ResponsesRequest, client: str) -> "ResponseReply":
+    """Render, check, and send a request on its way.
+
+    Raises:
+        ApiError: It cannot be served.
+    """
+    chat = body.chat()
+    try:
+        calls = calls_of(chat)
+        (request,) = await asked(service, chat, calls, client)
+    except ApiError as error:
+        raise _in_its_words(error) from error
+    (ticket,) = await service.start([request])
+    return ResponseReply(body, ticket, CallReader(calls), Logprobs(service.texts.token, top_of(chat)))
+
+
+class ResponseReply:
+    """An answer that is under way.
+
+    Args:
+        body: What was asked for.
+        ticket: The completion.
+        reader: Of its text.
+        logprobs: Of its tokens.
+    """
+
+    def __init__(self, body: ResponsesRequest, ticket: Ticket, reader: CallReader, logprobs: Logprobs) -> None:
+        self._ticket, self._reader, self._logprobs = ticket, reader, logprobs
+        self._output = OutputItems()
+        self._head = {"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time.time()), **_echo(body)}
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            ApiError: A step has failed, or the time is over.
+        """
+        try:
+            async for _ in self._events():
+                pass
+        except Exception as error:
+            raise as_api_error(error) from error
+        return self._response(self._ticket.output.finish_reason)
+
+    def stream(self, headers: dict[str, str]) -> StreamingResponse:
+        """The answer as server-sent events; the last one says how it ended. A client that goes away ends them."""
+
+        async def lines() -> AsyncGenerator[str]:
+            number = 0
+            async with aclosing(self._safe()) as events:
+                async for event in events:
+                    data = json.dumps({**event, "sequence_number": number}, separators=(",", ":"))
+                    yield f"event: {event['type']}\ndata: {data}\n\n"
+                    number += 1
+
+        return event_stream(lines(), headers)
+
+    async def _safe(self) -> AsyncGenerator[Told]:
+        """All events; an error is one of them."""
+        try:
+            yield {"type": "response.created", "response": self._response()}
+            yield {"type": "response.in_progress", "response": self._response()}
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    yield event
+            whole = self._response(self._ticket.output.finish_reason)
+            yield {"type": f"response.{whole['status']}", "response": whole}
+        except Exception as error:  # noqa: BLE001 - the status is sent already: the stream has to tell it
+            logger.info("a stream ends early: %s", error)
+            told = as_api_error(error)
+            yield {"type": "error", "code": told.code, "message": str(told), "param": told.param}
+            failed = {"status": "failed", "error": {"code": "server_error", "message": str(told)}}
+            yield {"type": "response.failed", "response": self._response() | failed}
+
+    async def _events(self) -> AsyncGenerator[Told]:
+        async with aclosing(self._ticket.deltas()) as deltas:
+            async for delta in deltas:
+                for event in self._grow(delta):
+                    yield event
+
+    def _grow(self, delta: Delta) -> Iterator[Told]:
+        reason = delta.finish_reason
+        said = self._reader.read("".join(delta.pieces), reason is not None)
+        yield from self._output.grow(said, self._logprobs.chat(delta.tokens, delta.logprobs, reason))
+        if reason is not None:
+            yield from self._output.end(_status(reason))
+
+    def _response(self, reason: FinishReason | None = None) -> dict[str, Any]:
+        """The whole object, as far as the answer has come."""
+        ended, output = reason is not None, self._ticket.output
+        status = _status(reason)
+        return {
+            **self._head,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "error": None,
+            "output": self._output.items,
+            "usage": _usage(output.prompt_tokens, output.cached_tokens, len(output.tokens)) if ended else None,
+        }
+
+
+def _in_its_words(error: ApiError) -> ApiError:
+    """What is wrong with the chat, as fields of this API."""
+    param, word = error.param or "", WORDS.get(error.param or "")
+    return error if word is None else ApiError(error.status, str(error).replace(param, word), word, error.code)
+
+
+def _status(reason: FinishReason | None) -> str:
+    return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+
+
+def _usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }
+
+
+def _echo(body: ResponsesRequest) -> dict[str, Any]:
+    """What was asked for, as the answer repeats it."""
+    choice, form = body.tool_choice or "auto", body.form
+    tools = [
+        tool.model_dump(include={"type", "name", "description", "parameters", "strict"}) for tool in body.tools or ()
+    ]
+    return {
+        "model": body.model,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)},
+        "tools": tools,
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "truncation": "disabled",
+        "reasoning": {"effort": None, "summary": None},
+        "metadata": body.metadata or {},
+        "user": body.user,
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "service_tier": "default",
+    }

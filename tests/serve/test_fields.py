@@ -1,0 +1,155 @@
+"""Fields that clients send: what they mean, what is refused and how, what is left alone."""
+
+import httpx
+import pytest
+
+from medusa import BaseModel, MedusaModel
+from serve.settings import ApiSettings
+from tests.serve.live import serving
+
+CHAT, COMPLETIONS = "v1/chat/completions", "v1/completions"
+
+
+@pytest.fixture(scope="module")
+def live(speaker):
+    with serving(speaker, api=ApiSettings(origins=("http://elsewhere",), allow_credentials=True)) as server:
+        yield server
+
+
+def post(live, path=CHAT, **fields):
+    asked = {"messages": [{"role": "user", "content": "say hello"}]} if path == CHAT else {}
+    asked = {"model": "small", "temperature": 0, "max_tokens": 12, **asked} | fields
+    return httpx.post(f"{live.url}/{path}", json=asked, timeout=60)
+
+
+def text(live, **fields):
+    answer = post(live, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 50_000}]}, "messages"),
+        (CHAT, {"max_tokens": 250}, "messages"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 256}, "messages"),
+        (COMPLETIONS, {"prompt": "x" * 256}, "prompt"),
+        (COMPLETIONS, {"prompt": "x" * 255, "max_tokens": 2}, "prompt"),
+    ],
+)
+def test_what_does_not_fit_into_the_context(live, path, fields, param):
+    answer = post(live, path, **fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "maximum context length is 256 tokens" in error["message"]
+
+
+def test_what_was_not_asked_for_fits_always(live):
+    answer = post(live, COMPLETIONS, prompt="x" * 250, max_tokens=None, ignore_eos=True)
+    assert answer.json()["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        (CHAT, {"seed": 2**63}, "seed", "less than"),
+        (CHAT, {"seed": -(2**63) - 1}, "seed", "greater than"),
+        (CHAT, {"logit_bias": {"1.5": 1}}, "logit_bias", "its keys are token ids"),
+        (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "token id (-1)"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (CHAT, {"model": None}, "model", "is missing; give it"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities", "writes text only"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions", "give tools"),
+        (CHAT, {"web_search_options": {}}, "web_search_options", "searches nothing"),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content",
+            "this model reads text only",
+        ),
+        (CHAT, {"chat_template_kwargs": {"tokenize": False}}, None, "is no value of a template"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "other than n"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "continued, not filled in"),
+    ],
+)
+def test_what_is_known_and_cannot_be_had_is_refused(live, path, fields, param, message):
+    answer = post(live, path, **fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and message in error["message"] and error["param"] == param, error
+
+
+def test_what_clients_send_back_and_along_is_taken(live):
+    said = {"role": "assistant", "content": "Hi", "annotations": [], "refusal": None, "audio": None, "tool_calls": None}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning_content": "Hm."}
+    called = {"role": "function", "name": "f", "content": "4"}
+    messages = [{"role": "user", "content": "a"}, said, refused, called, {"role": "user", "content": "b"}]
+    along = {
+        "modalities": ["text"], "function_call": "none", "functions": [], "store": False, "metadata": {"a": "b"},
+        "prompt_cache_retention": "24h", "prompt_cache_key": "k", "service_tier": "auto", "safety_identifier": "x",
+        "tool_choice": "none", "seed": -1,
+    }  # fmt: skip
+    answer = post(live, messages=messages, **along)
+    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Hi"}]
+    plain += [{"role": "assistant", "content": "No."}, {"role": "tool", "content": "4"}, messages[-1]]
+    assert answer.json()["choices"][0]["message"]["content"] == text(live, messages=plain)
+    assert post(live, COMPLETIONS, prompt="a", best_of=1, suffix="").status_code == 200
+
+
+def test_fields_that_nobody_knows_are_left_alone_and_named(live):
+    more = {"reasoning_effort": "low", "verbosity": "low", "größe\r\n": 1, "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "say hello", "cache_control": {}}]}
+    ]}  # fmt: skip
+    answer = post(live, **more)
+    assert answer.json()["choices"][0]["message"]["content"] == text(live)
+    assert answer.headers["x-ignored-fields"] == "reasoning_effort, verbosity, gre, messages.0.content.0.cache_control"
+    assert post(live, stream=True, **more).headers["x-ignored-fields"] == answer.headers["x-ignored-fields"]
+
+
+def test_a_prediction_is_a_draft(live):
+    letters = {"max_tokens": 60, "logit_bias": {str(token): -100 for token in (0, *range(95, 257))}}
+    plain = post(live, **letters, speculation={"enabled": False}).json()["choices"]
+    said = plain[0]["message"]["content"]
+    ways = {"prediction": {"type": "content", "content": [{"type": "text", "text": said}]}}
+    helped = post(live, **letters, speculation={"metrics": True}, **ways).json()
+    assert helped["choices"] == plain
+    assert helped["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 40
+
+
+def test_an_answer_goes_on_with_what_is_begun(base):
+    tokenizer = base.tokenizer.__class__(tokenizer_object=base.tokenizer._tokenizer, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}a:{{ mood or '' }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    with serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live:
+
+        def read(**fields):
+            ids = httpx.post(f"{live.url}/tokenize", json={"messages": messages, **fields}).json()["tokens"]
+            asked = post(live, messages=messages, return_token_ids=True, **fields).json()
+            assert asked["prompt_token_ids"] == ids
+            return tokenizer.decode(ids)
+
+        assert read() == "u:hi<end>a:Well<end>a:"
+        assert read(add_generation_prompt=False) == "u:hi<end>a:Well<end>"
+        assert read(continue_final_message=True) == "u:hi<end>a:Well"
+        assert read(chat_template_kwargs={"mood": "!"}) == "u:hi<end>a:Well<end>a:!"
+
+
+def test_tokens_have_names(live, speaker):
+    told = httpx.post(
+        f"{live.url}/tokenize", json={"prompt": "a b", "return_token_strs": True, "model": "small"}
+    ).json()
+    assert told["token_strs"] == speaker.base.tokenizer.convert_ids_to_tokens(told["tokens"]) and told["count"] == 3
+    assert httpx.post(f"{live.url}/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    assert httpx.post(f"{live.url}/tokenize", json={"prompt": "a", "chat_template": "x"}).status_code == 400
+
+
+def test_pages_of_other_hosts_may_send_cookies(live):
+    headers = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(f"{live.url}/{CHAT}", headers=headers)
+    assert answer.headers["access-control-allow-credentials"] == "true"

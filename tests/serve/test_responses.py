@@ -1,0 +1,174 @@
+"""The Responses API and the helpers of OpenAI's own client, on a base that knows tools."""
+
+import json
+from copy import deepcopy
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel as Model
+
+from medusa import BaseModel, MedusaModel
+from tests.serve.live import serving
+from tests.serve.test_api import PARAMETERS, TOOL_TEMPLATE, WEATHER
+
+TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+
+
+class Colour(Model):
+    """What a format may be."""
+
+    colour: Literal["red", "green"]
+    bright: bool
+
+
+class Weather(Model):
+    """What a function may be asked."""
+
+    days: Literal[1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def client(base):
+    tokenizer = deepcopy(base.tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    with (
+        serving(MedusaModel(BaseModel(base.model, tokenizer, base.name))) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def respond(client, **options):
+    options = {"input": "say hello", "temperature": 0, "max_output_tokens": 20} | options
+    return client.responses.create(model="small", **options)
+
+
+def chat(client, messages, **options):
+    return client.chat.completions.create(model="small", messages=messages, temperature=0, max_tokens=20, **options)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_response_is_the_text_of_a_chat(client):
+    answer, same = respond(client), chat(client, [user("say hello")])
+    assert answer.output_text == same.choices[0].message.content
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    usage = answer.usage
+    assert (usage.input_tokens, usage.output_tokens) == (same.usage.prompt_tokens, same.usage.completion_tokens)
+    told = respond(client, instructions="Be brief.", metadata={"a": "b"}, user="me")
+    assert (
+        told.output_text
+        == chat(client, [{"role": "system", "content": "Be brief."}, user("say hello")]).choices[0].message.content
+    )
+    assert (told.instructions, told.metadata, told.user, told.store) == ("Be brief.", {"a": "b"}, "me", False)
+    assert told.error is None and told.tools == [] and told.tool_choice == "auto"
+
+
+def test_a_conversation_goes_on_with_what_was_answered(client):
+    call = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "weather", "arguments": '{"days": 1}'}
+    first = respond(client)
+    items = [user("say hello"), *first.output, {"type": "reasoning", "id": "r", "summary": []}, call]
+    items += [{"type": "function_call_output", "call_id": "1", "output": "sunny"}]
+    items += [{"role": "user", "content": [{"type": "input_text", "text": "more"}]}]
+    messages = [user("say hello"), {"role": "assistant", "content": first.output_text, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"days": 1}'}}
+    ]}, {"role": "tool", "tool_call_id": "1", "content": "sunny"}, user("more")]  # fmt: skip
+    assert respond(client, input=items).output_text == chat(client, messages).choices[0].message.content
+
+
+def test_events_of_a_text(client):
+    whole = respond(client)
+    events = list(respond(client, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1].response
+    assert said == events[-4].text == last.output_text == whole.output_text
+    assert last.usage == whole.usage and last.id == events[0].response.id
+    assert events[0].response.output == [] and events[0].response.usage is None
+
+
+def test_log_probabilities_are_told_where_they_are_asked_for(client):
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = respond(client, **asked).output[0].content[0]
+    expected = chat(client, [user("say hello")], logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert [each.logprob for each in whole.logprobs] == [each.logprob for each in expected]
+    assert all(len(each.top_logprobs) == 2 for each in whole.logprobs)
+    events = list(respond(client, stream=True, **asked))
+    told = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    assert [each.logprob for each in told] == [each.logprob for each in whole.logprobs]
+    assert respond(client).output[0].content[0].logprobs == []
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_events_of_a_call(client, choice):
+    asked = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 150}
+    (call,) = respond(client, **asked).output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert 1 <= json.loads(call.arguments)["days"] <= 9
+    with client.responses.stream(model="small", input="say hello", temperature=0, **asked) as stream:
+        events, whole = list(stream), stream.get_final_response()
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"} and len(kinds) > 8
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert whole.output[0].arguments == call.arguments == events[-3].arguments
+    assert whole.tools[0].name == "weather"
+
+
+def test_a_format_is_parsed(client):
+    asked = {"model": "small", "input": "say hello", "temperature": 0}
+    answer = client.responses.parse(text_format=Colour, **asked)
+    assert isinstance(answer.output_parsed, Colour) and answer.status == "completed"
+    with client.responses.stream(text_format=Colour, **asked) as stream:
+        done = [event for event in stream if event.type == "response.output_text.done"]
+        assert stream.get_final_response().output_parsed == done[0].parsed == answer.output_parsed
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    chat = {"model": "small", "messages": [user("say hello")], "temperature": 0}
+    assert isinstance(client.chat.completions.parse(response_format=Colour, **chat).choices[0].message.parsed, Colour)
+    called = client.chat.completions.parse(tools=[tool], tool_choice="required", parallel_tool_calls=False, **chat)
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
+
+
+def test_a_stream_of_a_chat_tells_when_arguments_are_done(client):
+    asked = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(model="small", messages=[user("a")], temperature=0, **asked) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    assert kinds.count("tool_calls.function.arguments.done") == 1 and "content.delta" not in kinds
+    (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert "".join(event.arguments_delta for event in pieces) == done.arguments and json.loads(done.arguments)
+    with client.chat.completions.stream(model="small", messages=[user("a")], temperature=0, max_tokens=9) as stream:
+        assert [event.type for event in stream].count("content.done") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "answers are not kept"),
+        ({"background": True}, "background", "wait for the answer"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "of no supported type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "reads text only"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"input": "x" * 300}, "input", "maximum context length"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "incomplete"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(client, wrong, param, message):
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        respond(client, **wrong)
+    assert refused.value.param.startswith(param)
+
+
+def test_a_response_that_is_late_says_so_in_its_stream(client):
+    events = list(respond(client, stream=True, max_output_tokens=200, extra_body={"timeout": 1e-3, "ignore_eos": True}))
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-2].code == "timeout" and events[-1].response.status == "failed"
