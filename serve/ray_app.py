@@ -44,8 +44,8 @@ TRIES = 2
 """So that a request that kills its replica takes no more than two of them down."""
 BESIDE = 16
 """Requests to a replica beside those in its batch and its queue: /health, /metrics, and those it refuses itself."""
-OPENING = b'"role":"assistant"'
-"""The event that begins a chat's stream brings this, and no text."""
+OPENINGS = (b'"role":"assistant"', b"event: response.created", b"event: response.in_progress")
+"""The events that begin a stream bring one of these, and no text."""
 EPILOG = """\
   python -m serve.ray_app --base smollm2 --replicas 2
   serve run serve.ray_app:app base=smollm2 replicas=2
@@ -210,7 +210,7 @@ def _says_something(message: Message) -> bool:
     if message["type"] != "http.response.body":
         return bool(message["type"] != "http.response.start")
     events = [event for event in message.get("body", b"").split(b"\n\n") if event]
-    return not message.get("more_body") or any(OPENING not in event for event in events)
+    return not message.get("more_body") or any(not any(opening in event for opening in OPENINGS) for event in events)
 
 
 def _gpus(args: argparse.Namespace) -> float:

@@ -222,7 +222,7 @@ def test_a_prompt_as_long_as_the_context_can_be_scored(speaker):
     assert len(output.prompt_logprobs) == len(prompt) and (output.tokens, output.text) == ([], "")
     with pytest.raises(ValueError, match="leaves no room"):
         speaker.generate(prompt, max_new_tokens=1, prompt_logprobs=0)
-    with pytest.raises(ValueError, match="max_new_tokens .0. must be at least 1"):
+    with pytest.raises(ValueError, match=r"max_new_tokens \(0\) must be at least 1"):
         speaker.generate(prompt, max_new_tokens=0)
 
 

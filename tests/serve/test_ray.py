@@ -96,11 +96,12 @@ def said(body, more=True):
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"1")]}
 OPENED = said(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
+CREATED = said(b'event: response.created\ndata: {"type":"response.created"}\n\n')
 TEXT = said(b'data: {"choices":[{"delta":{"content":"\\"role\\":\\"assistant\\""}}]}\n\n')
 END = said(b"", more=False)
 
 
-@pytest.mark.parametrize("lost", [[], [START], [START, OPENED], [START, OPENED, OPENED]])
+@pytest.mark.parametrize("lost", [[], [START], [START, OPENED], [START, OPENED, OPENED], [START, CREATED]])
 def test_what_was_not_answered_is_asked_again_with_its_whole_body(lost):
     sent, heard = asked(lost, [START, OPENED, TEXT, END], body=(b"long ", b"question"))
     assert sent == [START, OPENED, TEXT, END]
@@ -139,7 +140,7 @@ def running(base, *words, count=1):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["--base", base, "--device", "cpu", *words, "--port", port]
+    words = ["--base", base, "--name", "small", "--device", "cpu", *words, "--port", port]
     command = [sys.executable, "-m", "serve.ray_app", "--drain", "20", *map(str, words)]
     environment = {name: value for name, value in os.environ.items() if name not in (PROXY, "RAY_ADDRESS")}
     environment |= {"MEDUSA_ADMIN_KEY": "root", "XDG_CACHE_HOME": str(ROOT / ".cache")}  # with compiled kernels
@@ -179,7 +180,7 @@ def ready(process, url, count):
 async def ask(client, number, tokens=60):
     """A chat as a stream, or whole: the text that came, and whether it came to its end."""
     messages = [{"role": "user", "content": f"say {number}"}]
-    body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": number % 3 != 0}
+    body = {"model": "small", "messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": number % 3 != 0}
     text, ended = "", False
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -217,7 +218,7 @@ def test_a_client_that_goes_takes_its_request_back(server):
     until = time.monotonic() + 30
     while 'finished_reason="abort"' not in httpx.get(f"{url}/metrics", timeout=60).text:  # of one replica or the other
         assert time.monotonic() < until
-        body = {"prompt": "say", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        body = {"model": "small", "prompt": "say", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             next(response.iter_lines())
 
@@ -247,7 +248,7 @@ def test_streams_that_run_may_end_before_the_server_does(server):
 
 def test_a_replica_of_two_processes_begins_anew_when_one_of_them_dies(base_directory):
     with running(base_directory, "--processes", "2") as (process, url):
-        body = {"prompt": "say", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        body = {"model": "small", "prompt": "say", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
         text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         (rank,), (replica,) = replicas(process, "serve.server"), replicas(process)
         rank.kill()
