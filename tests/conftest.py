@@ -18,6 +18,7 @@ from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.base import smollm2
 from medusa.cache import BlockPool
 from medusa.cpu import native
+from medusa.heads.layer import LayerConfig
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, badly so on a busy machine
 # In the background of a script Ctrl-C is ignored, and would be by the processes that tests start.
@@ -69,7 +70,7 @@ class CountedPool(BlockPool):
 @pytest.fixture(autouse=True)
 def no_block_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every block of every KV cache is free, held or known."""
-    for module in ("medusa.base.model", "medusa.base.mtp"):
+    for module in ("medusa.base.model", "medusa.cache.follower"):
         monkeypatch.setattr(f"{module}.BlockPool", CountedPool)
     yield
     for pool in CountedPool.alive:
@@ -124,6 +125,8 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
     def make(num_heads: int = 3, **options: object) -> DraftHeads:
         torch.manual_seed(1)
         options = {"base": base.name, "architecture": "recurrent"} | options
+        if options["architecture"] == "attention":
+            options.setdefault("layer", LayerConfig.of(base.config))
         config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, **options)  # type: ignore[arg-type]
         heads = build_heads(config).to(base.dtype)
         heads.init_from_base(base.lm_head_weight)

@@ -104,6 +104,8 @@ def _foreign(plan: TreePlan, query: Tensor, scoring: Scoring) -> str | None:
         return None
     if scoring.chunk is not None and plan.backend.name != "exact":
         return "its kernel knows no chunks"
+    if plan.computed and plan.backend.name != "exact":
+        return "its kernel computes whole trees"
     return None if query.device == plan.lengths.device else f"the layer is on {query.device}, the pass's plan is not"
 
 

@@ -117,14 +117,15 @@ class TreePlan:
     Attributes:
         drafts: The trees: of some sequences each, in order. Their rows follow one another, those of a tree in order.
         sizes: [S] nodes of each tree, numbers of the host.
-        firsts: [S + 1] where the rows of each tree begin, and R; likewise.
+        firsts: [S + 1] where the nodes of each tree begin among those of all, and their number; likewise.
         tokens: [R] int64.
-        parents: [R] int64 index of each row's parent among the rows of its tree, smaller than its own; 0 for a root.
         lengths: [S] int64 on the device, L of every sequence.
         kv_length: At least every L + n_s: a number of the host; with a fixed one here all shapes are fixed.
         table: Where cached positions and rows stand.
         backend: Who computes.
         spans: Windows and chunks by layer index; layers that are missing see all that stands before.
+        computed: Nodes of each tree, the root first, that earlier passes have computed: the rows are those behind them.
+            Trees are of one draft and one size then, and layers have no windows or chunks.
         gathered: Layers hand over a copy of these sequences' blocks alone, in the order of the table.
     """
 
@@ -136,8 +137,9 @@ class TreePlan:
         table: BlockTable,
         backend: TreeAttention,
         spans: Mapping[int | None, Span] | None = None,
+        computed: int = 0,
     ) -> None:
-        self.drafts = drafts
+        self.drafts, self.computed = drafts, computed
         self.sizes = drafts[0].row_sizes if len(drafts) == 1 else [n for draft in drafts for n in draft.row_sizes]
         self.lengths = lengths_S
         self.kv_length = kv_length
@@ -147,7 +149,6 @@ class TreePlan:
         self.gathered = False
         self.firsts = [0, *accumulate(self.sizes)]
         self.tokens = self._rows([draft.tokens for draft in drafts])
-        self.parents = self._rows([draft.parents for draft in drafts])
         self._made: dict[Hashable, Any] = {}
 
     def once(self, form: Hashable, make: Callable[[], T]) -> T:
@@ -187,7 +188,14 @@ class TreePlan:
     @property
     def rows(self) -> int:
         """R."""
-        return self.firsts[-1]
+        return self.firsts[-1] - self.computed * len(self.sizes)
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """[all nodes] int64 index of each one's parent among those of its tree, smaller than its own; 0 for a root."""
+        if self.computed:
+            return self.drafts[0].parents.flatten()
+        return self._rows([draft.parents for draft in self.drafts])
 
     @cached_property
     def uniform(self) -> int | None:
@@ -204,7 +212,7 @@ class TreePlan:
         """[R] int64 the sequence that each row belongs to."""
         index_S, device = torch.arange(len(self.sizes), device=self.lengths.device), self.lengths.device
         if self.uniform is not None:
-            return index_S.repeat_interleave(self.uniform)
+            return index_S.repeat_interleave(self.uniform - self.computed)
         return index_S.repeat_interleave(torch.tensor(self.sizes, device=device), output_size=self.rows)
 
     @cached_property
@@ -240,6 +248,8 @@ class TreePlan:
 
     def _rows(self, parts: Sequence[Tensor]) -> Tensor:
         """[R, ...] of what each draft has at its nodes [b, N, ...]."""
+        if self.computed:
+            return parts[0][:, self.computed :].flatten(0, 1)
         if len(parts) == 1:
             return self.drafts[0].flat(parts[0])
         return torch.cat([draft.flat(part) for draft, part in zip(self.drafts, parts, strict=True)])

@@ -1,6 +1,7 @@
 """A pass in parts of equally large trees, their keys gathered: for whoever computes in rectangles.
 
-Legend: S sequences of a part, N nodes of each, L cached positions of a sequence, P positions that are gathered.
+Legend: S sequences of a part, N nodes of each, Q of them whose rows are computed, L cached positions of a sequence,
+P positions that are gathered.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,11 @@ class Part:
 
     Attributes:
         nodes: N.
-        rows: [S * N] int64 which rows of the pass are theirs; None = all of them, in order.
+        count: Q, those of them whose rows are computed: the last ones.
+        rows: [S * Q] int64 which rows of the pass are theirs; None = all of them, in order.
         lengths: [S] int64, L.
-        depths: [S, N] int64.
-        ancestors: [S, N, N] bool: node j is node i or an ancestor of it.
+        depths: [S, Q] int64.
+        ancestors: [S, Q, N] bool: node j is the row's own or an ancestor of it.
         blocks: [S, W] int64 of the table.
         places: [S, P] int64 where each position stands in keys or values [blocks * size, ...]; any place that is
             written where the position is not.
@@ -30,6 +32,7 @@ class Part:
     """
 
     nodes: int
+    count: int
     rows: Tensor | None
     lengths: Tensor
     depths: Tensor
@@ -52,15 +55,15 @@ class Part:
         positions_P = torch.arange(plan.kv_length, device=here)
         written = positions_P < lengths[:, None] + nodes
         places = BlockTable(blocks, plan.table.size).places(torch.where(written, positions_P, 0))
-        shape = (len(lengths), nodes)
+        shape = (len(lengths), count := nodes - plan.computed)
         depths, ancestors = depths.view(shape), ancestors[:, :nodes].reshape(*shape, nodes)
         tensors = (lengths, depths, ancestors, blocks, places, written)
-        return cls(nodes, None if rows is None else rows.to(device), *(tensor.to(device) for tensor in tensors))
+        return cls(nodes, count, None if rows is None else rows.to(device), *(tensor.to(device) for tensor in tensors))
 
     def take(self, rows: Tensor) -> Tensor:
-        """[S, N, ...] of rows [R, ...]."""
+        """[S, Q, ...] of rows [R, ...]."""
         own = rows if self.rows is None else rows[self.rows]
-        return own.view(-1, self.nodes, *rows.shape[1:])
+        return own.view(-1, self.count, *rows.shape[1:])
 
     def gather(self, arena: Tensor) -> Tensor:
         """[S, P, Hkv, D] of keys or values [blocks, size, Hkv, D]; 0 where nothing has been written."""

@@ -68,8 +68,8 @@ def _bias(
 
 
 def _visible(part: Part, window: int | None, chunk: int | None) -> Tensor:
-    """[S, N, P] bool."""
-    sequences, nodes, at_SN = len(part.lengths), part.nodes, part.node_positions
+    """[S, Q, P] bool."""
+    sequences, nodes, at_SN = len(part.lengths), part.count, part.node_positions
     index_P = torch.arange(part.places.shape[1], device=at_SN.device)
     visible_SNP = (index_P < part.lengths[:, None, None]).expand(-1, nodes, -1).clone()
     visible_SNP.scatter_(2, at_SN[:, None].expand(-1, nodes, -1), part.ancestors)

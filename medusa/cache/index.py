@@ -1,7 +1,7 @@
 """Which blocks hold which text: found by content, and forgotten when they were not used for longest."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -17,7 +17,7 @@ class Entry(NamedTuple):
 
     number: int
     block: int
-    key: tuple[int, tuple[int, ...]]
+    key: tuple[int, tuple[Hashable, ...]]
 
 
 class BlockIndex:
@@ -29,7 +29,7 @@ class BlockIndex:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._entries: dict[tuple[int, tuple[int, ...]], Entry] = {}
+        self._entries: dict[tuple[int, tuple[Hashable, ...]], Entry] = {}
         self._of: dict[int, Entry] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._numbers = 0
@@ -43,7 +43,7 @@ class BlockIndex:
         """Known blocks that nobody uses."""
         return self._idle.keys()
 
-    def chain(self, tokens: Sequence[int]) -> Iterator[Entry]:
+    def chain(self, tokens: Sequence[Hashable]) -> Iterator[Entry]:
         """The known blocks that a text begins with, in order."""
         before = 0
         for start in range(0, len(tokens) - self._size + 1, self._size):
@@ -53,7 +53,7 @@ class BlockIndex:
             yield entry
             before = entry.number
 
-    def add(self, block: int, before: int, tokens: Sequence[int]) -> Entry:
+    def add(self, block: int, before: int, tokens: Sequence[Hashable]) -> Entry:
         """Know the block that follows entry ``before``; the entry of another one where its text is known already."""
         key = (before, tuple(tokens))
         if key not in self._entries:

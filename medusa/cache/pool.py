@@ -1,7 +1,9 @@
 """Blocks of positions that all sequences of a base share: memory follows the tokens held, equal beginnings are one."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice, pairwise
+from typing import Protocol
 
 import torch
 
@@ -22,6 +24,13 @@ class PoolFullError(ValueError):
     """The sequences hold as many blocks as the pool may have."""
 
 
+class Beside(Protocol):
+    """Another model over the same texts."""
+
+    def new_pool(self) -> "BlockPool":
+        """An empty pool of its own."""
+
+
 class BlockPool:
     """Blocks of ``BLOCK`` positions in all layers, for the sequences of one base; for one thread.
 
@@ -35,6 +44,7 @@ class BlockPool:
             it is written. None = as many as are held at a time; then growth copies what there is, and what is only
             remembered never makes it grow.
         owner: Whose keys and values these are; sequences of another base are refused.
+        ahead: What stands at a position depends on the token behind it too.
 
     Attributes:
         size: Positions of a block.
@@ -49,7 +59,15 @@ class BlockPool:
 
     size = BLOCK
 
-    def __init__(self, num_layers: int, device: torch.device, tokens: int | None = None, owner: object = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        device: torch.device,
+        tokens: int | None = None,
+        owner: object = None,
+        ahead: bool = False,
+    ) -> None:
+        self._ahead = ahead
         self.limit, self.owner, self.device = None if tokens is None else tokens // BLOCK + 1, owner, device
         self.arenas = [Arena(BLOCK) for _ in range(num_layers)]
         reserved = RESERVED if device.type == "cpu" else RESERVED_ON_DEVICE
@@ -153,24 +171,29 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def known(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a text's beginning could be found."""
-        return sum(BLOCK for _ in self._index.chain(tokens))
+    def content(self, tokens: Sequence[int]) -> Sequence[Hashable]:
+        """What the positions of a text are known by."""
+        return list(pairwise(tokens)) if self._ahead else tokens
+
+    def known(self, tokens: Sequence[int], beside: Iterable["Beside"] = ()) -> int:
+        """How many tokens of a text's beginning could be found, here and in the pools of other models."""
+        known = sum(BLOCK for _ in self._index.chain(self.content(tokens)))
+        return min([known, *(self.beside(model, model.new_pool).known(tokens) for model in beside)])
 
     def needed(self, tokens: Sequence[int], places: int) -> int:
         """Blocks that a text of so many places would take from what is available now, where these tokens are known."""
-        held = sum(entry.block in self._users for entry in self._index.chain(tokens))
+        held = sum(entry.block in self._users for entry in self._index.chain(self.content(tokens)))
         return -(-places // BLOCK) - held
 
-    def find(self, tokens: Sequence[int]) -> list[Entry]:
-        """The known blocks of a text's beginning, which are held from now on; ``release`` them."""
-        chain = list(self._index.chain(tokens))
+    def find(self, tokens: Sequence[int], most: int) -> list[Entry]:
+        """The known blocks of so many tokens of a text, which are held from now on; ``release`` them."""
+        chain = list(islice(self._index.chain(self.content(tokens)), most // BLOCK))
         self.asked, self.found = self.asked + len(tokens), self.found + len(chain) * BLOCK
         for entry in chain:
             self._hold(entry.block)
         return chain
 
-    def add(self, block: int, before: int, tokens: Sequence[int]) -> Entry:
+    def add(self, block: int, before: int, content: Sequence[Hashable]) -> Entry:
         """Let others find a block that its sequence has filled; it is written no more.
 
         Where an equal one is known, that one takes its place.
@@ -178,12 +201,12 @@ class BlockPool:
         Args:
             block: Held by one sequence.
             before: Number of the entry before it in the text, 0 = none.
-            tokens: Its own.
+            content: What its positions are known by.
 
         Returns:
             The entry, whose block the sequence holds now.
         """
-        entry = self._index.add(block, before, tokens)
+        entry = self._index.add(block, before, content)
         if entry.block != block:
             self._hold(entry.block)
             self.release([block])

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,18 @@ from medusa.cpu import native
 from medusa.tree import Draft
 
 
+class Observer(Protocol):
+    """A layer whose own cache follows the base's, and that reads its hidden states: see ``Follower``."""
+
+    def new_pool(self) -> BlockPool:
+        """An empty cache of its own."""
+
+    def observe(
+        self, sequences: "Sequence[CachedSequence]", hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]
+    ) -> None:
+        """See what the base has committed."""
+
+
 class CachedSequence:
     """One text's blocks of a pool: position p is place p % BLOCK of its block p // BLOCK.
 
@@ -22,6 +35,7 @@ class CachedSequence:
 
     Args:
         pool: Where its keys and values stand.
+        observers: Who must see the hidden states of all that is committed.
 
     Attributes:
         length: L, committed positions. The only place on the host where this number is kept.
@@ -29,8 +43,8 @@ class CachedSequence:
         followers: The same text in other models' pools (draft models, layers that predict several tokens), by model.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool, self.length = pool, 0
+    def __init__(self, pool: BlockPool, observers: Sequence[Observer] = ()) -> None:
+        self.pool, self.length, self.observers = pool, 0, tuple(observers)
         self.followers: dict[object, CachedSequence] = {}
         self._blocks: list[int] = []
         self._entries: list[int] = []  # numbers of the index entries of those that others can find: the first ones
@@ -49,13 +63,18 @@ class CachedSequence:
         return self.length // self.pool.size > len(self._entries)
 
     def recall(self, tokens: Sequence[int]) -> int:
-        """Begin with what is known of this text already, whole blocks; returns how many positions that is."""
+        """Begin with what is known of this text already, whole blocks; returns how many positions that is.
+
+        What observers do not know of it must be computed again.
+        """
         assert not self._blocks, "recalled before anything is written"
-        chain = self.pool.find(tokens)
+        chain = self.pool.find(tokens, self.pool.known(tokens, self.observers))
         self._blocks += [entry.block for entry in chain]
         self._entries += [entry.number for entry in chain]
         self.pool.tables.write(self.line, 0, self._blocks)
         self.length = len(self._blocks) * self.pool.size
+        for observer in self.observers:
+            self.follower(observer, observer.new_pool).recall(tokens[: self.length + 1])
         return self.length
 
     def missing(self, places: int) -> int:
@@ -75,15 +94,17 @@ class CachedSequence:
             self._blocks += new
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """Let later sequences recall its committed blocks; its text begins with these tokens."""
-        size = self.pool.size
-        for index in range(len(self._entries), min(len(tokens), self.length) // size):
+        """Let later sequences recall its committed blocks, and followers'; its text begins with these tokens."""
+        size, content = self.pool.size, self.pool.content(tokens)
+        for index in range(len(self._entries), min(len(content), self.length) // size):
             before = self._entries[-1] if self._entries else 0
-            entry = self.pool.add(self._blocks[index], before, tokens[index * size : (index + 1) * size])
+            entry = self.pool.add(self._blocks[index], before, content[index * size : (index + 1) * size])
             self._entries.append(entry.number)
             if entry.block != self._blocks[index]:
                 self._blocks[index] = entry.block
                 self.pool.tables.write(self.line, index, [entry.block])
+        for follower in self.followers.values():
+            follower.remember(tokens)
 
     def follower(self, model: object, build: Callable[[], BlockPool]) -> "CachedSequence":
         """The same text as another model has cached it, empty at first; it goes with this one.
@@ -127,6 +148,7 @@ def plan_pass(
     spans: Mapping[int | None, Span] | None = None,
     kv_length: int | None = None,
     lengths_B: Tensor | None = None,
+    computed: int = 0,
 ) -> TreePlan:
     """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
 
@@ -136,6 +158,7 @@ def plan_pass(
         spans: Windows and chunks by layer.
         kv_length: Places that attention reads; None = as far as the longest sequence reaches.
         lengths_B: [B] int64 the lengths of the first part's sequences, where they are on the device already.
+        computed: Nodes of each tree that earlier passes have computed.
 
     Raises:
         PoolFullError: There are no blocks left.
@@ -152,7 +175,7 @@ def plan_pass(
         behind = torch.tensor(lengths[known:], device=pool.device)
         lengths_B = behind if lengths_B is None else torch.cat([lengths_B, behind])
     assert lengths_B is not None, "there are sequences"
-    return TreePlan([draft for draft, _ in parts], lengths_B, kv_length or max(ends), table, attention, spans)
+    return TreePlan([draft for draft, _ in parts], lengths_B, kv_length or max(ends), table, attention, spans, computed)
 
 
 def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor, counts_S: Tensor) -> None:

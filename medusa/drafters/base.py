@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from medusa.cache import CachedSequence
+from medusa.cache import CachedSequence, Observer
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -19,6 +19,8 @@ class Drafter(Protocol):
     recordable: bool = False
     """Shapes are fixed and drafts follow from the state's tensors alone, on the device: a step may become a CUDA graph.
     A drafter that inherits from this class may leave it out."""
+    observers: Sequence[Observer] = ()
+    """Layers of its own that must see what the base commits; likewise."""
 
     def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft whose column 0 holds ``state.roots``.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from medusa.acceptance.logits import Warper
 from medusa.base.model import BaseModel
+from medusa.cache import Observer
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.continuations import Confidence
 from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer
@@ -97,12 +98,14 @@ class Source(NamedTuple):
         needs: None = nothing.
         costly: Drafts cost time, and heed the noise of draws.
         drawn_under: Acceptance rules under which its drafts are drawn, so that the text depends on them.
+        observers: Layers of it that must see what the base commits.
     """
 
     make: Callable[[Context, int], Drafter]
     needs: Need | None = None
     costly: bool = True
     drawn_under: Container[str] = ()
+    observers: Callable[[Parts], Sequence[Observer]] = lambda _: ()
 
 
 def _prompt_lookup(context: Context, nodes: int) -> Drafter:
@@ -157,6 +160,14 @@ def _early_exit(context: Context, nodes: int) -> Drafter:
     return EarlyExitDrafter(parts.base, parts.exit_layer, nodes, **how, stream=OTHER_DRAFTS[1])
 
 
+def _memory(parts: Parts) -> Sequence[Observer]:
+    return [parts.heads.memory] if parts.heads is not None and parts.heads.memory is not None else []
+
+
+def _layer(parts: Parts) -> Sequence[Observer]:
+    return [parts.base.mtp] if parts.base.mtp is not None else []
+
+
 HEADS = Need(lambda parts: parts.heads is not None, "heads and there are none", "load heads")
 SMALL = Need(
     lambda parts: parts.draft_model is not None,
@@ -176,11 +187,11 @@ LAYERS = Need(
 SOURCES = {
     "prompt-lookup": Source(_prompt_lookup, costly=False),
     "ngram": Source(_ngram, costly=False),
-    "heads": Source(_heads, HEADS),
+    "heads": Source(_heads, HEADS, observers=_memory),
     "draft-model": Source(_draft_model, SMALL, drawn_under=("speculative",)),
-    "mtp": Source(_mtp, LAYER, drawn_under=("speculative",)),
+    "mtp": Source(_mtp, LAYER, drawn_under=("speculative",), observers=_layer),
     "early-exit": Source(_early_exit, LAYERS, drawn_under=("speculative",)),
-    "heads-sampled": Source(_heads_sampled, HEADS, drawn_under=RULES),
+    "heads-sampled": Source(_heads_sampled, HEADS, drawn_under=RULES, observers=_memory),
 }
 """By the names that ``medusa.sampling`` lists."""
 
@@ -199,6 +210,11 @@ def is_costly(name: str) -> bool:
 def is_drawn(name: str, rule: str) -> bool:
     """Whether drafts of this name are drawn under a rule, and the text depends on them."""
     return any(rule in SOURCES[source].drawn_under for source in sources(name))
+
+
+def observers(name: str, parts: Parts) -> list[Observer]:
+    """Layers among the sources of a name that must see what the base commits."""
+    return [one for source in sources(name) for one in SOURCES[source].observers(parts)]
 
 
 def build(name: str, nodes: int, context: Context) -> Drafter:

@@ -11,8 +11,9 @@ from medusa.acceptance.logits import NO_NOISE, Warper
 from medusa.base.model import BaseModel
 from medusa.budget.auto import AutoDrafter
 from medusa.budget.policy import PLAIN, SIZES, Arm, Policy
+from medusa.cache import Observer
 from medusa.drafters.base import Drafter, PlainDrafter
-from medusa.drafters.build import Context, Parts, build, is_costly, is_drawn, missing
+from medusa.drafters.build import Context, Parts, build, is_costly, is_drawn, missing, observers
 from medusa.drafters.early_exit import ExitLayer
 from medusa.drafters.ngram import ORDERS
 from medusa.heads import DraftHeads
@@ -159,6 +160,16 @@ class Drafters:
         if not self.parts.host_decides:
             return drafter_of(policy.choose())
         return AutoDrafter(policy, drafter_of, [Arm(one, sizes[-1]) for one, sizes in choices.items()])
+
+    def observers(self, speculation: Speculation) -> tuple[Observer, ...]:
+        """Layers among what may draft for a checked request that must see what the base commits."""
+        name, parts = speculation.drafter, self._parts(speculation.heads)
+        if name is not None and not isinstance(name, str):
+            return tuple(name.observers)
+        if speculation.nodes == 1 or parts.base.decoding == "plain":
+            return ()
+        names = [name] if name is not None else ["heads"] if speculation.tree else self._everyone(1, speculation.heads)
+        return tuple(dict.fromkeys(one for each in names for one in observers(each, parts)))
 
     def observe(
         self,

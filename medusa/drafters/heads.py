@@ -84,16 +84,17 @@ class HeadsDrafter(Drafter):
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
         self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
-        self.recordable = tree is not None or not host_decides
+        self.recordable = not heads.remembers and (tree is not None or not host_decides)
+        self.observers = [heads.memory] if heads.memory is not None else []
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
 
-    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
         if self.nodes == 1:
             return Draft.chain(state.roots[:, None])
-        return self._grow(state) if self._native is None else self._grow_natively(self._native, state)
+        return self._grow(state, sequences) if self._native is None else self._grow_natively(self._native, state)
 
     def _grow_natively(self, native: RecurrentDrafts, state: DecodeState) -> Draft:
         """``_grow`` in one call."""
@@ -104,14 +105,14 @@ class HeadsDrafter(Drafter):
         tokens, parents, scores, sizes, depth = native(hidden_BF, state.roots, state.active, keys_BK, temperature)
         return Draft(tokens, parents, depth, sizes=ragged(sizes), scores=scores)
 
-    def _grow(self, state: DecodeState) -> Draft:
+    def _grow(self, state: DecodeState, sequences: Sequence[CachedSequence]) -> Draft:
         frontier_Bm, shape = state.roots[:, None], self._shape
         # Columns number all candidates of the step, level by level; column 0 is the root.
         columns_Bm = slots_Bm = torch.zeros_like(frontier_Bm)
         # A finished sequence has no say in how far the others are drafted; within a row only differences count.
         scores_Bm = torch.where(state.active, 0.0, LOWEST)[:, None]
         tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
-        heads_state = self.heads.begin(state.hidden, self.vocabulary)
+        heads_state = self.heads.begin(state.hidden, self.vocabulary, sequences)
         for head in range(shape.depth):
             logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
             if self._temperature:

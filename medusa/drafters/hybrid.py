@@ -33,6 +33,7 @@ class HybridDrafter(Drafter):
         everyone = [*self.cheap, *self.dear]
         self.nodes = max(nodes, 1 + sum(drafter.nodes - 1 for drafter in everyone))
         self.recordable = all(drafter.recordable for drafter in everyone)
+        self.observers = [one for drafter in everyone for one in drafter.observers]
 
     def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots``."""

@@ -128,18 +128,16 @@ class MtpWriter:
 
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
-        """The layer's own sequences: all was computed when it was committed."""
-        own = self._layer.follow(sequences)
-        hidden_BD = self._layer.latest(own)
-        try:
-            yield own, hidden_BD
-        finally:
-            self._layer.keep(own, hidden_BD)
+        """The layer's own sequences, and its outputs at their last rows."""
+        yield self._layer.read(sequences)
 
     def write(self, own: Sequences, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
         """A token more of each that goes on."""
-        self._layer.extend(own, hidden_BD[:, None], tokens_B1, counts)
-        return self._layer.latest(own)
+        going = [index for index, count in enumerate(counts) if count]
+        index = torch.tensor(going, device=tokens_B1.device)
+        chosen, ones = [own[place] for place in going], [1] * len(going)
+        new_BD = self._layer.extend(chosen, hidden_BD[index, None], tokens_B1[index], ones)
+        return hidden_BD.index_copy(0, index, new_BD)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """The base's logits of the layer's output."""

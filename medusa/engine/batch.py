@@ -115,8 +115,9 @@ class Batch:
         room = base.context_length - len(prompt)
         completion = Completion(base.tokenizer, len(prompt), params, room, base.eos_ids, incremental)
         self._added += 1
+        observers = self._drafters.observers(speculation)
         request = Request(
-            prompt, params, speculation, rule, completion, constraint, client, priority, number=self._added
+            prompt, params, speculation, rule, completion, observers, constraint, client, priority, number=self._added
         )
         self._scheduler.add(request)
         return request

@@ -160,7 +160,7 @@ class StepGraphs:
         state: DecodeState,
     ) -> Steps:
         """Steps as graphs, or eager ones where they cannot be recorded; why is logged once."""
-        reason = self._objection(base, drafter)
+        reason = self._objection(base, sequences, drafter)
         if reason is None:
             return GraphSteps(self, base, sequences, drafter, rule, state)
         if reason not in self._told:
@@ -205,14 +205,14 @@ class StepGraphs:
             logger.warning("steps run eagerly from now on, recording one as a graph has failed: %s", error)
             return None
 
-    def _objection(self, base: BaseModel, drafter: Drafter) -> str | None:
+    def _objection(self, base: BaseModel, sequences: Sequence[CachedSequence], drafter: Drafter) -> str | None:
         if self._failed:
             return "recording failed before"
         if base.decoding != "tree" or base.explicit_mask:
             how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
             return f"base ({base.name}) {how}"
-        if base.mtp is not None:
-            return "multi-token prediction reads each step's hidden states on the host's account"
+        if any(one.observers for one in sequences):
+            return "a layer that drafts reads each step's hidden states on the host's account"
         if not base.attention.recordable:
             return f"attention ({base.attention.name}) reads lengths on the host here"
         if not drafter.recordable:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.cache import CachedSequence
+from medusa.cache import CachedSequence, tell
 from medusa.engine.logprobs import score
 from medusa.engine.request import Request
 from medusa.state import DecodeState
@@ -51,9 +51,9 @@ class Chunk:
         if self.request.unscored:
             self._score(base, hidden_CF, first)
         known = self.size - self.ends  # the token after the last is not known yet
-        if base.mtp is not None and known:
+        if sequence.observers and known:
             after = self.request.text[first + 1 : first + 1 + known]
-            base.mtp.observe([sequence], hidden_CF[None, :known], torch.tensor([after], device=base.device), [known])
+            tell([sequence], hidden_CF[None, :known], torch.tensor([after], device=base.device), [known])
 
     def _score(self, base: BaseModel, hidden_CF: Tensor, first: int) -> None:
         """Tell the log-probabilities of the prompt's tokens that follow these and were not told before."""

@@ -1,9 +1,10 @@
 """One request, from the moment it is added until it has ended: what it asks for, what is cached, what it has said."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medusa.acceptance import BuiltRule
-from medusa.cache import CachedSequence
+from medusa.cache import CachedSequence, Observer
 from medusa.engine.constraint import Constraint
 from medusa.engine.output import Completion, Output
 from medusa.sampling import SamplingParams, Speculation
@@ -18,6 +19,7 @@ class Request:
         params: How tokens are chosen.
         speculation: How they are drafted.
         rule: What follows from both.
+        observers: Layers among what drafts for it that must see what the base commits.
         completion: Grows by what it says.
         constraint: What it may say; None = anything.
         client: Who asks; of those that wait, who has fewest requests under way comes first.
@@ -31,6 +33,7 @@ class Request:
     speculation: Speculation
     rule: BuiltRule
     completion: Completion
+    observers: Sequence[Observer] = ()
     constraint: Constraint | None = None
     client: str = ""
     priority: int = 0

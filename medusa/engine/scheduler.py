@@ -21,12 +21,11 @@ class Scheduler:
     Args:
         pool: Where keys and values stand.
         config: Limits.
-        base: With one that decodes plainly, a chunk is one token; with one that predicts several tokens by a layer of
-            its own, that layer needs all texts computed again.
+        base: With one that decodes plainly, a chunk is one token.
     """
 
     def __init__(self, pool: BlockPool, config: EngineConfig, base: BaseModel) -> None:
-        self.pool, self._config, self._recall = pool, config, base.mtp is None
+        self.pool, self._config = pool, config
         self._chunk = 1 if base.decoding == "plain" else min(config.chunk, config.pass_tokens)
         self._waiting: list[Request] = []
         self._prompts: deque[Request] = deque()
@@ -107,10 +106,11 @@ class Scheduler:
         while self._waiting and len(under_way) < (self._config.max_requests or len(under_way) + 1):
             request = min(self._waiting, key=lambda one: (one.priority, clients[one.client], one.number))
             text = self._findable(request)
-            if self._computed_by_another(text):
+            known = self.pool.known(text, request.observers)
+            if self._computed_by_another(text, known):
                 held_up.append(request)
             else:
-                needed = self.pool.needed(text, request.length) + 1
+                needed = self.pool.needed(text[:known], request.length) + 1
                 if owed + needed > self.pool.available:
                     break
                 owed += needed
@@ -121,22 +121,19 @@ class Scheduler:
         self._waiting = held_up + self._waiting
 
     def _begin(self, request: Request, text: list[int]) -> None:
-        request.sequence = CachedSequence(self.pool)
-        if text:
-            found = request.sequence.recall(text)
-            if not request.output.tokens:
-                request.output.cached_tokens = found
+        request.sequence = CachedSequence(self.pool, request.observers)
+        found = request.sequence.recall(text)
+        if not request.output.tokens:
+            request.output.cached_tokens = found
         self._prompts.append(request)
 
     def _findable(self, request: Request) -> list[int]:
         """What need not be computed of a text where it is known: all but the last token, whose logits are needed."""
-        return request.text[:-1] if self._recall and not request.unscored else []
+        return [] if request.unscored else request.text[:-1]
 
-    def _computed_by_another(self, text: list[int]) -> bool:
+    def _computed_by_another(self, text: list[int], known: int) -> bool:
         """Whether a text under way fills the first block that is not known of this one: it is computed once."""
-        if not text or not self._prompts:
-            return False
-        end = self.pool.known(text) + self.pool.size
+        end = known + self.pool.size
         beginning = text[:end]
         return end <= len(text) and any(
             request.length >= end and request.text[:end] == beginning for request in self._prompts

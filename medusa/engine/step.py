@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from medusa.acceptance import Accepted, Rule, accept
 from medusa.attention import TreePlan
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, CachedSequence
+from medusa.cache import BlockPool, CachedSequence, tell
 from medusa.drafters import Drafter
 from medusa.engine.prefill import Chunk, first_state, take_chunks
 from medusa.state import DecodeState
@@ -66,7 +66,7 @@ def decode_step(
     tokens, counts = read_tokens(accepted.emitted.tolist())  # the step's only copy to the host
     for one, count in zip(sequences, counts, strict=True):
         one.length += count
-    _observe(base, sequences, accepted, hidden_BNF, counts)
+    _tell(sequences, accepted, hidden_BNF, counts)
     return StepResult(tokens, after, draft.row_sizes)
 
 
@@ -118,7 +118,7 @@ def first_step(
     draft = drafter.propose(state)
     accepted = _judge(draft, hidden_BF[:, None], logits_BV[:, None], rule, state, reader)
     tokens, counts = read_tokens(accepted.emitted.tolist())
-    _observe(base, [chunk.request.cached for chunk in chunks], accepted, hidden_BF[:, None], counts)
+    _tell([chunk.request.cached for chunk in chunks], accepted, hidden_BF[:, None], counts)
     return StepResult(tokens, _next(state, accepted), draft.row_sizes)
 
 
@@ -139,17 +139,11 @@ def _next(state: DecodeState, accepted: Accepted) -> DecodeState:
     )
 
 
-def _observe(
-    base: BaseModel,
-    sequences: Sequence[CachedSequence],
-    accepted: Accepted,
-    hidden_BNF: Tensor,
-    counts: Sequence[int],
-) -> None:
-    """Tell a layer of the base that predicts several tokens what was committed."""
-    if base.mtp is not None:
+def _tell(sequences: Sequence[CachedSequence], accepted: Accepted, hidden_BNF: Tensor, counts: Sequence[int]) -> None:
+    """Let layers that draft see what was committed."""
+    if any(one.observers for one in sequences):
         path_BAF = hidden_BNF.gather(1, accepted.path[..., None].expand(-1, -1, hidden_BNF.shape[2]))
-        base.mtp.observe(sequences, path_BAF, accepted.tokens, counts)
+        tell(sequences, path_BAF, accepted.tokens, counts)
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:

@@ -9,6 +9,7 @@ ARCHITECTURES = {
     "markov": "medusa.heads.markov:MarkovHeads",
     "hydra": "medusa.heads.hydra:HydraHeads",
     "recurrent": "medusa.heads.recurrent:RecurrentHeads",
+    "attention": "medusa.heads.attention:AttentionHeads",
 }
 
 __all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "Vocabulary", "build_heads"]

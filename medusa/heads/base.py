@@ -1,19 +1,26 @@
 """What every head architecture is: hidden state and drafted tokens in, one draft distribution per head out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from medusa.attention import TreeAttention
+from medusa.cache import CachedSequence, Follower
+from medusa.cpu.native import native_linear
 from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
+from medusa.heads.layer import LayerConfig
 
 
 class Vocabulary(Protocol):
     """Both ends of the base, as heads use them; ``BaseModel`` is one."""
+
+    attention: TreeAttention
+    """Who computes attention, for heads that remember."""
 
     @property
     def linear(self) -> bool:
@@ -46,7 +53,8 @@ class HeadsConfig:
     num_layers: int = 1
     """Residual blocks per head, each with its own weights."""
     own_lm_heads: bool = False
-    """True: every head owns a vocabulary matrix [V, D]. False: all share the base's frozen one."""
+    """True: every head (of "attention": all together) owns a vocabulary matrix [V, D]. False: all share the base's
+    frozen one."""
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
     base_source: str = ""
@@ -56,14 +64,20 @@ class HeadsConfig:
     base_adapter: str = ""
     """Directory of the adapter that the base was changed by in joint training (Medusa-2); "" = it was frozen."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state."""
+    """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state ("attention": in its
+    place)."""
     rank: int = 64
     """Rank of the correction by the drafted token before; architecture "markov" only."""
     draft_vocab_size: int = 0
     """Tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
+    layer: LayerConfig | None = None
+    """The decoder layer that they are; architecture "attention" only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
+        layer: Any = self.layer
+        if isinstance(layer, dict):
+            object.__setattr__(self, "layer", LayerConfig(**layer))
         for name in ("base", "base_source", "architecture", "base_adapter"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"{name} ({value!r}) must be text; correct the heads' config")
@@ -105,6 +119,9 @@ class DraftHeads(nn.Module, ABC):
 
     Both get the base's hidden states with the outputs of ``feature_layers`` behind them, and begin with ``fuse``.
 
+    Heads that remember (``remembers``) see the text before a position through a cache of their own: they are trained on
+    whole documents, and their ``memory`` observes what the base commits.
+
     Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, F = D * (1 + number of
     feature layers), and V columns of logits: the vocabulary, or the part of it that heads can draft.
 
@@ -112,26 +129,32 @@ class DraftHeads(nn.Module, ABC):
         config: The shape.
         draft_ids: int64 [V] token ids of the columns, ascending, where heads can draft a part of the vocabulary only;
             None = all of it.
-        lm_heads: Own vocabulary matrices [K, V, D], or None where the base's frozen output layer is shared.
+        lm_heads: Own vocabulary matrices [K, V, D], or one for all [1, V, D]; None where the base's frozen output layer
+            is shared.
         fusion: What is added to the last hidden state [D] for the feature layers' outputs [F - D], or None without
             such layers.
         reads: int64 [F], the columns of the base's hidden states that are these heads', where the base has more layers
             tapped, for others; None = all.
         native: What a kernel drafts with, where one knows these heads; None = there is none.
+        memory: What frozen heads that remember have cached.
     """
 
+    remembers = False
+    one_output = False
+    """One vocabulary matrix of their own serves all heads."""
     draft_ids: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
-        shape = (config.num_heads, config.output_size, config.hidden_size)
+        shape = (1 if self.one_output else config.num_heads, config.output_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
         self._joined_output: Callable[[Tensor], Tensor] | None = None  # of heads that are frozen, see ``join``
         self.fusion: nn.Linear | None = None
         self.reads: Tensor | None = None
         self.native: RecurrentWeights | None = None  # of heads that are frozen, see ``join``
+        self.memory: Follower | None = None  # likewise
         if config.feature_layers:
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)
@@ -144,6 +167,18 @@ class DraftHeads(nn.Module, ABC):
         Raises:
             ValueError: The hidden state is that of other layers.
         """
+        last, layers = self.split(hidden)
+        if self.fusion is None:
+            return last
+        fused: Tensor = last + self.fusion(nn.functional.rms_norm(layers, layers.shape[-1:]).flatten(-2))
+        return fused
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The last hidden state [..., D] and what feature layers give [..., n, D], of the base's [..., F].
+
+        Raises:
+            ValueError: The hidden state is that of other layers.
+        """
         dim, count = self.config.hidden_size, len(self.config.feature_layers)
         hidden = self.own(hidden)
         if hidden.shape[-1] != dim * (1 + count):
@@ -151,35 +186,40 @@ class DraftHeads(nn.Module, ABC):
                 f"hidden state ({hidden.shape[-1]} numbers) must hold {dim} for the last layer and for each of the"
                 f" {count} feature layers of these heads; take it from base.tapped(heads.config.feature_layers)"
             )
-        if self.fusion is None:
-            return hidden
         last, layers = hidden.tensor_split([dim], dim=-1)
-        layers = nn.functional.rms_norm(layers.unflatten(-1, (count, dim)), (dim,)).flatten(-2)
-        fused: Tensor = last + self.fusion(layers)
-        return fused
+        return last, layers.unflatten(-1, (count, dim))
 
     def own(self, hidden: Tensor) -> Tensor:
         """What these heads read [..., F] of hidden states that more layers may stand in."""
         return hidden if self.reads is None else hidden[..., self.reads]
 
     @abstractmethod
-    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+    ) -> Tensor:
         """Features [K, M, D] that a vocabulary matrix reads.
 
         Args:
             hidden_MF: Hidden states of the base at M positions t, see ``BaseModel.hidden_states``.
             path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
             vocabulary: Embeds tokens.
+            places_M: int64 t, for heads that remember: all positions of some documents, each from 0 on; None = of one.
         """
 
     @abstractmethod
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """The state that the first level starts from, for the hidden states that predicted the roots."""
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Any:
+        """The state that the first level starts from.
+
+        Args:
+            hidden_BF: The hidden states that predicted the roots.
+            vocabulary: Both ends of the base.
+            sequences: What the base has cached; heads that remember have observed it.
+        """
 
     @abstractmethod
     def level(
-        self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
+        self, head: int, state: Any, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Any]:
         """Draft the children of m nodes per sequence.
 
         Args:
@@ -202,7 +242,9 @@ class DraftHeads(nn.Module, ABC):
 
     def join(self, vocabulary: Vocabulary) -> None:
         """Compute products of weights that do not change any more once and for all; part of ``freeze``."""
-        if self.draft_ids is not None and self.lm_heads is None:
+        if self.lm_heads is not None and self.one_output:
+            self._joined_output = native_linear(self.lm_heads[0])
+        elif self.draft_ids is not None and self.lm_heads is None:
             self._joined_output = vocabulary.logits_of(self.draft_ids, pack=True)
 
     def init_from_base(self, lm_head_weight: Tensor) -> None:
@@ -233,6 +275,6 @@ class DraftHeads(nn.Module, ABC):
 
     def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
         """Logits [..., V] of one head's features [..., D]."""
-        if self.lm_heads is None:
+        if self._joined_output is not None or self.lm_heads is None:
             return (self._joined_output or self.output(vocabulary))(features)
-        return nn.functional.linear(features, self.lm_heads[head])
+        return nn.functional.linear(features, self.lm_heads[0 if self.one_output else head])

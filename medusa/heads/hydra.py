@@ -1,8 +1,11 @@
 """Hydra heads (Ankner et al. 2024, section 3): each reads all tokens between the hidden state and what it predicts."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from medusa.cache import CachedSequence
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
@@ -25,14 +28,16 @@ class HydraHeads(DraftHeads):
             nn.ModuleList(ResidualBlock(dim, (head + 1) * dim, dim) for _ in layers) for head in range(config.num_heads)
         )
 
-    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+    ) -> Tensor:
         """Features [K, M, D] on the given path."""
         hidden_MD = self.fuse(hidden_MF)
         embeddings_ME = unit_embeddings(path_MK, vocabulary, hidden_MD.dtype).flatten(1)
         read = [embeddings_ME[:, : (head + 1) * hidden_MD.shape[1]] for head in range(self.config.num_heads)]
         return torch.stack([self._features(head, hidden_MD, read_ME) for head, read_ME in enumerate(read)])
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
         """State [B, 1, D]: what a head reads, so far the hidden state alone."""
         return self.fuse(hidden_BF)[:, None]
 

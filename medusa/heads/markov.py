@@ -1,10 +1,12 @@
 """Medusa heads with a correction by the token drafted just before (as in DSpark): cheap, and one token of sight."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from medusa.cache import CachedSequence
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
@@ -39,14 +41,16 @@ class MarkovHeads(MedusaHeads):
             raised = [self._behind_output(head, vocabulary) for head in range(self.config.num_heads)]
             self._low_rank = [(native_linear(p), native_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
 
-    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+    ) -> Tensor:
         """Features [K, M, D] on the given path."""
         hidden_MD = self.fuse(hidden_MF)
         embeddings_KMD = unit_embeddings(path_MK.T, vocabulary, hidden_MD.dtype)
         low_KMR = torch.bmm(embeddings_KMD, self.down.transpose(1, 2))
         return self._features(hidden_MD) + torch.bmm(low_KMR, self.up.transpose(1, 2))
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
         """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
         if self._low_rank:
             return super().begin(hidden_BF, vocabulary)

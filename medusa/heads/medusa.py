@@ -1,8 +1,11 @@
 """The heads of the Medusa paper (Cai et al. 2024, section 2.1.1, equation 1)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from medusa.cache import CachedSequence
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 
@@ -31,11 +34,13 @@ class MedusaHeads(DraftHeads):
         super().join(vocabulary)
         self._joined_blocks = native_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
-    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+    ) -> Tensor:
         """Features [K, M, D]; the tokens are not read."""
         return self._features(self.fuse(hidden_MF))
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
         """Logits of all levels [K, B, V]."""
         features_KBD = self._features(self.fuse(hidden_BF), self._joined_blocks)
         if self.lm_heads is None:

@@ -5,9 +5,12 @@ embeddings; here they arrive one per level in a state that is handed down the tr
 (as in ReDrafter, Zhang et al. 2024). K heads cost the memory of one, which stays in the processor's cache.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from medusa.cache import CachedSequence
 from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
@@ -44,7 +47,9 @@ class RecurrentHeads(DraftHeads):
             bias = None if bias is None else bias[ids]
         self.native = RecurrentWeights(self.blocks, fusion, embeddings, weight, bias, ids)
 
-    def forward(self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+    ) -> Tensor:
         """Features [K, M, D] on the given path."""
         states, state_MD = [], self.fuse(hidden_MF)
         for tokens_M in path_MK.unbind(1):
@@ -52,7 +57,7 @@ class RecurrentHeads(DraftHeads):
             states.append(state_MD)
         return torch.stack(states)
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
         """State [B, 1, D]."""
         return self.fuse(hidden_BF)[:, None]
 

@@ -18,13 +18,16 @@
 
 struct Layer {
     int64_t batch, heads, kv_heads, dim, dim_v;
-    const int64_t *lengths, *parents, *firsts;  // [batch], [rows], [batch + 1] where the rows of each sequence begin
+    const int64_t *lengths, *parents, *firsts;  // [batch], [nodes], [batch + 1] where the nodes of each sequence begin
+    int64_t computed;                           // nodes of each sequence that were computed before: rows are the others
     Table table;                                // of keys [places, key heads, D] and values [places, key heads, Dv]
     int64_t window, chunk;                      // 0 = none
     int64_t q_row, q_head;                      // strides of queries
     const float* sinks;
     float scaling, softcap;
     int64_t count(int64_t b) const { return firsts[b + 1] - firsts[b]; }
+    int64_t rows(int64_t b) const { return count(b) - computed; }
+    int64_t row(int64_t b, int64_t node) const { return firsts[b] + node - (b + 1) * computed; }
     const int64_t* parents_of(int64_t b) const { return parents + firsts[b]; }
     int64_t groups() const { return heads / kv_heads; }
     int64_t key_step() const { return kv_heads * dim; }
@@ -65,7 +68,7 @@ struct Work {
 
     Work(const Layer& at, int threads) {
         for (int64_t b = 0; b < at.batch; b++) {
-            const int64_t count = at.count(b) * at.groups();
+            const int64_t count = at.rows(b) * at.groups();
             segments = std::max(segments, (at.lengths[b] + at.count(b) - 1) / SEGMENT + 1);
             rows = std::max(rows, std::min<int64_t>(BLOCK, count));
             walk(at.parents_of(b), at.count(b));
@@ -114,16 +117,15 @@ template <class T, bool TILES> struct Attention {
         const int size = this->size();
         grow(s.query, BLOCK * size);
         int64_t first = block * BLOCK, groups = at.groups();
-        rows.count = int(std::clamp<int64_t>(at.count(b) * groups - first, 0, BLOCK));
-        const T* queries = query + at.firsts[b] * at.q_row;
+        rows.count = int(std::clamp<int64_t>(at.rows(b) * groups - first, 0, BLOCK));
         for (int r = 0; r < rows.count; r++) {
-            int64_t n = (first + r) / groups, h = kv * groups + (first + r) % groups;
+            int64_t n = at.computed + (first + r) / groups, h = kv * groups + (first + r) % groups;
             int64_t p = rows.length + depth[n];
             rows.node[r] = int(n), rows.head[r] = int(h), rows.last[r] = p;
             rows.shared[r] = rows.length + leading[n];
             rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
             rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
-            const T* q = queries + h * at.q_head + n * at.q_row;
+            const T* q = query + h * at.q_head + at.row(b, n) * at.q_row;
             uint32_t* to = &s.query[r * size];
             if constexpr (PAIRS<T>) std::fill(to + at.dim / 2, to + size, 0), std::memcpy(to, q, at.dim * sizeof(T));
             else for (int64_t d = 0; d < at.dim; d++) to[d] = bits(widen(q[d]));
@@ -344,7 +346,7 @@ template <class T, bool TILES> struct Attention {
                 factor = exponential(tops[r] - best);
                 total = total * factor + exponential(sink - best);
             }
-            T* to = out + ((at.firsts[b] + rows.node[r]) * at.heads + rows.head[r]) * at.dim_v;
+            T* to = out + (at.row(b, rows.node[r]) * at.heads + rows.head[r]) * at.dim_v;
             for (int d = 0; d < at.dim_v; d += LANES)
                 put(rounded(load<vf>(all + r * width + d) * splat(factor) / splat(total), T()), to + d, int(at.dim_v) - d);
         }

@@ -155,7 +155,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     Layer any_layer() const {
-        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
+        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, 0, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
     }
 
     void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {

@@ -1,0 +1,127 @@
+"""A layer that drafts, with a KV cache of its own that follows the base's.
+
+Its row p reads the base's hidden state at position p and the embedding of token p + 1, sees rows 0 .. p, and gives an
+output from which token p + 2 is guessed. Rows are computed when a draft needs them, those of prompts at once.
+
+Legend: B sequences, C positions of each, R rows of a pass, D hidden size, F width of the base's hidden states.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from medusa.attention.contract import TreeAttention, TreePlan
+from medusa.cache.pool import BlockPool
+from medusa.cache.sequence import CachedSequence, plan_pass
+from medusa.tree import Draft
+
+MANY = 16
+"""Rows that do not wait for a draft: a prompt's."""
+
+
+class Follower(ABC):
+    """What such layers share; how a row is computed is the layer's own.
+
+    Args:
+        attention: Computes attention.
+        device: Of hidden states.
+    """
+
+    def __init__(self, attention: TreeAttention, device: torch.device) -> None:
+        self.attention, self._device = attention, torch.device(device)
+        self._waiting: weakref.WeakKeyDictionary[CachedSequence, list[tuple[Tensor, Tensor]]]
+        self._waiting = weakref.WeakKeyDictionary()
+        self._latest: weakref.WeakKeyDictionary[CachedSequence, Tensor] = weakref.WeakKeyDictionary()
+
+    @abstractmethod
+    def states(self, hidden: Tensor) -> Tensor:
+        """What rows read [..., D] of the base's hidden states [..., F]."""
+
+    @abstractmethod
+    def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
+        """Outputs [R, D] of a pass's rows, whose keys and values go into the pool.
+
+        Args:
+            pool: The layer's.
+            plan: Its tokens are those behind the rows' positions.
+            states_RD: What ``states`` gives, or the layer's own outputs.
+        """
+
+    def new_pool(self) -> BlockPool:
+        """An empty cache; a row depends on the token behind its position too."""
+        return BlockPool(1, self._device, owner=self, ahead=True)
+
+    def follow(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence]:
+        """The layer's own sequences beside the base's."""
+        return [one.follower(self, self.new_pool) for one in sequences]
+
+    @torch.inference_mode()
+    def observe(
+        self, sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]
+    ) -> None:
+        """The base has committed so many positions of these sequences, just now.
+
+        Args:
+            sequences: The base's.
+            hidden_BCF: Its hidden states there.
+            tokens_BC: The tokens that follow them in the texts.
+            counts: Positions of each sequence, from the first on.
+        """
+        own = self.follow(sequences)
+        for one, hidden_CF, tokens_C, count in zip(own, hidden_BCF, tokens_BC, counts, strict=True):
+            if count:
+                self._waiting.setdefault(one, []).append((hidden_CF[:count], tokens_C[:count]))
+        self._catch_up([one for one, count in zip(own, counts, strict=True) if count and self._count(one) >= MANY])
+
+    @torch.inference_mode()
+    def read(self, sequences: Sequence[CachedSequence]) -> tuple[list[CachedSequence], Tensor]:
+        """The layer's own sequences beside the base's, all rows computed, and its outputs [B, D] at the last ones."""
+        own = self.follow(sequences)
+        self._catch_up(own)
+        for ours, theirs in zip(own, sequences, strict=True):
+            assert ours.length == theirs.length > 0, "it has observed the text from its first token on"
+        return own, torch.stack([self._latest[one] for one in own])
+
+    def extend(
+        self, own: Sequence[CachedSequence], states_BCD: Tensor, tokens_BC: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        """Compute and commit so many rows of each of its sequences, at least one; the outputs [B, D] at the last ones.
+
+        Args:
+            own: The layer's sequences.
+            states_BCD: See ``run``.
+            tokens_BC: The tokens that follow them.
+            counts: Rows of each sequence, from the first on.
+        """
+        draft = Draft.chain(tokens_BC, counts)
+        plan = plan_pass([(draft, own)], self.attention)
+        out_RD = self.run(own[0].pool, plan, draft.flat(states_BCD))
+        for one, count in zip(own, counts, strict=True):
+            one.length += count
+        return out_RD[torch.tensor(plan.firsts[1:], device=out_RD.device) - 1]
+
+    def _count(self, one: CachedSequence) -> int:
+        return sum(len(tokens_C) for _, tokens_C in self._waiting.get(one, ()))
+
+    def _catch_up(self, own: Sequence[CachedSequence]) -> None:
+        """Compute the rows that wait."""
+        behind = [one for one in own if one in self._waiting]
+        if not behind:
+            return
+        counts, parts = [self._count(one) for one in behind], [self._waiting.pop(one) for one in behind]
+        hidden_BCF = pad_sequence([torch.cat([hidden for hidden, _ in rows]) for rows in parts], batch_first=True)
+        tokens_BC = pad_sequence([torch.cat([tokens for _, tokens in rows]) for rows in parts], batch_first=True)
+        for one, out_D in zip(behind, self.extend(behind, self.states(hidden_BCF), tokens_BC, counts), strict=True):
+            self._latest[one] = out_D
+
+
+def tell(sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:
+    """Let the observers of these sequences see what was committed, just now: see ``Follower.observe``."""
+    for observer in dict.fromkeys(observer for one in sequences for observer in one.observers):
+        rows = [row for row, one in enumerate(sequences) if observer in one.observers]
+        own = [sequences[row] for row in rows]
+        observer.observe(own, hidden_BCF[rows], tokens_BC[rows], [counts[row] for row in rows])

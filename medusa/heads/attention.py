@@ -1,0 +1,245 @@
+"""Heads with a memory: one decoder layer, again and again from its own output (EAGLE-3, Li et al. 2025).
+
+It sees the text through keys and values of its own, which follow the base's (``medusa.cache.Follower``).
+
+Legend: M positions, K heads, B sequences, m tree nodes of a level, N nodes so far, R rows of a pass, D hidden size,
+H attention heads, G key heads, d head size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from medusa.attention import Scoring, TreePlan, attend
+from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisional
+from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
+from medusa.heads.blocks import of_parents
+from medusa.tree import Draft
+
+POSITIONS = 1024
+"""Rows of the table of angles at first; it doubles."""
+
+
+class Growth(NamedTuple):
+    """A tree under way: the layer's sequences, the nodes so far [B, N], and its outputs [B, m, D] at the last m."""
+
+    own: Sequence[CachedSequence]
+    tokens: Tensor
+    parents: Tensor
+    out: Tensor
+
+
+class AttentionHeads(DraftHeads):
+    """Head k is the layer's k-th pass; g_k is its output, e_k the base's embedding of the k-th token after position t.
+
+    g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]), s = g_{k-1} (normed with ``norm_output``), and
+    s = W [norm(h_1); ..; norm(h_n)] for the first head, h the outputs of the base's feature layers (the last hidden
+    state where there are none). Keys and values are those of the first pass at all positions up to t, which read the
+    base's states, and of the passes between at t itself. A vocabulary matrix reads norm(g_k). Both branches start at
+    0, and W takes the last of the layers.
+    """
+
+    remembers = True
+    one_output = True
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        if config.layer is None:
+            raise ValueError(
+                "heads' layer (None) must be given for the architecture attention; correct the heads' config"
+            )
+        self._layer = layer = config.layer
+        dim, inner, layers = config.hidden_size, layer.intermediate_size, len(config.feature_layers)
+        queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+        self.feature_norm = nn.Parameter(torch.ones(layers, dim)) if layers and layer.norm_features else None
+        if self.fusion is not None:
+            nn.init.eye_(self.fusion.weight[:, -dim:])
+        self.token_norm, self.state_norm, self.mlp_norm, self.output_norm = (
+            nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(4)
+        )
+        self.q_proj = nn.Linear(2 * dim, queries, bias=False)
+        self.k_proj = nn.Linear(2 * dim, keys, bias=False)
+        self.v_proj = nn.Linear(2 * dim, keys, bias=False)
+        self.o_proj = nn.Linear(queries, dim, bias=False)
+        self.gate_proj = nn.Linear(dim, inner, bias=False)
+        self.up_proj = nn.Linear(dim, inner, bias=False)
+        self.down_proj = nn.Linear(inner, dim, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+        nn.init.zeros_(self.down_proj.weight)
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def join(self, vocabulary: Vocabulary) -> None:
+        """The layer gets its cache."""
+        super().join(vocabulary)
+        self.memory = LayerMemory(self, vocabulary)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """What the first pass reads [..., D] of the base's hidden states [..., F]."""
+        last, layers = self.split(hidden)
+        if self.fusion is None:
+            return last
+        if self.feature_norm is not None:
+            layers = functional.rms_norm(layers, layers.shape[-1:], eps=self._layer.rms_norm_eps) * self.feature_norm
+        fused: Tensor = self.fusion(layers.flatten(-2))
+        return fused
+
+    def forward(
+        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+    ) -> Tensor:
+        """Features [K, M, D] on the given path, at all positions of documents that do not see each other."""
+        if places_M is None:
+            places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
+        begins = (places_M == 0).nonzero()[:, 0].tolist()
+        lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
+        state_MD, features = self.fuse(hidden_MF), []
+        reach, scaling = max(lengths, default=0) + path_MK.shape[1], self._layer.head_dim**-0.5
+        keys, values = list[Tensor](), list[Tensor]()
+        for ahead, tokens_M in enumerate(path_MK.unbind(1)):
+            query_MHd, key_MGd, value_MGd = self.project(
+                state_MD, vocabulary.embed(tokens_M).to(state_MD.dtype), places_M + ahead, reach
+            )
+            keys.append(key_MGd)
+            values.append(value_MGd)
+            out_MD = self.finish(state_MD, attend_documents(query_MHd, keys, values, lengths, scaling))
+            features.append(self.output_norm(out_MD))
+            state_MD = self.handed_down(out_MD, features[-1])
+        return torch.stack(features)
+
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Growth:
+        """The roots' own rows, computed from what the base has committed."""
+        if self.memory is None or not sequences:
+            raise ValueError("attention heads draft behind what is cached of a text; decode with MedusaModel or Batch")
+        own, out_BD = self.memory.read(sequences)
+        nothing_B1 = torch.zeros(len(own), 1, dtype=torch.int64, device=out_BD.device)
+        return Growth(own, nothing_B1, nothing_B1, out_BD[:, None])
+
+    def level(
+        self, head: int, state: Growth, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Growth]:
+        """Logits [B, m, V] of the level's nodes, and the tree with them."""
+        if head:
+            state = self._grow(state, parents_Bm, tokens_Bm)
+        return self.head_logits(head, self.output_norm(state.out), vocabulary), state
+
+    def _grow(self, tree: Growth, parents_Bm: Tensor, tokens_Bm: Tensor) -> Growth:
+        """Compute another level: each node sees the text and the nodes above it."""
+        assert self.memory is not None, "begin has asked"
+        computed, above = tree.tokens.shape[1], tree.out.shape[1]
+        tokens_BN = torch.cat([tree.tokens, tokens_Bm], dim=1)
+        parents_BN = torch.cat([tree.parents, computed - above + parents_Bm], dim=1)
+        states_BmD = of_parents(self.handed_down(tree.out, self.output_norm(tree.out)), parents_Bm)
+        with provisional(tree.own):
+            for one in tree.own:
+                one.length -= 1  # the root's row is the tree's first node
+            draft = Draft.of(tokens_BN, parents_BN, depth=computed)
+            plan = plan_pass([(draft, tree.own)], self.memory.attention, computed=computed)
+        out_RD = self.memory.run(tree.own[0].pool, plan, states_BmD.flatten(0, 1))
+        return Growth(tree.own, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
+
+    def handed_down(self, out: Tensor, normed: Tensor) -> Tensor:
+        """What the next pass reads of the layer's output."""
+        return normed if self._layer.norm_output else out
+
+    def project(
+        self, state_RD: Tensor, embedded_RD: Tensor, positions_R: Tensor, reach: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, H, d], keys and values [R, G, d] of rows.
+
+        Args:
+            state_RD: What the pass before has handed down.
+            embedded_RD: Embeddings of the tokens behind.
+            positions_R: int64.
+            reach: Above all positions.
+        """
+        both = torch.cat([self.token_norm(embedded_RD), self.state_norm(state_RD)], dim=-1)
+        query, key, value = (
+            linear(both).unflatten(-1, (-1, self._layer.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cosines, sines = (table[positions_R, None] for table in self._angles_of(reach, query))
+        return _turned(query, cosines, sines), _turned(key, cosines, sines), value
+
+    def finish(self, state_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
+        """The layer's output [R, D] behind its attention."""
+        state_RD = state_RD + self.o_proj(mixed_RHd.flatten(1))
+        normed_RD = self.mlp_norm(state_RD)
+        out: Tensor = state_RD + self.down_proj(functional.silu(self.gate_proj(normed_RD)) * self.up_proj(normed_RD))
+        return out
+
+    def _angles_of(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of so many positions at least."""
+        known = self._angles
+        if known is None or len(known[0]) < reach or known[0].dtype != like.dtype or known[0].device != like.device:
+            positions = POSITIONS
+            while positions < reach:
+                positions *= 2
+            known = self._angles = self._layer.angles(positions, like)
+        return known
+
+
+class LayerMemory(Follower):
+    """What the layer has cached of the texts that it drafts for.
+
+    Args:
+        heads: Frozen.
+        vocabulary: Both ends of their base.
+    """
+
+    def __init__(self, heads: AttentionHeads, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary.attention, next(heads.parameters()).device)
+        self._heads, self._vocabulary = heads, vocabulary
+        self._scoring = Scoring(heads._layer.head_dim**-0.5)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """See ``AttentionHeads.fuse``."""
+        return self._heads.fuse(hidden)
+
+    def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
+        """A pass of the layer over rows of trees."""
+        heads = self._heads
+        embedded_RD = self._vocabulary.embed(plan.tokens).to(states_RD.dtype)
+        query_RHd, key_RGd, value_RGd = heads.project(states_RD, embedded_RD, plan.positions, plan.kv_length)
+        with pool.cache.running(plan) as cache:
+            keys, values = cache.update(key_RGd.transpose(0, 1)[None], value_RGd.transpose(0, 1)[None], 0)
+        return heads.finish(states_RD, attend(plan, query_RHd, keys, values, self._scoring))
+
+
+def attend_documents(
+    query_MHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int], scaling: float
+) -> Tensor:
+    """Attention [M, H, d] of an unrolled pass: to the first pass up to a row's place, to later ones at it alone.
+
+    Args:
+        query_MHd: Of the latest pass, document behind document.
+        keys: [M, G, d] of each pass.
+        values: Likewise.
+        lengths: Positions of each document.
+        scaling: Factor on the scores.
+    """
+    parts = [tensor.split(list(lengths)) for tensor in (query_MHd, *keys, *values)]
+    out = []
+    for query, *cached in zip(*parts, strict=True):
+        own, others = cached[: len(keys)], cached[len(keys) :]
+        out.append(_attend_document(query, own, others, scaling))
+    return torch.cat(out) if out else query_MHd
+
+
+def _attend_document(query_LHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float) -> Tensor:
+    length, groups = len(query_LHd), keys[0].shape[1]
+    query_GLgd = query_LHd.unflatten(1, (groups, -1)).transpose(0, 1)
+    hidden_LL = torch.ones(length, length, dtype=torch.bool, device=query_LHd.device).triu(1)
+    scores = [torch.einsum("glhd,tgd->glht", query_GLgd, keys[0]).masked_fill(hidden_LL[:, None], -torch.inf)]
+    scores += [torch.einsum("glhd,lgd->glh", query_GLgd, key)[..., None] for key in keys[1:]]
+    weights = (torch.cat(scores, dim=-1) * scaling).softmax(-1)
+    out = torch.einsum("glht,tgd->lghd", weights[..., :length], values[0])
+    for ahead, value in enumerate(values[1:]):
+        out = out + weights[..., length + ahead].transpose(0, 1)[..., None] * value[:, :, None]
+    return out.flatten(1, 2)
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Heads [R, heads, d] turned by their rows' positions."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat([-right, left], dim=-1) * sines

@@ -1,0 +1,78 @@
+"""The shape of the decoder layer that attention heads are made of: the base's own, as far as it is Llama's kind."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+ROTARY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose angles follow from the position alone."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Names and meanings are those of transformers' ``LlamaConfig``."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
+    norm_features: bool = True
+    """Norm what each feature layer gives, with weights of its own (EAGLE 3.1: ``fc_norm``)."""
+    norm_output: bool = True
+    """The next depth reads the layer's output after its last norm (EAGLE 3.1), not before."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"layer's {name} ({value!r}) must be a whole number of at least 1; correct the heads' config"
+                )
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+            raise ValueError(
+                f"layer's {self.num_attention_heads} heads of size {self.head_dim} must be a multiple of its key heads"
+                f" ({self.num_key_value_heads}) and of even size; correct the heads' config"
+            )
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, **options: bool) -> "LayerConfig":
+        """The layer of a base, from the config of its language model.
+
+        What depends on more than a position (rotary positions that stretch with the text) is left out.
+
+        Args:
+            config: Of the base.
+            **options: ``norm_features`` and ``norm_output``.
+        """
+        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)  # where kinds of layers differ
+        theta = float(rope.get("rope_theta") or 10_000.0)
+        known = rope.get("rope_type") in ROTARY and rope.get("partial_rotary_factor", 1.0) == 1.0
+        heads = config.num_attention_heads
+        return cls(
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
+            rope_parameters=dict(rope) if known else {"rope_type": "default", "rope_theta": theta},
+            **options,
+        )
+
+    def angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, head_dim], in the dtype and on the device of ``like``."""
+        config = LlamaConfig(
+            num_attention_heads=self.num_attention_heads, head_dim=self.head_dim, rope_parameters=self.rope_parameters,
+            max_position_embeddings=self.max_position_embeddings,
+        )  # fmt: skip
+        rotary = LlamaRotaryEmbedding(config).to(like.device)
+        cosines, sines = rotary(like, torch.arange(positions, device=like.device)[None])
+        return cosines[0], sines[0]
