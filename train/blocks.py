@@ -35,6 +35,8 @@ class MicroBatch(NamedTuple):
     """float32 [U, D]; last hidden states of the base where it says what heads should; None where the labels teach."""
     teacher_index: Tensor | None = None
     """int64 [M, K]; the row of `teacher` for each label that is not `IGNORE`."""
+    places: Tensor | None = None
+    """int64 [M]; t, counted from the beginning of the document."""
 
 
 class Block:
@@ -49,19 +51,21 @@ class Block:
         rank: this process.
         world_size: number of processes.
         hidden_size: D; None = F, without feature layers.
+        whole: documents stay whole, for heads that remember; a block is one step then.
     """
 
     def __init__(
         self, optim: OptimRecipe, packed: PackedRows, num_heads: int, first: int, steps: int, rank: int,
-        world_size: int, hidden_size: int | None = None,
+        world_size: int, hidden_size: int | None = None, whole: bool = False,
     ) -> None:  # fmt: skip
+        assert steps == 1 or not whole, "positions of whole documents cannot be mixed"
         self.first, self._rank, self._soft, self._hidden_size = first, rank, optim.loss != "ce", hidden_size
         chain = [rows_of_step(optim.seed, first + step, optim.rows_per_step, len(packed)) for step in range(steps)]
         rows = torch.cat(chain)
-        self.positions = Positions.of(packed, rows, num_heads)
+        self.positions, self._whole = Positions.of(packed, rows, num_heads, whole), whole
         self._steps_M = _deal(len(self.positions.targets), steps, mixed_seed(optim.seed, first))
         shares = rows.tensor_split(world_size)
-        self.rows = shares[rank]
+        self.rows, self._most_rows = shares[rank], len(shares[0])
         ends = self.positions.per_row.cumsum(0)
         # Positions of the rows of each process: [bounds[rank], bounds[rank + 1]).
         bounds = torch.tensor([len(share) for share in shares]).cumsum(0)
@@ -73,18 +77,30 @@ class Block:
         return (self.positions.targets[self._steps_M == step - self.first] != IGNORE).sum(0)
 
     def micro_batches(self, step: int, states: HiddenStates, size: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """This process's positions of a step, `size` at a time, and whether they are the last.
+        """This process's positions of a step, `size` or so many rows of documents at a time; whether they are the last.
 
         All processes get the same number of micro-batches, at least one, so those with fewer positions get empty ones.
         """
         if self._hidden_MF is None:
             self._hidden_MF = states.read(self.rows)
+        start, pieces = self._bounds[self._rank], self._rows_of(size) if self._whole else self._dealt(step, size)
+        for number, piece in enumerate(pieces, start=1):
+            yield self._micro_batch(piece, start), number == len(pieces)
+
+    def _dealt(self, step: int, size: int) -> list[Tensor]:
+        """Positions of a step, as indices among this process's."""
         start, end = self._bounds[self._rank : self._rank + 2]
         mine = (self._steps_M[start:end] == step - self.first).nonzero().squeeze(1)
         most = max(int((self._steps_M[a:b] == step - self.first).sum()) for a, b in pairwise(self._bounds))
-        count = max(1, -(-most // size))
-        for number in range(count):
-            yield self._micro_batch(mine[number * size : (number + 1) * size], start), number == count - 1
+        return [mine[number * size : (number + 1) * size] for number in range(max(1, -(-most // size)))]
+
+    def _rows_of(self, count: int) -> list[Tensor]:
+        """Positions of `count` rows at a time, likewise."""
+        start, end = self._bounds[self._rank : self._rank + 2]
+        ends = self.positions.per_row.cumsum(0) - start
+        rows = [0, *ends[(ends > 0) & (ends <= end - start)].tolist()]
+        firsts = [rows[min(row, len(rows) - 1)] for row in range(0, self._most_rows + count, count)]
+        return [torch.arange(first, last) for first, last in pairwise(firsts)]
 
     def _micro_batch(self, index_M: Tensor, start: int) -> MicroBatch:
         assert self._hidden_MF is not None
@@ -94,12 +110,14 @@ class Block:
             positions.path[start + index_M].to(device),
             positions.targets[start + index_M, 1:].to(device),
         )
+        places_M = positions.places[start + index_M].to(device)
         if not self._soft:
-            return MicroBatch(*batch)
+            return MicroBatch(*batch, places=places_M)
         num_heads = positions.path.shape[1]
         ahead_MK = index_M[:, None] + torch.arange(1, num_heads + 1)
         teachers, teacher_MK = ahead_MK.clamp(max=len(self._hidden_MF) - 1).unique(return_inverse=True)
-        return MicroBatch(*batch, self._hidden_MF[teachers][:, : self._hidden_size].float(), teacher_MK.to(device))
+        teacher_UD = self._hidden_MF[teachers][:, : self._hidden_size].float()
+        return MicroBatch(*batch, teacher_UD, teacher_MK.to(device), places_M)
 
 
 def _deal(count: int, steps: int, seed: int) -> Tensor:

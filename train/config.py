@@ -40,13 +40,13 @@ class HeadsRecipe:
     architecture: str = "medusa"
     """Name in medusa.heads.ARCHITECTURES."""
     num_heads: int = _limits(4, low=1, high=16)
-    """Number of heads; head k predicts token t+1+k."""
+    """Number of heads; head k predicts token t+1+k. Attention: passes of its layer, each from the one before."""
     num_layers: int = _limits(1, low=1, high=8)
     """Residual blocks per head."""
     own_lm_heads: bool = False
-    """Train one vocabulary matrix per head instead of sharing the base's frozen one."""
+    """Train one vocabulary matrix per head (attention: for all heads) instead of sharing the base's frozen one."""
     feature_layers: int = _limits(0, low=0, high=8)
-    """Layers of the base, spread evenly below the last, whose outputs the heads read too."""
+    """Layers of the base, spread evenly below the last, whose outputs the heads read too; attention: instead (3)."""
     rank: int = _limits(64, low=1, high=4096)
     """Rank of the correction by the token before; architecture markov only."""
     draft_vocab: int = _limits(0, low=0)

@@ -44,16 +44,21 @@ def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: 
     base, num_heads = base.tapped(heads.config.feature_layers), heads.config.num_heads
     counts_KR = torch.zeros(num_heads, 1 + RANKS, dtype=torch.int64)
     for part in rows.split(batch_rows) if len(rows) else ():  # fewer rows than processes
-        positions = Positions.of(packed, part, num_heads)
-        hidden_MF = BasePass(base, packed, num_heads, batch_rows).read(part)
-        path_MK, labels_MK = positions.path.to(base.device), positions.targets[:, 1:].to(base.device)
-        counts_KR += count_ranks(heads, base, hidden_MF, path_MK, labels_MK)
+        positions = Positions.of(packed, part, num_heads, heads.remembers)
+        hidden_MF = BasePass(base, packed, num_heads, batch_rows, heads.remembers).read(part)
+        kept = (positions.path, positions.targets[:, 1:], positions.places)
+        counts_KR += count_ranks(heads, base, hidden_MF, *(tensor.to(base.device) for tensor in kept))
     return counts_KR
 
 
 @torch.no_grad()
 def count_ranks(
-    heads: DraftHeads, vocabulary: Vocabulary, hidden_MF: Tensor, path_MK: Tensor, labels_MK: Tensor
+    heads: DraftHeads,
+    vocabulary: Vocabulary,
+    hidden_MF: Tensor,
+    path_MK: Tensor,
+    labels_MK: Tensor,
+    places_M: Tensor | None = None,
 ) -> Tensor:
     """Count at which rank each head has its label, given the tokens before it.
 
@@ -63,17 +68,19 @@ def count_ranks(
         hidden_MF: What heads read of the base, at M positions t.
         path_MK: Token ids at t + 1 .. t + K.
         labels_MK: Token ids at t + 2 .. t + 1 + K; negative where a head has no label.
+        places_M: Where the positions are in their documents, see `DraftHeads.forward`.
 
     Returns:
         [K, 1 + R] int64 on the CPU: labels, then labels per rank. Counts add up.
     """
     counts_KR = torch.zeros(heads.config.num_heads, 1 + RANKS, dtype=torch.int64)
-    for hidden, path, labels in zip(*(part.split(CHUNK) for part in (hidden_MF, path_MK, labels_MK)), strict=True):
-        features_KMD = heads(hidden, path, vocabulary)
-        for head, labels_M in enumerate(labels.unbind(1)):
-            logits_MV = heads.head_logits(head, features_KMD[head], vocabulary)
-            counts_KR[head, 0] += int((labels_M >= 0).sum())
-            counts_KR[head, 1:] += rank_counts(logits_MV, heads.columns(labels_M))
+    features_KMD = heads(hidden_MF, path_MK, vocabulary, places_M, (labels_MK >= 0).any(1))
+    for head, (features_MD, labels_M) in enumerate(zip(features_KMD, labels_MK.unbind(1), strict=True)):
+        asked_M = labels_M >= 0
+        counts_KR[head, 0] += int(asked_M.sum())
+        for features, labels in zip(features_MD[asked_M].split(CHUNK), labels_M[asked_M].split(CHUNK), strict=True):
+            logits_MV = heads.head_logits(head, features, vocabulary)
+            counts_KR[head, 1:] += rank_counts(logits_MV, heads.columns(labels))
     return counts_KR
 
 

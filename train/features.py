@@ -17,28 +17,33 @@ from medusa.base.model import BaseModel
 
 @dataclass(frozen=True)
 class Positions:
-    """Kept positions of some rows: those where the base or a head has a target.
+    """Kept positions of some rows: those where the base or a head has a target, or whole documents.
 
     One of the tokens t+1 .. t+1+K of the same document is in the loss mask. Kept positions of one answer follow each
-    other, so what the base says at t+k stands k places on.
+    other, so what the base says at t+k stands k places on. Heads that remember learn from whole documents.
     """
 
     targets: Tensor
     """int64 [M, 1 + K]; column k is token t+1+k, or `IGNORE`."""
     path: Tensor
     """int64 [M, K]; the tokens t+1 .. t+K, which heads may read."""
+    places: Tensor
+    """int64 [M]; t, counted from the beginning of the document."""
     kept: Tensor
     """bool [B, T]; where the M positions are."""
 
     @staticmethod
-    def of(packed: PackedRows, rows_B: Tensor, num_heads: int) -> "Positions":
-        """The kept positions of rows."""
+    def of(packed: PackedRows, rows_B: Tensor, num_heads: int, whole: bool = False) -> "Positions":
+        """The kept positions of rows; all positions of `whole` documents."""
         targets = packed.targets(rows_B, num_heads)
         kept_BT = (targets != IGNORE).any(2)
+        if whole:
+            kept_BT = torch.arange(targets.shape[1]) < packed.lengths[rows_B][:, None]
         ids_BT = packed.input_ids[rows_B].long()
         # What a head with a target reads is in the same document: a row's end never wraps into its view.
         path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)
-        return Positions(targets[kept_BT], path_BTK[kept_BT], kept_BT)
+        places_M = packed.position_ids[rows_B].long()[kept_BT]
+        return Positions(targets[kept_BT], path_BTK[kept_BT], places_M, kept_BT)
 
     @property
     def per_row(self) -> Tensor:
@@ -75,15 +80,22 @@ class BasePass:
         packed: the rows.
         num_heads: K.
         micro_rows: rows per pass.
+        whole: keep all positions of documents.
         together: the processes share each pass, since the base is divided among them: those that need fewer go along
             with some that are thrown away.
     """
 
     def __init__(
-        self, base: BaseModel, packed: PackedRows, num_heads: int, micro_rows: int, together: bool = False
+        self,
+        base: BaseModel,
+        packed: PackedRows,
+        num_heads: int,
+        micro_rows: int,
+        whole: bool = False,
+        together: bool = False,
     ) -> None:
         self._base, self._packed, self._num_heads = base, packed, num_heads
-        self._micro_rows, self._together = micro_rows, together
+        self._micro_rows, self._whole, self._together = micro_rows, whole, together
 
     @torch.no_grad()
     def read(self, rows_B: Tensor) -> Tensor:
@@ -91,7 +103,7 @@ class BasePass:
         base, packed = self._base, self._packed
         idle, kept = self._idle_passes(rows_B), []
         for micro in rows_B.split(self._micro_rows):
-            kept_BT = Positions.of(packed, micro, self._num_heads).kept
+            kept_BT = Positions.of(packed, micro, self._num_heads, self._whole).kept
             ids_BT, positions_BT = packed.input_ids[micro].long(), packed.position_ids[micro].long()
             hidden_BTF = base.hidden_states(ids_BT.to(base.device), positions_BT.to(base.device))
             kept.append(hidden_BTF[kept_BT.to(base.device)])

@@ -12,6 +12,7 @@ from data import resolve_base_name
 from data.packing import PackedRows
 from medusa.base.model import BaseModel
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from medusa.heads.layer import LayerConfig
 from train.config import Recipe
 from train.workers import Workers
 
@@ -42,11 +43,12 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
             feature_layers=base.feature_layers,
             rank=shape.rank,
             draft_vocab_size=shape.draft_vocab,
+            layer=LayerConfig.of(base.config) if shape.architecture == "attention" else None,
         )
     )
     if heads.draft_ids is not None:
         heads.draft_ids.copy_(most_frequent_tokens(packed, shape.draft_vocab, base.vocab_size, workers))
-    heads.init_from_base(base.lm_head_weight)
+    heads.init_from_base(base.lm_head_weight, base.last_norm)
     return heads
 
 

@@ -18,7 +18,12 @@ from train.row_losses import LmHead, Targets, replace_by_gradient
 
 
 def fused_loss(
-    features_KMD: Tensor, targets: Targets, lm_head: LmHead, own_KVD: Tensor | None = None, chunk_rows: int = 512
+    features_KMD: Tensor,
+    targets: Targets,
+    lm_head: LmHead,
+    own_KVD: Tensor | None = None,
+    chunk_rows: int = 512,
+    weights_K: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Losses of K heads that never hold more than `chunk_rows` rows of logits, the teacher's included.
 
@@ -28,15 +33,18 @@ def fused_loss(
         features_KMD: vectors that the vocabulary matrix reads.
         targets: labels, and teachers for soft targets.
         lm_head: the base's output layer [rows, D] -> [rows, V], frozen and differentiable.
-        own_KVD: the heads' own vocabulary matrices, trained too; their loss allows one backward pass only.
+        own_KVD: the heads' own vocabulary matrices, or one [1, V, D] for all, trained too; their loss allows one
+            backward pass only.
         chunk_rows: rows of logits that exist at a time; at least 2 with teachers.
+        weights_K: what the losses will be multiplied by, up to one factor; must be known where several heads train one
+            matrix, since its gradient is made here.
 
     Returns:
         Loss summed over the labelled rows per head [K] (differentiable; nats for ce and kl), and the number of rows per
         head whose label has the highest logit [K], int64.
     """
     loss_K, correct_K = _FusedLoss.apply(  # type: ignore[no-untyped-call]
-        features_KMD, own_KVD, targets, lm_head, chunk_rows
+        features_KMD, own_KVD, targets, lm_head, chunk_rows, weights_K
     )
     return loss_K, correct_K
 
@@ -44,16 +52,24 @@ def fused_loss(
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, features_KMD: Tensor, own_KVD: Tensor | None, targets: Targets, lm_head: LmHead, chunk_rows: int
+        ctx: Any,
+        features_KMD: Tensor,
+        own_KVD: Tensor | None,
+        targets: Targets,
+        lm_head: LmHead,
+        chunk_rows: int,
+        weights_K: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         loss_K = features_KMD.new_zeros(len(features_KMD), dtype=torch.promote_types(features_KMD.dtype, torch.float32))
         correct_K = targets.labels.new_zeros(len(features_KMD))
         grad_KMD = torch.zeros_like(features_KMD)
         grad_own_KVD = None if own_KVD is None else torch.zeros_like(own_KVD)
-        for position_R, head_R, own in _chunks(targets, chunk_rows, by_head=own_KVD is not None):
+        by_head = own_KVD is not None and len(own_KVD) > 1
+        for position_R, head_R, own in _chunks(targets, chunk_rows, by_head):
             inputs = [features_KMD[head_R, position_R]] + ([] if own_KVD is None else [own_KVD[own]])
             project = lm_head if own_KVD is None else functional.linear
-            loss_R, correct_R, grads = _chunk_loss(inputs, project, targets.at(position_R, head_R, lm_head))
+            weights_R = None if weights_K is None else weights_K[head_R]
+            loss_R, correct_R, grads = _chunk_loss(inputs, project, targets.at(position_R, head_R, lm_head), weights_R)
             loss_K.index_add_(0, head_R, loss_R.to(loss_K.dtype))
             correct_K.index_add_(0, head_R, correct_R)
             grad_KMD[head_R, position_R] = grads[0]
@@ -61,17 +77,21 @@ class _FusedLoss(torch.autograd.Function):
                 grad_own_KVD[own] += grads[1]
             del grads  # may hold a matrix, which the next chunk has no room for
             torch.clear_autocast_cache()  # else it keeps each chunk's rounded copy of the matrix up to the end
-        ctx.save_for_backward(grad_KMD, grad_own_KVD)
+        ctx.save_for_backward(grad_KMD, grad_own_KVD, weights_K)
         ctx.mark_non_differentiable(correct_K)
         return loss_K, correct_K
 
     @staticmethod
     def backward(ctx: Any, grad_loss_K: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_KMD, grad_own_KVD = ctx.saved_tensors
-        scale_K11 = grad_loss_K[:, None, None]
+        grad_KMD, grad_own_KVD, weights_K = ctx.saved_tensors
+        if weights_K is None:
+            scale_K11 = grad_loss_K[:, None, None]
+        else:  # the gradients hold the weights already
+            weights_K = weights_K.to(grad_loss_K)
+            scale_K11 = (grad_loss_K @ weights_K / (weights_K @ weights_K).clamp(min=1e-30))[None, None, None]
         if grad_own_KVD is not None:
             grad_own_KVD.mul_(scale_K11.to(grad_own_KVD.dtype))  # in place: it is as large as all that is trained
-        return grad_KMD * scale_K11.to(grad_KMD.dtype), grad_own_KVD, None, None, None
+        return grad_KMD * scale_K11.to(grad_KMD.dtype), grad_own_KVD, None, None, None, None
 
 
 def _chunks(targets: Targets, chunk_rows: int, by_head: bool) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -87,12 +107,14 @@ def _chunks(targets: Targets, chunk_rows: int, by_head: bool) -> Iterator[tuple[
 
 
 def _chunk_loss(
-    inputs: list[Tensor], project: Callable[..., Tensor], targets: Targets
+    inputs: list[Tensor], project: Callable[..., Tensor], targets: Targets, weights_R: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Losses [R] of `project(*inputs)`, whether the label is best [R], and the gradients of the inputs."""
+    """Losses [R] of `project(*inputs)`, whether the label is best [R], and gradients of the inputs, so weighted."""
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in inputs]
         logits_RV = project(*inputs)
     # The values of the logits are not needed any more; an output layer whose gradient needs them makes autograd say so.
     loss_R, correct_R = replace_by_gradient(logits_RV.detach(), targets)
+    if weights_R is not None:
+        logits_RV.detach().mul_(weights_R[:, None].to(logits_RV.dtype))
     return loss_R, correct_R, torch.autograd.grad(logits_RV, inputs, logits_RV.detach())

@@ -39,7 +39,7 @@ NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
 """Keys of a base's configuration that hidden states do not depend on, or that are compared by themselves."""
 
 
-def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, Any]:
+def identity(base: BaseModel, packed: PackedRows, num_heads: int, whole: bool = False) -> dict[str, Any]:
     """What states depend on: they are right for a run whose identity is equal."""
     tokenizer = base.tokenizer
     config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
@@ -55,6 +55,8 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int) -> dict[str, A
     }
     if base.feature_layers:
         known["layers"] = list(base.feature_layers)
+    if whole:
+        known["positions"] = "all"
     if base.separation != "positions":  # a cache that is older than the measurement holds states that leak
         known["documents"] = "separate"
     return known
@@ -85,6 +87,7 @@ class HiddenCache:
         num_heads: K.
         source: computes what is missing.
         shard_bytes: size of one file.
+        whole: all positions of documents are kept.
 
     Raises:
         ValueError: the directory's states belong to something else; names what differs.
@@ -98,15 +101,16 @@ class HiddenCache:
         num_heads: int,
         source: BasePass,
         shard_bytes: int,
+        whole: bool = False,
     ) -> None:
-        self._directory, self._packed, self._num_heads = directory, packed, num_heads
+        self._directory, self._packed, self._num_heads, self._whole = directory, packed, num_heads, whole
         self._source, self._shard_bytes, self._device = source, shard_bytes, base.device
         self._places: dict[int, tuple[Path, slice]] = {}  # by row: its shard, and where its states are
         self._seen: set[Path] = set()
         self._pending: dict[int, Tensor] = {}
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory, ".*.tmp*")
-        known = identity(base, packed, num_heads)
+        known = identity(base, packed, num_heads, whole)
         _check_manifest(directory, known)
         self._owner = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
         self._look()
@@ -150,7 +154,7 @@ class HiddenCache:
 
     def _compute(self, rows: list[int]) -> None:
         index = torch.tensor(rows)
-        per_row = Positions.of(self._packed, index, self._num_heads).per_row.tolist()
+        per_row = Positions.of(self._packed, index, self._num_heads, self._whole).per_row.tolist()
         for row, states in zip(rows, self._source.read(index).cpu().split(per_row), strict=True):
             self._pending[row] = states.clone()  # not a view that would keep the whole pass
         if sum(states.nbytes for states in self._pending.values()) >= self._shard_bytes:

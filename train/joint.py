@@ -73,7 +73,7 @@ class JointLoss(HeadsLoss):
         teacher_MK = _places(last_MD) + torch.arange(1, path_MK.shape[1] + 1, device=last_MD.device)
         labels_MK, weights_K = targets_MC[:, 1:], weights_C[1:]
         heads, loss_K, correct_K = super().forward(
-            hidden_MF, path_MK, labels_MK, weights_K, last_MD.detach(), teacher_MK
+            hidden_MF, path_MK, labels_MK, weights_K, last_MD.detach(), teacher_MK, position_ids_BT[kept_BT]
         )
         loss_1, correct_1 = self._of_base(last_MD, targets_MC[:, :1], original_MD) if adapting else self._rest()
         loss_C, correct_C = torch.cat([loss_1.detach(), loss_K]), torch.cat([correct_1, correct_K])

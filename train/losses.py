@@ -49,6 +49,7 @@ class HeadsLoss(nn.Module):
         weights_K: Tensor,
         teacher_UD: Tensor | None = None,
         teacher_MK: Tensor | None = None,
+        places_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss of one micro-batch; M = 0 gives 0 with a gradient of zeros for every parameter.
 
@@ -59,6 +60,7 @@ class HeadsLoss(nn.Module):
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
             teacher_UD: the base's last hidden states whose distributions are the targets (all but ce).
             teacher_MK: int64, which of them is the target of each label.
+            places_M: int64, where the positions are in their documents, see `DraftHeads.forward`.
 
         Returns:
             loss [] = sum of weights_k * summed loss of head k; the sums [K]; how often the label had the highest logit
@@ -71,7 +73,9 @@ class HeadsLoss(nn.Module):
             columns_MK = self.heads.columns(labels_MK)
             labels_MK = torch.where(columns_MK < 0, IGNORE, columns_MK)
         targets = Targets(labels_MK, self._kind, teacher_UD, teacher_MK)
-        features_KMD = self.heads(hidden_MF, path_MK, self._vocabulary)
+        features_KMD = self.heads(hidden_MF, path_MK, self._vocabulary, places_M, (labels_MK != IGNORE).any(1))
         rows = chunk_rows(self._loss_rows, self.heads.config.output_size, hidden_MF.device)
-        loss_K, correct_K = fused_loss(features_KMD, targets, self._output, self.heads.lm_heads, rows)
+        own_KVD = self.heads.lm_heads
+        shared = weights_K if own_KVD is not None and len(own_KVD) < len(features_KMD) else None
+        loss_K, correct_K = fused_loss(features_KMD, targets, self._output, own_KVD, rows, shared)
         return (loss_K * weights_K).sum(), loss_K.detach(), correct_K

@@ -1,5 +1,7 @@
 """Medusa-1: the base stays frozen, so positions of many rows are mixed and hidden states may come from the disk.
 
+Heads that remember read whole documents instead, which cannot be mixed.
+
 Shapes: M kept positions, K heads.
 """
 
@@ -44,14 +46,16 @@ class Medusa1:
         self.module = HeadsLoss(heads, base, recipe.engine.loss_rows, recipe.optim.loss)
         self.groups = [list(heads.parameters())]
         self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
-        num_heads, cache = recipe.heads.num_heads, recipe.cache
-        passes = BasePass(base, packed, num_heads, recipe.optim.micro_rows, together=recipe.base.shard)
+        num_heads, whole, cache = recipe.heads.num_heads, heads.remembers, recipe.cache
+        passes = BasePass(base, packed, num_heads, recipe.optim.micro_rows, whole, together=recipe.base.shard)
         self._states: HiddenStates = passes
         self._cache: HiddenCache | None = None
         if cache.mode != "online":
             directory = Path(cache.directory or Path(recipe.run) / "hidden")
-            self._states = self._cache = HiddenCache(directory, base, packed, num_heads, passes, cache.shard_mb * 10**6)
-        self._hidden_size = base.hidden_size
+            self._states = self._cache = HiddenCache(
+                directory, base, packed, num_heads, passes, cache.shard_mb * 10**6, whole
+            )
+        self._hidden_size, self._whole = base.hidden_size, whole
         self._last: Block | None = None
 
     def prepare(self) -> None:
@@ -69,9 +73,10 @@ class Medusa1:
     def micro_batches(self, step: int, weights_K: Tensor) -> Iterator[tuple[tuple[Any, ...], bool]]:
         """Inputs of the module's forward passes, and whether they are the step's last; as many on every process.
 
-        Kept positions, as many as make `loss_rows` rows of logits.
+        Kept positions, as many as make `loss_rows` rows of logits; or whole documents, `micro_rows` rows of them.
         """
-        size = max(1, self._recipe.engine.loss_rows // self._recipe.heads.num_heads)
+        optim, loss_rows = self._recipe.optim, self._recipe.engine.loss_rows
+        size = optim.micro_rows if self._whole else max(1, loss_rows // self._recipe.heads.num_heads)
         for batch, last in self._block(step).micro_batches(step, self._states, size):
             yield (*batch[:3], weights_K, *batch[3:]), last
 
@@ -93,6 +98,6 @@ class Medusa1:
             self._last = None  # its hidden states go before the next ones come
             self._last = Block(
                 optim, self._packed, self._recipe.heads.num_heads, first, min(mixed, self._total - first),
-                workers.rank, workers.world_size, self._hidden_size,
+                workers.rank, workers.world_size, self._hidden_size, self._whole,
             )  # fmt: skip
         return self._last

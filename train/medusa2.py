@@ -33,6 +33,7 @@ class Medusa2:
         self.module = JointLoss(heads, base, self._adapters, lora.base_loss, optim.loss, recipe.engine.loss_rows)
         self.groups = [list(heads.parameters()), list(self._adapters.parameters().values())]
         self._recipe, self._packed, self._workers, self._device = recipe, packed, workers, base.device
+        self._whole = heads.remembers
 
     def prepare(self) -> None:
         """Nothing comes before the first step."""
@@ -66,7 +67,7 @@ class Medusa2:
         return rows_of_step(optim.seed, step, optim.rows_per_step, len(self._packed))
 
     def _inputs(self, rows_B: Tensor) -> tuple[Tensor, ...]:
-        packed, kept = self._packed, Positions.of(self._packed, rows_B, self._recipe.heads.num_heads)
+        packed, kept = self._packed, Positions.of(self._packed, rows_B, self._recipe.heads.num_heads, self._whole)
         return packed.input_ids[rows_B].long(), packed.position_ids[rows_B].long(), kept.kept, kept.path, kept.targets
 
     def _nothing(self, row_1: Tensor) -> tuple[Tensor, ...]:

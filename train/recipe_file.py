@@ -83,6 +83,8 @@ def _conflicts(recipe: Recipe) -> list[str]:
          f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0"),
         (not joint and not mix and cache == "online",
          "optim.mix_steps (0) mixes all states, which cache.mode (online) does not keep; set cache.mode to offline"),
+        (recipe.heads.architecture == "attention" and mix != 1,
+         f"optim.mix_steps ({mix}) takes documents apart, which attention heads read whole; set it to 1"),
         (joint and stage == 3, "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0"),
         (joint and shard, "base.shard holds a frozen base; set it to false, or lora.rank to 0"),
         (shard and cache != "online",

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from data.rows import open_rows
 from data.sources import Source
-from medusa.base.taps import spread_layers
+from medusa.base.taps import outer_layers, spread_layers
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, build_heads
 from medusa.loading.self_test import choose_decoding
@@ -95,7 +95,8 @@ class Trainer:
                 "without a row; raise it or start fewer processes"
             )
         base = choose_decoding(load_base(recipe.base, workers))  # heads of a base that verifies nothing are of no use
-        base = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers))
+        choose_layers = outer_layers if recipe.heads.architecture == "attention" else spread_layers
+        base = base.tapped(choose_layers(recipe.heads.feature_layers, base.num_layers))
         if vocabulary > base.vocab_size:
             raise RecipeError(
                 f"heads.draft_vocab ({vocabulary}) is more than the vocabulary of the base ({base.vocab_size}); lower "

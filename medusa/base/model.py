@@ -196,6 +196,19 @@ class BaseModel:
         """[V, D] weight of the output layer."""
         return self._output.weight
 
+    @property
+    def last_norm(self) -> Tensor:
+        """[D] what the norm in front of the output layer multiplies by; ones where it is not found."""
+        signs_D = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
+        signs_D[::2] = -1.0  # no norm of mean or size changes these
+        for module in reversed(list(self.decoder.children())):
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.shape == signs_D.shape:
+                with torch.no_grad():
+                    normed_D: Tensor = module(signs_D.to(weight.device)[None])[0]
+                return normed_D.to(self.device) * signs_D
+        return signs_D.abs()
+
     def with_traits(self, **found: Any) -> "BaseModel":
         """The same base, of which these fields of ``Traits`` are known; both share the model, and this one stays."""
         known = copy.copy(self)

@@ -7,6 +7,7 @@ Legend: T rows, D hidden size, F = D * (1 + number of tapped layers).
 """
 
 import copy
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,18 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
             " read fewer"
         )
     return tuple(round(num_layers * index / (count + 1)) for index in range(1, count + 1))
+
+
+def outer_layers(count: int, num_layers: int) -> tuple[int, ...]:
+    """Layers that heads read in place of the last one: from the second to the last but three, as EAGLE-3 does.
+
+    Raises:
+        ValueError: There are fewer layers.
+    """
+    if count < 2 or num_layers < count + 5:
+        return spread_layers(count, num_layers)
+    first, last = 2, num_layers - 3
+    return tuple(first + math.ceil(index * (last - first) / (count - 1)) for index in range(count))
 
 
 def first_layers(decoder: nn.Module, num_layers: int, count: int) -> nn.Module:

@@ -71,6 +71,13 @@ class AttentionHeads(DraftHeads):
         nn.init.zeros_(self.down_proj.weight)
         self._angles: tuple[Tensor, Tensor] | None = None
 
+    def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
+        """Besides, the norm in front of the vocabulary matrix starts as the base's."""
+        super().init_from_base(lm_head_weight, last_norm_D)
+        if last_norm_D is not None:
+            with torch.no_grad():
+                self.output_norm.weight.copy_(last_norm_D)
+
     def join(self, vocabulary: Vocabulary) -> None:
         """The layer gets its cache."""
         super().join(vocabulary)
@@ -87,26 +94,33 @@ class AttentionHeads(DraftHeads):
         return fused
 
     def forward(
-        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+        self,
+        hidden_MF: Tensor,
+        path_MK: Tensor,
+        vocabulary: Vocabulary,
+        places_M: Tensor | None = None,
+        wanted_M: Tensor | None = None,
     ) -> Tensor:
         """Features [K, M, D] on the given path, at all positions of documents that do not see each other."""
         if places_M is None:
             places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
-        begins = (places_M == 0).nonzero()[:, 0].tolist()
-        lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
-        state_MD, features = self.fuse(hidden_MF), []
-        reach, scaling = max(lengths, default=0) + path_MK.shape[1], self._layer.head_dim**-0.5
-        keys, values = list[Tensor](), list[Tensor]()
+        if wanted_M is None:
+            wanted_M = torch.ones_like(places_M, dtype=torch.bool)
+        text, state, features = _Text(places_M, wanted_M), self.fuse(hidden_MF), []
+        rows, places_R = torch.arange(len(places_M), device=places_M.device), places_M
         for ahead, tokens_M in enumerate(path_MK.unbind(1)):
-            query_MHd, key_MGd, value_MGd = self.project(
-                state_MD, vocabulary.embed(tokens_M).to(state_MD.dtype), places_M + ahead, reach
-            )
-            keys.append(key_MGd)
-            values.append(value_MGd)
-            out_MD = self.finish(state_MD, attend_documents(query_MHd, keys, values, lengths, scaling))
-            features.append(self.output_norm(out_MD))
-            state_MD = self.handed_down(out_MD, features[-1])
-        return torch.stack(features)
+            embedded = vocabulary.embed(tokens_M[rows]).to(state.dtype)
+            query, key, value = self.project(state, embedded, places_R + ahead, text.longest + path_MK.shape[1])
+            if not ahead:  # keys and values of all positions are there: passes go on where it is wanted
+                rows, query, state, places_R = text.wanted, query[text.wanted], state[text.wanted], text.places
+            text.keys.append(key)
+            text.values.append(value)
+            out = self.finish(state, text.attend(query))
+            features.append(self.output_norm(out))
+            state = self.handed_down(out, features[-1])
+        features_KRD = torch.stack(features)
+        shape = (len(features), len(places_M), features_KRD.shape[2])
+        return features_KRD.new_zeros(shape).index_copy(1, text.wanted, features_KRD)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Growth:
         """The roots' own rows, computed from what the base has committed."""
@@ -206,35 +220,52 @@ class LayerMemory(Follower):
         return heads.finish(states_RD, attend(plan, query_RHd, keys, values, self._scoring))
 
 
-def attend_documents(
-    query_MHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int], scaling: float
-) -> Tensor:
-    """Attention [M, H, d] of an unrolled pass: to the first pass up to a row's place, to later ones at it alone.
+class _Text:
+    """What unrolled passes see: of the first one all positions up to their own, of later ones their own alone.
 
     Args:
-        query_MHd: Of the latest pass, document behind document.
-        keys: [M, G, d] of each pass.
+        places_M: Of all positions of some documents, each counted from 0.
+        wanted_M: Where passes go on.
+
+    Attributes:
+        wanted: int64 [R], these positions.
+        places: [R].
+        longest: Positions of the longest document.
+        keys: [M, G, d] of the first pass, [R, G, d] of each later one.
         values: Likewise.
-        lengths: Positions of each document.
-        scaling: Factor on the scores.
     """
-    parts = [tensor.split(list(lengths)) for tensor in (query_MHd, *keys, *values)]
-    out = []
-    for query, *cached in zip(*parts, strict=True):
-        own, others = cached[: len(keys)], cached[len(keys) :]
-        out.append(_attend_document(query, own, others, scaling))
-    return torch.cat(out) if out else query_MHd
+
+    def __init__(self, places_M: Tensor, wanted_M: Tensor) -> None:
+        begins = [0, *(places_M[1:] == 0).nonzero()[:, 0].add(1).tolist()]
+        self._lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
+        self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
+        self.wanted, self.longest = wanted_M.nonzero()[:, 0], max(self._lengths)
+        self.places = places_M[self.wanted]
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+
+    def attend(self, query_RHd: Tensor) -> Tensor:
+        """[R, H, d] for queries of the latest pass; each document by itself."""
+        texts = zip(self.keys[0].split(self._lengths), self.values[0].split(self._lengths), strict=True)
+        rows = [tensor.split(self._counts) for tensor in (query_RHd, self.places, *self.keys[1:], *self.values[1:])]
+        passes = len(self.keys) - 1
+        return torch.cat([
+            _attend(query, places, *text, own[:passes], own[passes:])
+            for text, (query, places, *own) in zip(texts, zip(*rows, strict=True), strict=True)
+        ])  # fmt: skip
 
 
-def _attend_document(query_LHd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float) -> Tensor:
-    length, groups = len(query_LHd), keys[0].shape[1]
-    query_GLgd = query_LHd.unflatten(1, (groups, -1)).transpose(0, 1)
-    hidden_LL = torch.ones(length, length, dtype=torch.bool, device=query_LHd.device).triu(1)
-    scores = [torch.einsum("glhd,tgd->glht", query_GLgd, keys[0]).masked_fill(hidden_LL[:, None], -torch.inf)]
-    scores += [torch.einsum("glhd,lgd->glh", query_GLgd, key)[..., None] for key in keys[1:]]
-    weights = (torch.cat(scores, dim=-1) * scaling).softmax(-1)
-    out = torch.einsum("glht,tgd->lghd", weights[..., :length], values[0])
-    for ahead, value in enumerate(values[1:]):
+def _attend(
+    query_RHd: Tensor, places_R: Tensor, key_LGd: Tensor, value_LGd: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """Of one document: R rows see its first L positions up to their places, and what is theirs of each later pass."""
+    length, groups, size = key_LGd.shape
+    query_GRhd = query_RHd.unflatten(1, (groups, -1)).transpose(0, 1)
+    hidden_RL = torch.arange(length, device=places_R.device) > places_R[:, None]
+    scores = [torch.einsum("grhd,lgd->grhl", query_GRhd, key_LGd).masked_fill(hidden_RL[:, None], -torch.inf)]
+    scores += [torch.einsum("grhd,rgd->grh", query_GRhd, key)[..., None] for key in keys]
+    weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(-1)
+    out = torch.einsum("grhl,lgd->rghd", weights[..., :length], value_LGd)
+    for ahead, value in enumerate(values):
         out = out + weights[..., length + ahead].transpose(0, 1)[..., None] * value[:, :, None]
     return out.flatten(1, 2)
 

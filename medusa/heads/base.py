@@ -195,7 +195,12 @@ class DraftHeads(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+        self,
+        hidden_MF: Tensor,
+        path_MK: Tensor,
+        vocabulary: Vocabulary,
+        places_M: Tensor | None = None,
+        wanted_M: Tensor | None = None,
     ) -> Tensor:
         """Features [K, M, D] that a vocabulary matrix reads.
 
@@ -204,6 +209,7 @@ class DraftHeads(nn.Module, ABC):
             path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
             vocabulary: Embeds tokens.
             places_M: int64 t, for heads that remember: all positions of some documents, each from 0 on; None = of one.
+            wanted_M: bool, where they should be computed; other features are anything. None = everywhere.
         """
 
     @abstractmethod
@@ -247,8 +253,13 @@ class DraftHeads(nn.Module, ABC):
         elif self.draft_ids is not None and self.lm_heads is None:
             self._joined_output = vocabulary.logits_of(self.draft_ids, pack=True)
 
-    def init_from_base(self, lm_head_weight: Tensor) -> None:
-        """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1)."""
+    def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
+        """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1).
+
+        Args:
+            lm_head_weight: [vocabulary, D] of its output layer.
+            last_norm_D: What its last norm multiplies by, for heads with a norm in front of the output layer.
+        """
         if self.lm_heads is None:
             return
         if self.draft_ids is not None:

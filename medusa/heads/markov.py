@@ -42,7 +42,12 @@ class MarkovHeads(MedusaHeads):
             self._low_rank = [(native_linear(p), native_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
 
     def forward(
-        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+        self,
+        hidden_MF: Tensor,
+        path_MK: Tensor,
+        vocabulary: Vocabulary,
+        places_M: Tensor | None = None,
+        wanted_M: Tensor | None = None,
     ) -> Tensor:
         """Features [K, M, D] on the given path."""
         hidden_MD = self.fuse(hidden_MF)

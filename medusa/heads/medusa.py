@@ -35,7 +35,12 @@ class MedusaHeads(DraftHeads):
         self._joined_blocks = native_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 
     def forward(
-        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+        self,
+        hidden_MF: Tensor,
+        path_MK: Tensor,
+        vocabulary: Vocabulary,
+        places_M: Tensor | None = None,
+        wanted_M: Tensor | None = None,
     ) -> Tensor:
         """Features [K, M, D]; the tokens are not read."""
         return self._features(self.fuse(hidden_MF))

@@ -48,7 +48,12 @@ class RecurrentHeads(DraftHeads):
         self.native = RecurrentWeights(self.blocks, fusion, embeddings, weight, bias, ids)
 
     def forward(
-        self, hidden_MF: Tensor, path_MK: Tensor, vocabulary: Vocabulary, places_M: Tensor | None = None
+        self,
+        hidden_MF: Tensor,
+        path_MK: Tensor,
+        vocabulary: Vocabulary,
+        places_M: Tensor | None = None,
+        wanted_M: Tensor | None = None,
     ) -> Tensor:
         """Features [K, M, D] on the given path."""
         states, state_MD = [], self.fuse(hidden_MF)

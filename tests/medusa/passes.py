@@ -2,16 +2,16 @@
 
 import torch
 
-from medusa.cache import CachedSequence
+from medusa.cache import CachedSequence, tell
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
 
 @torch.inference_mode()
-def prefill(base, prompts, seeds=None, chunk=512, pool=None):
+def prefill(base, prompts, seeds=None, chunk=512, pool=None, observers=()):
     """What is cached of all prompts but their last tokens, and the state whose roots these are."""
     pool = pool or base.new_pool()
-    sequences = [CachedSequence(pool) for _ in prompts]
+    sequences = [CachedSequence(pool, observers) for _ in prompts]
     for prompt, one in zip(prompts, sequences, strict=True):
         one.recall(prompt[:-2])
     hidden = torch.zeros(len(prompts), base.feature_size, dtype=base.dtype, device=base.device)
@@ -21,9 +21,8 @@ def prefill(base, prompts, seeds=None, chunk=512, pool=None):
             hidden_1CF = verify(base, [one], Draft.chain(torch.tensor([tokens], device=base.device)))
             one.length += len(tokens)
             hidden[row] = hidden_1CF[0, -1]
-            if base.mtp is not None:
-                after = torch.tensor([prompt[one.length - len(tokens) + 1 : one.length + 1]], device=base.device)
-                base.mtp.observe([one], hidden_1CF, after, [len(tokens)])
+            after = torch.tensor([prompt[one.length - len(tokens) + 1 : one.length + 1]], device=base.device)
+            tell([one], hidden_1CF, after, [len(tokens)])
     width = max(map(len, prompts)) + 1
     history = torch.tensor([[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts], device=base.device)
     positions = torch.tensor([len(prompt) - 1 for prompt in prompts], device=base.device)

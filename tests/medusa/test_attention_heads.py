@@ -1,18 +1,14 @@
 """Heads that remember: drafts are what the layer says of a text and a path, computed anew, whoever drafts beside."""
 
-import dataclasses
-
 import pytest
 import torch
-from torch.nn.functional import linear, rms_norm, silu
 
-from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
-from medusa.cache import BLOCK
-from medusa.drafters import HeadsDrafter, SampledHeadsDrafter
+from medusa import MedusaModel, SamplingParams, Speculation
+from medusa.drafters import HeadsDrafter
 from medusa.engine.config import EngineConfig
-from medusa.formats import load_heads, save_heads
 from medusa.heads.layer import LayerConfig
 from medusa.tree import Tree
+from tests.medusa.layer_by_hand import recomputed
 
 TEXTS = [[5, 6, 7, 9, 4, 4, 8], [9, 8], [11, 3] * 40]
 LAYERS = {"last": (), "one": (1,)}
@@ -27,48 +23,6 @@ def heads(request, base, make_heads):
     for parameter in heads.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return heads
-
-
-def recomputed(heads, base, text, path):
-    """Logits of the token behind a path below the last token of a text, by the layer over all of it at once."""
-    layer, dim = heads.config.layer, heads.config.hidden_size
-    ids = [*text, *path]
-    hidden = base.tapped(heads.config.feature_layers).hidden_states(torch.tensor([text]))[0, : len(text) - 1]
-    if heads.fusion is None:
-        state = hidden
-    else:
-        state = hidden[:, dim:]
-        if layer.norm_features:
-            state = rms_norm(state, (dim,), eps=layer.rms_norm_eps) * heads.feature_norm[0]
-        state = linear(state, heads.fusion.weight)
-    groups = layer.num_attention_heads // layer.num_key_value_heads
-    cosines, sines = layer.angles(len(ids), hidden)
-    keys, values, first = [], [], 0
-    for end in range(len(text), len(ids) + 1):  # all of the text, then token by token
-        embedded = base.embed(torch.tensor(ids[first + 1 : end]))
-        both = torch.cat([heads.token_norm(embedded), heads.state_norm(state)], dim=-1)
-        query, key, value = (
-            linear(both, projection.weight).view(len(both), -1, layer.head_dim)
-            for projection in (heads.q_proj, heads.k_proj, heads.v_proj)
-        )
-        places = torch.arange(first, end - 1)
-        query, key = (turned(x, cosines[places, None], sines[places, None]) for x in (query, key))
-        keys.append(key.repeat_interleave(groups, dim=1))
-        values.append(value.repeat_interleave(groups, dim=1))
-        scores = torch.einsum("lhd,thd->hlt", query, torch.cat(keys)) * layer.head_dim**-0.5
-        scores = scores.masked_fill(torch.arange(end - 1) > places[:, None], -torch.inf)
-        mixed = torch.einsum("hlt,thd->lhd", scores.softmax(-1), torch.cat(values)).flatten(1)
-        state = state + linear(mixed, heads.o_proj.weight)
-        normed = heads.mlp_norm(state)
-        gated = silu(linear(normed, heads.gate_proj.weight)) * linear(normed, heads.up_proj.weight)
-        out = (state + linear(gated, heads.down_proj.weight))[-1:]
-        state, first = heads.output_norm(out) if layer.norm_output else out, end - 1
-    return linear(heads.output_norm(out), heads.lm_heads[0])[0]
-
-
-def turned(x, cosines, sines):
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cosines[..., :4] - right * sines[..., :4], right * cosines[..., 4:] + left * sines[..., 4:]], -1)
 
 
 class Watched(HeadsDrafter):
@@ -105,7 +59,9 @@ def check(heads, base, draft, row, text):
         assert score == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("shape", [{"nodes": 9}, {"nodes": 1, "tree": Tree.full([2, 2, 1, 1])}], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "shape", [{"nodes": 9}, {"nodes": 1, "tree": Tree.full([2, 2, 1, 1])}], ids=["dynamic", "static"]
+)
 def test_every_node_is_what_the_layer_says_of_text_and_path(heads, base, shape):
     """In a batch of texts of several lengths, prompts in chunks."""
     model = MedusaModel(base, heads)

@@ -6,10 +6,16 @@ import torch
 from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 from medusa.heads.frozen import freeze
+from medusa.heads.layer import LayerConfig
+
+LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=12)
+ALONE = [name for name in ARCHITECTURES if name != "attention"]
+"""Architectures whose heads see one position alone; test_attention_heads.py has the other."""
 
 
 def config(**changes):
-    return HeadsConfig(**({"hidden_size": 8, "vocab_size": 20, "num_heads": 3, "base": "some/base"} | changes))
+    sizes = {"hidden_size": 8, "vocab_size": 20, "num_heads": 3, "base": "some/base", "layer": LAYER}
+    return HeadsConfig(**(sizes | changes))
 
 
 def randomised(heads):
@@ -21,7 +27,7 @@ def randomised(heads):
 class Vocabulary:
     """A random base of width 8 with 20 tokens."""
 
-    matrices = None
+    matrices = attention = None
     linear = True
 
     def __init__(self, dim=8, vocab_size=20):
@@ -29,7 +35,7 @@ class Vocabulary:
         self.logits = torch.nn.Linear(dim, vocab_size)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALONE)
 def test_fresh_heads_predict_what_the_base_predicts(architecture):
     hidden, path, base = torch.randn(5, 8), torch.randint(20, (5, 3)), Vocabulary()
     features = build_heads(config(architecture=architecture, num_layers=2))(hidden, path, base)
@@ -48,7 +54,7 @@ def test_fresh_own_lm_heads_start_as_the_base(architecture):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALONE)
 @torch.no_grad()
 def test_drafting_level_by_level_is_what_training_computes(architecture, own, frozen):
     """Three sequences; at every level two nodes are asked for, and the path runs through them alternately."""
@@ -147,7 +153,7 @@ def test_layers_are_different_layers(architecture, block, rest):
 @pytest.mark.parametrize("feature_layers", [(), (1, 4)], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, feature_layers, tmp_path):
-    options = {"architecture": architecture, "num_layers": 2, "feature_layers": feature_layers}
+    options = {"architecture": architecture, "num_layers": 2, "feature_layers": feature_layers, "layer": LAYER}
     heads = build_heads(HeadsConfig(128, 20, 4, **options)).eval()
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -163,7 +169,11 @@ def test_frozen_heads_compute_the_same_and_can_still_be_saved(architecture, feat
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_frozen_heads_can_be_moved_and_frozen_again(architecture):
-    heads = randomised(build_heads(HeadsConfig(128, 20, 2, architecture=architecture))).eval().requires_grad_(False)
+    heads = (
+        randomised(build_heads(HeadsConfig(128, 20, 2, architecture=architecture, layer=LAYER)))
+        .eval()
+        .requires_grad_(False)
+    )
     hidden, path, base = torch.randn(3, 128).double(), torch.randint(20, (3, 2)), Vocabulary(128)
     heads = freeze(heads, base)
     heads.to(torch.float64)

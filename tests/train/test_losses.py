@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.packing import IGNORE
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
+from medusa.heads.layer import LayerConfig
 from train import row_losses
 from train.fused import fused_loss
 from train.losses import HeadsLoss
@@ -188,7 +189,9 @@ def test_an_own_matrix_allows_one_backward_pass() -> None:
 
 def _module(kind: str, architecture: str, own_lm_heads: bool, loss_rows: int = 4) -> HeadsLoss:
     torch.manual_seed(0)
-    config = HeadsConfig(HIDDEN, VOCABULARY, HEADS, own_lm_heads=own_lm_heads, architecture=architecture)
+    layer = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=6)
+    shape = {"own_lm_heads": own_lm_heads, "architecture": architecture, "layer": layer}
+    config = HeadsConfig(HIDDEN, VOCABULARY, HEADS, **shape)
     heads = build_heads(config).double()
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -205,13 +208,14 @@ class TestModule:
         case, whole, parts = Case(kind), *(_module(kind, architecture, own_lm_heads) for _ in range(2))
         hidden, path = torch.randn(ROWS, HIDDEN, dtype=torch.float64), torch.randint(0, VOCABULARY, (ROWS, HEADS))
         weights = torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
-        position = [hidden, path, case.labels]
-        expected, sums, correct = whole(*position, weights, case.teacher, case.teacher_index)
+        position, places = [hidden, path, case.labels], torch.arange(ROWS) % 10
+        expected, sums, correct = whole(*position, weights, case.teacher, case.teacher_index, places)
         expected.backward()
         losses, part_sums, part_correct = [], 0, 0
         for micro in torch.arange(ROWS).split(10):
             inputs = [tensor[micro] for tensor in position]
-            loss, sums_K, correct_K = parts(*inputs, weights, case.teacher, case.teacher_index[micro])
+            teachers = (case.teacher, case.teacher_index[micro])
+            loss, sums_K, correct_K = parts(*inputs, weights, *teachers, places[micro])
             loss.backward()
             losses.append(loss.detach())
             part_sums, part_correct = part_sums + sums_K, part_correct + correct_K

@@ -1,0 +1,48 @@
+"""The layer of attention heads, written out: over a whole text, then token by token along a path."""
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+
+def recomputed(heads, base, text, path):
+    """Logits of the token behind a path below the last token of a text, by the layer over all of it at once."""
+    layer, dim = heads.config.layer, heads.config.hidden_size
+    ids = [*text, *path]
+    hidden = base.tapped(heads.config.feature_layers).hidden_states(torch.tensor([text]))[0, : len(text) - 1]
+    if heads.fusion is None:
+        state = hidden
+    else:
+        state = hidden[:, dim:]
+        if layer.norm_features:
+            state = rms_norm(state, (dim,), eps=layer.rms_norm_eps) * heads.feature_norm[0]
+        state = linear(state, heads.fusion.weight)
+    groups = layer.num_attention_heads // layer.num_key_value_heads
+    cosines, sines = layer.angles(len(ids), hidden)
+    keys, values, first = [], [], 0
+    for end in range(len(text), len(ids) + 1):  # all of the text, then token by token
+        embedded = base.embed(torch.tensor(ids[first + 1 : end]))
+        both = torch.cat([heads.token_norm(embedded), heads.state_norm(state)], dim=-1)
+        query, key, value = (
+            linear(both, projection.weight).view(len(both), -1, layer.head_dim)
+            for projection in (heads.q_proj, heads.k_proj, heads.v_proj)
+        )
+        places = torch.arange(first, end - 1)
+        query, key = (turned(x, cosines[places, None], sines[places, None]) for x in (query, key))
+        keys.append(key.repeat_interleave(groups, dim=1))
+        values.append(value.repeat_interleave(groups, dim=1))
+        scores = torch.einsum("lhd,thd->hlt", query, torch.cat(keys)) * layer.head_dim**-0.5
+        scores = scores.masked_fill(torch.arange(end - 1) > places[:, None], -torch.inf)
+        mixed = torch.einsum("hlt,thd->lhd", scores.softmax(-1), torch.cat(values)).flatten(1)
+        state = state + linear(mixed, heads.o_proj.weight)
+        normed = heads.mlp_norm(state)
+        gated = silu(linear(normed, heads.gate_proj.weight)) * linear(normed, heads.up_proj.weight)
+        out = (state + linear(gated, heads.down_proj.weight))[-1:]
+        state, first = heads.output_norm(out) if layer.norm_output else out, end - 1
+    return linear(heads.output_norm(out), heads.lm_heads[0])[0]
+
+
+def turned(x, cosines, sines):
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat(
+        [left * cosines[..., :4] - right * sines[..., :4], right * cosines[..., 4:] + left * sines[..., 4:]], -1
+    )

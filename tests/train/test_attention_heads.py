@@ -1,0 +1,116 @@
+"""Heads that remember, in training: unrolled over whole documents as they draft, apart from their neighbours."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.packing import IGNORE, pack
+from data.sources import Sample
+from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
+from medusa.heads.layer import LayerConfig
+from tests.medusa.layer_by_hand import recomputed
+from tests.train.jobs import Acting, assert_same_run, metrics, run
+from train.config import OptimRecipe
+from train.features import BasePass, Positions
+from train.losses import HeadsLoss
+from train.medusa1 import Block
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+HEADS = 3
+ATTENTION = {"heads.architecture": "attention", "heads.feature_layers": 1, "heads.own_lm_heads": True}
+
+
+@pytest.fixture(scope="module")
+def frozen(base: Path) -> BaseModel:
+    return BaseModel.load(base, dtype=torch.float64, device="cpu").tapped((1,))
+
+
+@pytest.fixture(scope="module")
+def heads(frozen: BaseModel) -> DraftHeads:
+    torch.manual_seed(0)
+    config = HeadsConfig(
+        frozen.hidden_size, frozen.vocab_size, HEADS, architecture="attention", feature_layers=(1,),
+        layer=LayerConfig.of(frozen.config), own_lm_heads=True,
+    )  # fmt: skip
+    heads = build_heads(config).double()
+    heads.init_from_base(frozen.lm_head_weight)
+    for parameter in heads.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return heads
+
+
+def sample(length: int, seed: int) -> Sample:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 90, (length,), generator=generator, dtype=torch.int32)
+    return Sample(ids, torch.arange(length) >= length // 2)
+
+
+@torch.no_grad()
+def test_trained_logits_are_those_of_a_draft_along_the_text(frozen: BaseModel, heads: DraftHeads) -> None:
+    """Of two documents in a row; where nothing is learnt nothing is computed."""
+    documents = [sample(17, 1), sample(11, 2)]
+    packed, rows = pack(documents, row_tokens=32), torch.tensor([0])
+    positions = Positions.of(packed, rows, HEADS, whole=True)
+    labels = positions.targets[:, 1:]
+    hidden = BasePass(frozen, packed, HEADS, 1, whole=True).read(rows)
+    features = heads(hidden, positions.path, frozen, positions.places, (labels != IGNORE).any(1))
+    compared = 0
+    for head in range(HEADS):
+        logits = heads.head_logits(head, features[head], frozen)
+        for number, row in enumerate(logits):
+            if labels[number, head] != IGNORE:
+                text = documents[number >= 17].input_ids.tolist()
+                end = int(positions.places[number]) + 2
+                expected = recomputed(heads, frozen, text[:end], text[end : end + head])
+                torch.testing.assert_close(row, expected)
+                compared += 1
+    assert compared == HEADS * (9 + 6)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_a_neighbour_changes_nothing(frozen: BaseModel, heads: DraftHeads, kind: str) -> None:
+    """The loss of a document and its gradients, whatever stands before it in the row."""
+    found = []
+    for seed in (5, 6):
+        neighbour = sample(21, seed)
+        neighbour.loss_mask.zero_()
+        neighbour.loss_mask[-1] = True  # a label, which is taken away below: or nothing would be packed
+        packed = pack([neighbour, sample(11, 2)], row_tokens=32)
+        block = Block(
+            OptimRecipe(rows_per_step=1, loss=kind), packed, HEADS, 0, 1, 0, 1, frozen.hidden_size, whole=True
+        )
+        ((batch, last),) = block.micro_batches(0, BasePass(frozen, packed, HEADS, 1, whole=True), 1)
+        batch.labels[:21] = IGNORE
+        module = HeadsLoss(heads, frozen, 64, kind)
+        module.zero_grad()
+        hidden = batch.hidden.double()
+        teacher = None if batch.teacher is None else batch.teacher.double()
+        weights = torch.tensor([1.0, 0.7, 0.5], dtype=torch.float64)
+        loss, *_ = module(hidden, batch.path, batch.labels, weights, teacher, batch.teacher_index, batch.places)
+        loss.backward()
+        assert last and float(loss.detach()) > 0
+        found.append([loss.detach(), *(parameter.grad.clone() for parameter in heads.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["online", "hybrid"])
+def test_they_learn_and_a_killed_run_ends_as_another(
+    recipe: Path, tmp_path: Path, interrupted_at: Acting, mode: str
+) -> None:
+    values = ATTENTION | {"cache.mode": mode, "optim.steps": 12, "evaluate.every_steps": 0}
+    assert run(recipe, tmp_path / "whole", **values) == 0
+    with interrupted_at(6):
+        assert run(recipe, tmp_path / "killed", **values) == 130
+    assert run(recipe, tmp_path / "killed", **values) == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", tolerance=1e-6)
+    first, *_, last, figures = metrics(tmp_path / "whole")
+    assert all(end < 0.6 * start for start, end in zip(first["head_loss"], last["head_loss"], strict=True))
+    assert all(share > 0.2 for share in figures["heldout_top1"])
+
+
+def test_positions_are_not_mixed(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(recipe, tmp_path, **ATTENTION, **{"optim.mix_steps": 4}) == 2
+    assert "optim.mix_steps (4) takes documents apart, which attention heads read whole; set it to 1" in caplog.text
