@@ -70,7 +70,8 @@ class LayerConfig:
     def angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, head_dim], in the dtype and on the device of ``like``."""
         config = LlamaConfig(
-            num_attention_heads=self.num_attention_heads, head_dim=self.head_dim, rope_parameters=self.rope_parameters,
+            hidden_size=self.num_attention_heads * self.head_dim, num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim, rope_parameters=self.rope_parameters,
             max_position_embeddings=self.max_position_embeddings,
         )  # fmt: skip
         rotary = LlamaRotaryEmbedding(config).to(like.device)

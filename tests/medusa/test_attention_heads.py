@@ -1,11 +1,15 @@
 """Heads that remember: drafts are what the layer says of a text and a path, computed anew, whoever drafts beside."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from medusa import MedusaModel, SamplingParams, Speculation
-from medusa.drafters import HeadsDrafter
+from medusa import HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
+from medusa.cache import BLOCK
+from medusa.drafters import HeadsDrafter, SampledHeadsDrafter
 from medusa.engine.config import EngineConfig
+from medusa.formats import load_heads
 from medusa.heads.layer import LayerConfig
 from medusa.tree import Tree
 from tests.medusa.layer_by_hand import recomputed
@@ -77,3 +81,107 @@ def test_every_node_is_what_the_layer_says_of_text_and_path(heads, base, shape):
         check(heads, base, draft, row, text)
     plain = model.generate(TEXTS, max_new_tokens=8, ignore_eos=True, nodes=1)
     assert [request.output.tokens for request in requests] == [output.tokens for output in plain]
+
+
+def model_of(base, make_heads, **options):
+    return MedusaModel(base, make_heads(4, architecture="attention", feature_layers=(1,), **options))
+
+
+def test_drawn_drafts_say_what_they_were_drawn_from(base, make_heads):
+    """Each node's distribution is the layer's below its parent, without what its older siblings drew."""
+    model = model_of(base, make_heads, own_lm_heads=True)
+    seen = []
+
+    class Noted(SampledHeadsDrafter):
+        def propose(self, state, sequences=(), /):
+            draft = super().propose(state, sequences)
+            seen.append((state.history[0, : int(state.positions[0]) + 1].tolist(), draft))
+            return draft
+
+    drafter = Noted(model.heads, model.base, 8, temperature=0.7)
+    model.generate(TEXTS[0], max_new_tokens=6, temperature=0.7, drafter=drafter, acceptance="speculative")
+    for text, draft in seen:
+        below = paths(draft, 0)
+        for node in range(1, draft.tokens.shape[1]):
+            parent, first = (
+                int(draft.parents[0, node]),
+                bool((draft.parents[0, 1:node] != draft.parents[0, node]).all()),
+            )
+            if first:
+                expected = recomputed(model.heads, base, text, below[parent]).div(0.7).softmax(-1)
+                torch.testing.assert_close(draft.probs[0, node], expected, atol=1e-5, rtol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["heads", "hybrid", None])
+def test_texts_are_the_bases_own(base, make_heads, sampling, drafter):
+    model, options = model_of(base, make_heads), {"max_new_tokens": 20, "seed": [1, 2, 3], **sampling}
+    plain = model.generate(TEXTS, nodes=1, **options)
+    drafted = model.generate(TEXTS, drafter=drafter, **options)
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+
+
+def test_what_is_known_of_a_text_is_not_computed_again(base, make_heads, monkeypatch):
+    """Neither by the base nor by the layer, whose drafts are those of an empty cache; other heads must compute it."""
+    model, prefix = model_of(base, make_heads, own_lm_heads=True), Prefix()
+    model = model.with_heads({"other": make_heads(3, architecture="attention")})
+    computed, run = [], type(model.heads.memory).run
+    monkeypatch.setattr(
+        type(model.heads.memory), "run", lambda memory, pool, plan, states: computed.append(plan.rows)
+        or run(memory, pool, plan, states),
+    )  # fmt: skip
+    text = list(range(3, 3 + 2 * BLOCK + 5))
+    for heads, known in ((None, 0), (None, 2 * BLOCK), ("other", 0), ("other", 2 * BLOCK)):
+        computed.clear()
+        options = {"max_new_tokens": 12, "ignore_eos": True, "nodes": 6, "drafter": "heads", "heads": heads}
+        output = model.generate(text, prefix=prefix, **options)
+        rows = sum(computed)
+        assert output.cached_tokens == known
+        alone = model.generate(text, **options)
+        assert (output.tokens, output.steps, output.draft_tokens) == (alone.tokens, alone.steps, alone.draft_tokens)
+        assert sum(computed) - rows == rows + known
+
+
+def test_requests_choose_heads_of_both_kinds(base, make_heads):
+    """In one batch; who asks for no drafts is not followed."""
+    kinds = {"one": make_heads(3, architecture="attention"), "two": make_heads(2, feature_layers=(1,))}
+    model = model_of(base, make_heads).with_heads(kinds)
+    batch, params = model.batch(), SamplingParams(max_new_tokens=14, ignore_eos=True)
+    requests = [
+        batch.add(TEXTS[0], params, Speculation("heads", nodes=nodes, heads=heads))
+        for heads in (None, "one", "two") for nodes in (1, 5)
+    ]  # fmt: skip
+    batch.step()
+    followed = [len(request.cached.followers) for request in requests]
+    assert followed == [0, 1, 0, 1, 0, 0]
+    while len(batch):
+        batch.step()
+    assert len({tuple(request.output.tokens) for request in requests}) == 1
+
+
+def test_bases_of_chains_get_chains(base, make_heads):
+    heads = make_heads(4, architecture="attention", own_lm_heads=True)
+    model = MedusaModel(base.with_traits(decoding="chain"), heads)
+    plain = model.generate(TEXTS, max_new_tokens=15, nodes=1)
+    drafted = model.generate(TEXTS, max_new_tokens=15, nodes=4, drafter="heads")
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+
+
+def test_they_are_saved_with_the_shape_of_their_layer(base, make_heads, tmp_path):
+    heads = make_heads(4, architecture="attention", feature_layers=(1,), draft_vocab_size=30, own_lm_heads=True)
+    model = MedusaModel(base, heads)
+    model.save_pretrained(tmp_path)
+    loaded = load_heads(tmp_path, dtype=None)
+    assert loaded.config.layer == heads.config.layer
+    ours, theirs = (MedusaModel(base, each).generate(TEXTS[0], max_new_tokens=12, nodes=6) for each in (heads, loaded))
+    assert (ours.tokens, ours.steps) == (theirs.tokens, theirs.steps)
+
+
+def test_without_a_text_they_say_what_to_do(base, make_heads):
+    heads = make_heads(2, architecture="attention")
+    with pytest.raises(ValueError, match="draft behind what is cached of a text; decode with MedusaModel or Batch"):
+        MedusaModel(base, heads).heads.begin(torch.zeros(1, base.hidden_size), base)
+    with pytest.raises(ValueError, match=r"layer \(None\) must be given for the architecture attention"):
+        build_heads(HeadsConfig(32, 50, architecture="attention"))
+    with pytest.raises(ValueError, match=r"must be a multiple of its key heads \(3\)"):
+        dataclasses.replace(heads.config.layer, num_key_value_heads=3)

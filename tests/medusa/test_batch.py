@@ -23,13 +23,16 @@ def _anew(step):
     return step
 
 
-@pytest.fixture(scope="module", params=["cpu", "gpu", *(["gpu, triton"] if INTERPRETED else [])])
+@pytest.fixture(
+    scope="module", params=["cpu", "cpu, heads that remember", "gpu", *(["gpu, triton"] if INTERPRETED else [])]
+)
 def speaker(request, base, base_directory, make_heads):
     """Under a CPU's rules (any shape, asking is free) and a GPU's (recorded steps in fixed buckets).
 
     With Triton's kernels, in its interpreter, steps in such buckets run anew in place of being repeated.
     """
-    heads, record = make_heads(), Recorder()
+    remembers = {"architecture": "attention", "feature_layers": (1,), "own_lm_heads": True}
+    heads, record = make_heads(**(remembers if "remember" in request.param else {})), Recorder()
     if "triton" in request.param:
         base, heads = BaseModel.load(base_directory, torch.float32, "cpu", attention="triton"), heads.float()
         record = _anew

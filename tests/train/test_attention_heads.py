@@ -108,7 +108,7 @@ def test_they_learn_and_a_killed_run_ends_as_another(
     assert_same_run(tmp_path / "killed", tmp_path / "whole", tolerance=1e-6)
     first, *_, last, figures = metrics(tmp_path / "whole")
     assert all(end < 0.6 * start for start, end in zip(first["head_loss"], last["head_loss"], strict=True))
-    assert all(share > 0.2 for share in figures["heldout_top1"])
+    assert all(share > 0.1 for share in figures["heldout_top1"])
 
 
 def test_positions_are_not_mixed(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
