@@ -296,8 +296,9 @@ def cache_tokens(model: MedusaModel) -> int:
     """
     base, small = model.base, model.drafters.parts.draft_model
     per_position = sum(position_bytes(one) for one in (base, small) if one is not None)
-    if base.mtp is not None:
-        per_position += position_bytes(base) // base.num_layers
+    remembering = [heads for heads in (model.heads, *model.named.values()) if heads is not None and heads.remembers]
+    layers = len(remembering) + (base.mtp is not None)
+    per_position += layers * position_bytes(base) // base.num_layers
     memory = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else machine_memory()
     return max(base.context_length + EngineConfig().tree_reserve, int(MEMORY * memory / per_position))
 

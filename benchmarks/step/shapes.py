@@ -23,6 +23,7 @@ from medusa.base.checkpoint import choose_dtype
 from medusa.base.taps import spread_layers
 from medusa.cpu.int8 import round_linears
 from medusa.cpu.native import use_kernels
+from medusa.heads.layer import LayerConfig
 
 WEIGHT_STD = 0.02
 
@@ -113,7 +114,7 @@ def random_heads(
     with torch.device(base.device):
         config = HeadsConfig(
             base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers,
-            draft_vocab_size=draft_vocab,
+            draft_vocab_size=draft_vocab, layer=LayerConfig.of(base.config) if architecture == "attention" else None,
         )  # fmt: skip
         heads = build_heads(config).to(base.dtype)
     fill(heads, seed)

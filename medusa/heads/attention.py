@@ -38,8 +38,8 @@ class AttentionHeads(DraftHeads):
     g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]), s = g_{k-1} (normed with ``norm_output``), and
     s = W [norm(h_1); ..; norm(h_n)] for the first head, h the outputs of the base's feature layers (the last hidden
     state where there are none). Keys and values are those of the first pass at all positions up to t, which read the
-    base's states, and of the passes between at t itself. A vocabulary matrix reads norm(g_k). Both branches start at
-    0, and W takes the last of the layers.
+    base's states, and of the passes between at t itself. A vocabulary matrix reads norm(g_k), the base's a multiple of
+    each of its numbers. Both branches start at 0, and W takes the last of the layers.
     """
 
     remembers = True
@@ -67,16 +67,20 @@ class AttentionHeads(DraftHeads):
         self.gate_proj = nn.Linear(dim, inner, bias=False)
         self.up_proj = nn.Linear(dim, inner, bias=False)
         self.down_proj = nn.Linear(inner, dim, bias=False)
+        # The base's output layer reads numbers that its last norm multiplied, often far from 1: states that are handed
+        # down must not be. A matrix of the heads' own holds the factors.
+        self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
         nn.init.zeros_(self.o_proj.weight)
         nn.init.zeros_(self.down_proj.weight)
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
-        """Besides, the norm in front of the vocabulary matrix starts as the base's."""
+        """Besides, what the vocabulary matrix reads starts at the scale of what the base's reads."""
         super().init_from_base(lm_head_weight, last_norm_D)
-        if last_norm_D is not None:
+        scaled = self.lm_heads if self.gain is None else self.gain
+        if last_norm_D is not None and scaled is not None:
             with torch.no_grad():
-                self.output_norm.weight.copy_(last_norm_D)
+                scaled.mul_(last_norm_D)
 
     def join(self, vocabulary: Vocabulary) -> None:
         """The layer gets its cache."""
@@ -116,8 +120,9 @@ class AttentionHeads(DraftHeads):
             text.keys.append(key)
             text.values.append(value)
             out = self.finish(state, text.attend(query))
-            features.append(self.output_norm(out))
-            state = self.handed_down(out, features[-1])
+            normed = self.output_norm(out)
+            features.append(self.scaled(normed))
+            state = self.handed_down(out, normed)
         features_KRD = torch.stack(features)
         shape = (len(features), len(places_M), features_KRD.shape[2])
         return features_KRD.new_zeros(shape).index_copy(1, text.wanted, features_KRD)
@@ -136,7 +141,7 @@ class AttentionHeads(DraftHeads):
         """Logits [B, m, V] of the level's nodes, and the tree with them."""
         if head:
             state = self._grow(state, parents_Bm, tokens_Bm)
-        return self.head_logits(head, self.output_norm(state.out), vocabulary), state
+        return self.head_logits(head, self.scaled(self.output_norm(state.out)), vocabulary), state
 
     def _grow(self, tree: Growth, parents_Bm: Tensor, tokens_Bm: Tensor) -> Growth:
         """Compute another level: each node sees the text and the nodes above it."""
@@ -152,6 +157,10 @@ class AttentionHeads(DraftHeads):
             plan = plan_pass([(draft, tree.own)], self.memory.attention, computed=computed)
         out_RD = self.memory.run(tree.own[0].pool, plan, states_BmD.flatten(0, 1))
         return Growth(tree.own, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
+
+    def scaled(self, normed: Tensor) -> Tensor:
+        """What a vocabulary matrix reads of the normed output."""
+        return normed if self.gain is None else normed * self.gain
 
     def handed_down(self, out: Tensor, normed: Tensor) -> Tensor:
         """What the next pass reads of the layer's output."""
