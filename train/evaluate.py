@@ -161,5 +161,5 @@ def served_counts(
 
 def served_figures(counts: Tensor) -> dict[str, float | list[float]]:
     """{"tokens_per_step": .., "acceptance": [..]}, one value per depth, from what `served_counts` returns."""
-    tokens_per_step, *acceptance = (counts[0] / counts[1].clamp(min=1)).tolist()
+    tokens_per_step, *acceptance = (counts[0].double() / counts[1].clamp(min=1)).tolist()
     return {"tokens_per_step": tokens_per_step, "acceptance": acceptance}

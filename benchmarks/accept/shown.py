@@ -147,8 +147,8 @@ def fields(report: Report) -> list[Field]:
 
 
 def _known(values: Sequence[Estimate | None]) -> list[Estimate]:
-    """The first depths, as far as enough drafts have come."""
-    enough = (found is not None and found["of"] >= FEWEST_DRAFTS for found in values)
+    """The first depths, as far as enough drafts have come and any was right."""
+    enough = (found is not None and found["of"] >= FEWEST_DRAFTS and found["value"] > 0 for found in values)
     return [found for found, _ in zip(values[:SHOWN_DEPTHS], takewhile(bool, enough), strict=False) if found]
 
 
