@@ -6,6 +6,7 @@ import torch
 from medusa import MedusaModel, Speculation
 from medusa.acceptance import build_rule
 from medusa.drafters import Drafter, HeadsDrafter
+from medusa.drafters.choose import Drafters
 from medusa.engine.replay import read, replay, tally
 from medusa.tree import Tree
 from tests.medusa.known_text import Chain, RandomTrees
@@ -52,6 +53,18 @@ def test_steps_are_those_of_generate(base, make_heads, name):
     found = list(compared(lambda: MedusaModel(base, make_heads()), name))
     assert any(output.steps < len(output.tokens) for output in found), "some guesses are right"
     assert any(len(output.tokens) < 70 for output in found), "some texts end by themselves"
+
+
+@pytest.mark.parametrize("name", ["heads", "hybrid"])
+@pytest.mark.parametrize("decoding", ["tree", "chain"])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_chains_and_fixed_shapes(base, make_heads, name, decoding, fixed_shapes):
+    def make():
+        model = MedusaModel(base.with_traits(decoding=decoding), make_heads())
+        model.drafters = Drafters(model.base, model.heads, fixed_shapes)
+        return model
+
+    assert any(output.steps < len(output.tokens) for output in compared(make, name, new_tokens=30))
 
 
 @pytest.mark.parametrize("name", OTHERS)
