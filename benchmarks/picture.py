@@ -99,5 +99,5 @@ def _draw_bars(axes: Any, field: Field) -> None:
             for at, y in zip(own, line.y, strict=True):
                 below[at] += y
         if len(field.lines) == 1:
-            axes.bar_label(bars, fmt="{:.3g}", padding=3)
+            axes.bar_label(bars, fmt=lambda y: f"{y:.3g}" if y < 100 else f"{y:.0f}", padding=3)
     axes.set_xticks(range(len(names)), names, rotation=25, ha="right")

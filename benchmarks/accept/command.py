@@ -22,6 +22,8 @@ def accept(options: argparse.Namespace) -> None:
     if min(options.nodes) < 2:
         raise ValueError(f"nodes ({min(options.nodes)}) leave no guess to try; give sizes of 2 or more")
     model = named_model(options, int8=options.int8, mtp=options.mtp)
+    if model.base.decoding == "plain":
+        raise ValueError(f"base ({model.base.name}) decodes plainly and verifies no drafts; give another base")
     names = options.drafters or _usual(model)
     prompts, kinds = questions(model, options.questions, options.count)
     path = Path(options.texts) if options.texts else usual_file(model)

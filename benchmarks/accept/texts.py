@@ -21,7 +21,7 @@ Known = dict[tuple[int, ...], list[int]]
 def usual_file(model: MedusaModel) -> Path:
     """Where answers of this base are kept where no file is named."""
     base = model.base
-    what = json.dumps([base.name, base.source, str(base.dtype), base.int8])
+    what = json.dumps([base.name, base.source, base.adapter, str(base.dtype), base.int8])
     name = f"{Path(base.name).name}-{hashlib.sha256(what.encode()).hexdigest()[:8]}.jsonl"
     return cache_directory() / "texts" / name
 

@@ -109,6 +109,13 @@ def test_sizes_without_a_guess_are_refused(asked, capsys):
     assert "nodes (1) leave no guess to try" in capsys.readouterr().err
 
 
+def test_bases_that_verify_nothing_are_refused(asked, monkeypatch, capsys, model):
+    plain = MedusaModel(model.base.with_traits(decoding="plain"), model.heads)
+    monkeypatch.setattr("benchmarks.accept.command.named_model", lambda *_, **__: plain)
+    assert main(asked) == 1
+    assert "decodes plainly and verifies no drafts" in capsys.readouterr().err
+
+
 def test_what_heads_cannot_say_is_told_apart(base, make_heads):
     heads = make_heads(draft_vocab_size=WIDTH)
     heads.draft_ids.copy_(torch.arange(WIDTH) * 3)
