@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -47,8 +47,8 @@ def test_addresses_are_shown_as_a_browser_takes_them(host, shown):
 
 def test_a_drain_that_runs_out_ends_streams_with_an_error(speaker, monkeypatch):
     with serving(speaker, drain=0.1) as live:
-        going, step = threading.Event(), live.engine._batch.step
-        monkeypatch.setattr(live.engine._batch, "step", lambda: (going.wait(0.05), step())[1])
+        step = live.engine._batch.step
+        monkeypatch.setattr(live.engine._batch, "step", lambda: (time.sleep(0.05), step())[1])
         with streaming(live.url) as lines:
             next(lines)
             live.server.should_exit = True
@@ -56,6 +56,20 @@ def test_a_drain_that_runs_out_ends_streams_with_an_error(speaker, monkeypatch):
     assert '"message":"the server is going down; ask again later"' in error
     assert '"code":"stopping"' in error
     assert done == "data: [DONE]"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_drain(speaker, monkeypatch):
+    with serving(speaker, drain=60) as live:  # which fails where the server goes on for 20 s
+        step = live.engine._batch.step
+        monkeypatch.setattr(live.engine._batch, "step", lambda: (time.sleep(0.05), step())[1])
+        with streaming(live.url, max_tokens=240) as lines:
+            next(lines)
+            live.server.should_exit = True
+            while live.engine._ending is None:
+                time.sleep(0.01)
+            live.server.force_exit = True
+            with suppress(httpx.HTTPError):
+                assert "[DONE]" not in list(lines)[-1]
 
 
 @pytest.mark.slow
