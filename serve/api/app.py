@@ -59,7 +59,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         try:
             yield
         finally:
-            await app.state.stop()
+            await engine.stop(drain)
 
     app = FastAPI(title="Medusa", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.add_middleware(Limits, max_body=settings.max_body)
@@ -74,7 +74,10 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         )
     handle_errors(app)
 
-    app.state.stop = partial(engine.stop, drain)  # a server calls it before it closes connections
+    async def stop() -> None:
+        await engine.stop(drain)
+
+    app.state.stop = stop  # a server calls it before it closes connections
 
     async def client(request: Request) -> str:
         return check_key(request, settings)

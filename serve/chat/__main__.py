@@ -139,9 +139,8 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
 
 def _offered(terminal: Terminal, options: ModelOptions) -> ModelOptions:
     """SmolLM2 in place of heads that nobody has trained yet, where a person wants it."""
-    if options.base or options.heads_or_default() != DEFAULT_HEADS or Path(DEFAULT_HEADS).is_dir():
-        return options
-    if not terminal.interactive:
+    missing = options.heads_or_default() == DEFAULT_HEADS and not Path(DEFAULT_HEADS).is_dir()
+    if not missing or options.base or not terminal.interactive:
         return options
     terminal.note(f"There are no heads in {DEFAULT_HEADS} yet; ./launch.sh trains them in some ten minutes.")
     try:

@@ -1,6 +1,6 @@
 """Commands of the chat, and settings that ``/set`` knows: tables of names, help texts and functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ class Setting(NamedTuple):
 
     help: str
     parse: Callable[[str], Any]
+    values: Sequence[str] = ()
+    """Those that it may have; empty for numbers."""
 
 
 def _choice(text: str) -> str | None:
@@ -30,9 +32,9 @@ SETTINGS = {
     "repetition_penalty": Setting("1 is off", float),
     "seed": Setting("of the sampling noise", int),
     "max_new_tokens": Setting("longest answer, in tokens", int),
-    "nodes": Setting("tree budget per step, in tokens, or auto; 1 is plain decoding", tree_budget),
-    "drafter": Setting(f"{', '.join(DRAFTERS)} or auto", _choice),
-    "acceptance": Setting(f"{', '.join(RULES)} (LOSSY) or auto", _choice),
+    "nodes": Setting("tree budget per step, or auto; 1 is plain decoding", tree_budget),
+    "drafter": Setting("what guesses; /set drafter lists them", _choice, DRAFTERS),
+    "acceptance": Setting("how guesses are judged; typical is LOSSY", _choice, RULES),
 }
 SHORT = {
     "temp": "temperature", "penalty": "repetition_penalty", "repeat_penalty": "repetition_penalty",
@@ -56,12 +58,13 @@ def _clear(repl: Repl, _: str) -> None:
 
 def _set(repl: Repl, argument: str) -> None:
     """Show all settings or one, or change it."""
-    asked, _, text = argument.removeprefix("parameter ").strip().partition(" ")
-    text = text.strip()
-    name = SHORT.get(asked, asked)
+    asked, _, text = argument.partition(" ")
+    if asked == "parameter":  # ollama's /set parameter NAME VALUE
+        asked, _, text = text.strip().partition(" ")
+    name, text = SHORT.get(asked, asked), text.strip()
     if not name:
-        for each, (meaning, _parse) in SETTINGS.items():
-            repl.terminal.note(f"  {each:<19} {_shown(repl.settings, each)!s:<6} {meaning}")
+        for each, setting in SETTINGS.items():
+            repl.terminal.note(f"  {each:<19} {_shown(repl.settings, each)!s:<6} {setting.help}")
         for show in OTHERS.values():
             show(repl, "")
     elif name in OTHERS:
@@ -71,6 +74,8 @@ def _set(repl: Repl, argument: str) -> None:
     else:
         if text:
             _change(repl, asked, name, text)
+        elif SETTINGS[name].values:
+            repl.terminal.note(f"{name} can be {', '.join(SETTINGS[name].values)} or auto.")
         repl.terminal.note(f"{name} = {_shown(repl.settings, name)}")
 
 

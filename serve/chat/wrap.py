@@ -19,6 +19,8 @@ class Wrapper:
         self._column = 0
         self._word: list[tuple[str, str]] = []
         """Characters of the word that may go on, each with its style."""
+        self._begun = 0
+        """Columns of that word."""
 
     def feed(self, text: str, style: str = "") -> list[tuple[str, str]]:
         """What to write: texts, each with its style.
@@ -37,7 +39,7 @@ class Wrapper:
         return [("".join(char for char, _ in run), style) for style, run in groupby(out, key=lambda one: one[1])]
 
     def _space(self, char: str, style: str, columns: int) -> list[tuple[str, str]]:
-        self._word.clear()
+        self._end_word()
         if char == "\n" or self._column >= columns - 1:
             self._column = 0
             return [("\n", style)]
@@ -48,16 +50,20 @@ class Wrapper:
         """A character of a word; the last column stays free, since a cursor behind it is in no column."""
         width, out = cells(char), []
         if width > 1:
-            self._word.clear()  # scripts of wide characters break anywhere
-        begun = sum(cells(one) for one, _ in self._word)
-        if self._column + width > columns - 1 and begun < self._column:
-            out = [(f"\x1b[{begun}D\x1b[K" * (begun > 0) + "\n", ""), *self._word]
-            self._column = begun
+            self._end_word()  # scripts of wide characters break anywhere
+        if self._column + width > columns - 1 and self._begun < self._column:
+            out = [(f"\x1b[{self._begun}D\x1b[K" * (self._begun > 0) + "\n", ""), *self._word]
+            self._column = self._begun
         elif self._column + width > columns:  # a word longer than a line: the terminal breaks it
             self._column = 0
         self._column += width
+        self._begun += width
         self._word.append((char, style))
         return [*out, (char, style)]
+
+    def _end_word(self) -> None:
+        self._word.clear()
+        self._begun = 0
 
 
 def cells(char: str) -> int:

@@ -9,6 +9,7 @@ import pytest
 from medusa import Prefix
 from medusa.cache import BLOCK
 from medusa.cache.layer import PassLayer
+from medusa.sampling import RULES
 from serve.chat.commands import ALIASES, LISTED
 from serve.chat.conversation import GenerationOptions, Turn
 from tests.serve.fake_model import Chat, FakeModel, Person
@@ -90,6 +91,7 @@ def test_set_alone_lists_what_can_be_set():
     assert re.search(r"seed +5 ", listed)
     assert all(re.search(rf"^  {field.name} ", listed, re.MULTILINE) for field in fields(GenerationOptions))
     assert "system = be brief" in listed
+    assert all(rule in Chat("/set acceptance\n").err for rule in RULES)
 
 
 @pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit"])
