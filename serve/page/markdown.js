@@ -1,5 +1,6 @@
 // Answers as Markdown, in which drafted text stays marked. What a model says never becomes HTML of its own: its tags
-// are shown as text, and of what Markdown makes, DOMPurify lets these through.
+// are shown as text, and of what Markdown makes, DOMPurify lets these through. vendor/ holds lib/marked.esm.js and
+// dist/purify.min.js of the npm packages marked and dompurify as they are, less the line that names a source map.
 
 import { element } from "./common.js";
 import { Marked } from "./vendor/marked.js";
