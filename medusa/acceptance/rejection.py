@@ -26,6 +26,8 @@ def rejection_chances(draft: Draft, draft_probs_BNV: Tensor, target_probs_BNV: T
         Probability [B, N] that each node stands, 0 for the root, and the distribution [B, N, V] of the token after each
         node given that none of its children stood.
     """
+    if draft.real is not None:  # what fills small trees up is never tried
+        draft_probs_BNV = draft_probs_BNV * draft.real[..., None]
     left_BNV = target_probs_BNV.clone()
     chances = [torch.zeros_like(left_BNV[:, 0, 0])]
     for node in range(1, draft.tokens.shape[1]):

@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
         self.nodes, self._writer, self._cost, self._noise = nodes, writer, cost, noise
         self._drawn, self._width = drawn and noise.temperature > 0, width
         self._host_decides = host_decides and not self._drawn and writer.device.type == "cpu"
-        self._stream = stream
+        self._stream, self.observers = stream, writer.observers
         self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
     def propose(self, state: DecodeState, sequences: Sequences = (), /) -> Draft:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.cache import CachedSequence, provisional
+from medusa.cache import CachedSequence, Observer, provisional
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -28,6 +28,8 @@ class Writer(Protocol):
 
     context_length: int
     device: torch.device
+    observers: Sequence[Observer]
+    """Layers of its own that must see what the base commits."""
 
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
@@ -52,6 +54,8 @@ class SmallModel:
     Args:
         model: Prepared for decoding, with the base's tokens.
     """
+
+    observers: Sequence[Observer] = ()
 
     def __init__(self, model: BaseModel) -> None:
         self._model, self.context_length, self.device = model, model.context_length, model.device
@@ -125,6 +129,7 @@ class MtpWriter:
         assert base.mtp is not None, "checked by the caller"
         self._base, self._layer = base, base.mtp
         self.context_length, self.device = base.context_length, base.device
+        self.observers: Sequence[Observer] = [base.mtp]
 
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from medusa.acceptance import Verdict, accept
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, CachedSequence
+from medusa.cache import BlockPool, CachedSequence, tell
 from medusa.drafters import Drafter
 from medusa.engine.config import EngineConfig
 from medusa.engine.step import fit, with_room
@@ -118,8 +118,8 @@ def replay(
         cached: The drafter reads and writes what the base has cached (early exit), so the base computes each accepted
             path once more.
     """
-    place, end, sequence = text.prompt_tokens, len(text.ids) - 1, CachedSequence(text.pool)
-    if cached and base.mtp is None:  # a layer of the base needs all hidden states
+    place, end, sequence = text.prompt_tokens, len(text.ids) - 1, CachedSequence(text.pool, drafter.observers)
+    if cached and not drafter.observers:  # they need all hidden states
         sequence.recall(text.ids[:place].tolist())
     _commit(base, sequence, text, place, cached)
     state = _state(text, place)
@@ -180,9 +180,7 @@ def _commit(base: BaseModel, sequence: CachedSequence, text: Text, place: int, c
     if cached:
         _compute(base, sequence, text.ids[first:place])
     sequence.length = place
-    if base.mtp is not None:
-        tokens_C = text.ids[first + 1 : place + 1]
-        base.mtp.observe([sequence], text.hidden[None, first:place], tokens_C[None], [place - first])
+    tell([sequence], text.hidden[None, first:place], text.ids[None, first + 1 : place + 1], [place - first])
 
 
 def _compute(base: BaseModel, sequence: CachedSequence, tokens_C: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ tokens says everything; where a step emits fewer, the table goes on. Rules and `
 only their random numbers are injected.
 """
 
+import dataclasses
 import itertools
 
 import pytest
@@ -109,6 +110,19 @@ def test_speculative_has_the_law_of_the_base(base, monkeypatch, parents, kind):
     mixed = itertools.cycle(["drawn", "fixed", "again", "drawn"])
     kinds = [kind if kind != "mixed" else next(mixed) for _ in parents[1:]]
     assert speculative_error(base, monkeypatch, *drawn_drafts(parents, kinds)) < 1e-12
+
+
+def test_what_fills_a_small_tree_up_is_never_tried(base, monkeypatch):
+    draft, weights = drawn_drafts([0, 0, 0, 1], ["drawn", "fixed", "drawn"])
+    twice = [torch.cat([part, part]) for part in (draft.tokens, draft.parents, draft.probs)]
+    small = Draft(*twice[:2], draft.depth, twice[2], sizes=[4] * len(weights) + [3] * len(weights))
+    halves = torch.cat([weights, weights]) / 2
+    assert speculative_error(base, monkeypatch, small, halves) < 1e-12
+
+    def blind(draft, *probs):
+        return rejection_chances(dataclasses.replace(draft, sizes=None), *probs)
+
+    assert speculative_error(base, monkeypatch, small, halves, blind) > 1e-3
 
 
 @pytest.mark.parametrize("biased", [generous, forgetful])

@@ -21,7 +21,7 @@ class Watched(Drafter):
     """Another drafter, and what it has drafted."""
 
     def __init__(self, drafter):
-        self.drafter, self.nodes, self.drafts = drafter, drafter.nodes, []
+        self.drafter, self.nodes, self.observers, self.drafts = drafter, drafter.nodes, drafter.observers, []
 
     def propose(self, state, sequences=()):
         draft = self.drafter.propose(state, sequences)
