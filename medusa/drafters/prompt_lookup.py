@@ -5,6 +5,7 @@ themselves are full of it; new text is not, so it is at its best beside heads (`
 (Saxena 2023), by the longest match and by frequency as in suffix decoding (Oliaro et al. 2024).
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from medusa.cpu import native
 from medusa.cpu.lookup import Search, look_up
 from medusa.drafters.base import Drafter
 from medusa.drafters.continuations import Confidence, grow, judge
-from medusa.drafters.merge import EDGE_COST, FLOOR, build
+from medusa.drafters.merge import EDGE_COST, build
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -24,8 +25,10 @@ LOOKUP_GUESSES = 10
 """Most tokens that are taken from the text before, beside what heads draft."""
 MAX_MATCH = 6
 """Tokens that are compared where shapes are fixed."""
+LOOKUP_FLOOR = math.log(0.15)
+"""Score below which a guess is not worth its row, on machines where rows cost much and on those where they do not."""
 SEARCH = Search(
-    nodes=0, chain=False, places=32, longest=16, shares=5, floor=FLOOR, edge_cost=EDGE_COST, keep=1 - 1 / 256
+    nodes=0, chain=False, places=32, longest=16, shares=5, floor=LOOKUP_FLOOR, edge_cost=EDGE_COST, keep=1 - 1 / 256
 )
 """What counts where they are not; the nodes are each drafter's own."""
 
@@ -61,10 +64,9 @@ class PromptLookupDrafter(Drafter):
         """A tree below ``state.roots``, found in ``state.history``."""
         if not (self.host_decides and state.roots.device.type == "cpu"):
             return self._chains(state)
+        last, self._last = self._last, (state.history, state.positions)
         # Where rows have joined or left, the last draft is not judged.
-        known = self._last is not None and self._last[0] is state.history
-        before = self._last[1] if known and self._last is not None else None
-        self._last = state.history, state.positions.contiguous()
+        before = last[1] if last is not None and last[0] is state.history else None
         if native.reads_indices(state.history):
             seen = self._confidence.right, self._confidence.tried
             return look_up(state.history, state.positions, before, state.active, *seen, self._search)

@@ -166,8 +166,29 @@ static void check_float16() {
     REQUIRE(std::isnan(widen(f16{0x7e01})) && std::isnan(widen(f16{bits_of(NAN)})));
 }
 
+// Trees of texts of few words, of one and without a repetition: parents come first and are worth more.
+static void check_lookup() {
+    constexpr int64_t N = 8, PLACES = 4, LONGEST = 6, SHARES = 5;
+    for (uint32_t words : {1, 2, 1000})
+        for (int64_t length : {1, 2, 3, 40}) {
+            std::vector<int64_t> text(length), tokens(N), parents(N);
+            for (int64_t& token : text) token = generator() % words;
+            std::vector<double> right((LONGEST + 1) * (SHARES + 1), 3), tried(right.size(), 4);
+            std::vector<float> scores(N);
+            const int64_t position = length - 1, before = length / 2;
+            const bool active = true;
+            int64_t size, depth;
+            const Looking at{1, length, N, false, PLACES, LONGEST, SHARES, -9, 1e-4, 0.9, text.data(), &position, &before, &active,
+                             right.data(), tried.data(), tokens.data(), parents.data(), scores.data(), &size, &depth};
+            REQUIRE(medusa_lookup(&at) == DONE);
+            REQUIRE(tokens[0] == text[position] && size <= N && depth < N && (words > 1 || size == (length > 1 ? N : 1)));
+            for (int64_t n = 1; n < size; n++) REQUIRE(parents[n] < n && scores[n] < scores[parents[n]]);
+        }
+}
+
 int main() {
     std::puts(medusa_flavour());
+    check_lookup();
     check_functions(), check_float16();
     for (auto [outputs, in] : {std::pair{37, 100}, {96, 576}, {5, 33}, {1, 7}, {50, 1100}})
         check_linear<float>(outputs, in), check_linear<bf16>(outputs, in), check_linear<f16>(outputs, in);
