@@ -13,6 +13,16 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from serve.api.access import Limits, check_admin, check_key
+from serve.api.answers import (
+    ChatCompletion,
+    Detokenized,
+    Failure,
+    ModelList,
+    ResponseObject,
+    ServedModel,
+    TextCompletion,
+    Tokens,
+)
 from serve.api.body import HEADER, ignored, named
 from serve.api.chat import chat
 from serve.api.completions import complete
@@ -35,13 +45,21 @@ PAGE = Path(__file__).parents[1] / "page"
 STUCK = 60.0
 """Seconds without a step, with requests under way, after which the engine counts as broken."""
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
+    status: {"description": text, "model": Failure}
     for status, text in (
-        (400, "It cannot be served as it is"), (401, "API key is missing or wrong"), (403, "It is not allowed"),
+        ("4XX", "It cannot be served"), (400, "It cannot be served as it is"),
+        (401, "API key is missing or wrong"), (403, "It is not allowed"),
         (404, "There is no such model"), (408, "Its time is over"), (413, "Body is too large"),
         (429, "Queue is full; see Retry-After"), (500, "A step has failed"), (503, "The server is going down"),
     )
 }  # fmt: skip
+
+
+def _told(model: Any, stream: bool = False) -> dict[int | str, dict[str, Any]]:
+    """What an endpoint answers, for the documentation."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    content = {"content": {"text/event-stream": {"schema": event}}} if stream else {}
+    return {200: {"description": "As asked", "model": model, **content}, **ERRORS}
 
 
 def create_app(service: Service, drain: float = 30.0) -> FastAPI:
@@ -94,27 +112,27 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             return answer.stream(headers)
         return JSONResponse(await while_connected(request, answer.answer()), headers=headers)
 
-    @app.post("/v1/chat/completions", responses=ERRORS)
+    @app.post("/v1/chat/completions", responses=_told(ChatCompletion, stream=True))
     async def chat_completions(request: Request, body: ChatRequest, key: Client) -> Response:
         """Answer a conversation."""
         return await reply(request, body, chat(service, body, _who(key, body)))
 
-    @app.post("/v1/responses", responses=ERRORS)
+    @app.post("/v1/responses", responses=_told(ResponseObject, stream=True))
     async def responses(request: Request, body: ResponsesRequest, key: Client) -> Response:
         """Answer a conversation, in the words of OpenAI's newer API."""
         return await reply(request, body, respond(service, body, _who(key, body)))
 
-    @app.post("/v1/completions", responses=ERRORS)
+    @app.post("/v1/completions", responses=_told(TextCompletion, stream=True))
     async def completions(request: Request, body: CompletionRequest, key: Client) -> Response:
         """Continue text."""
         return await reply(request, body, complete(service, body, _who(key, body)))
 
-    @app.get("/v1/models", responses=ERRORS)
+    @app.get("/v1/models", responses=_told(ModelList))
     async def models(_: Client) -> dict[str, Any]:
         """The base and the heads on it."""
         return {"object": "list", "data": service.models.listing()}
 
-    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    @app.get("/v1/models/{name:path}", responses=_told(ServedModel))
     async def model(name: str, _: Client) -> dict[str, Any]:
         """One of them."""
         for entry in service.models.listing():
@@ -122,13 +140,13 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
                 return entry
         raise UnknownModelError(f"model ({name}) does not exist; GET /v1/models lists those that do")
 
-    @app.post("/tokenize", responses=ERRORS)
+    @app.post("/tokenize", responses=_told(Tokens))
     async def tokenize(body: TokenizeRequest, _: Client) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
         service.models.heads_of(body.model)
         return await service.aside(service.texts.tokenize, body)
 
-    @app.post("/detokenize", responses=ERRORS)
+    @app.post("/detokenize", responses=_told(Detokenized))
     async def detokenize(body: DetokenizeRequest, _: Client) -> dict[str, Any]:
         """The text of token ids."""
         service.models.heads_of(body.model)
@@ -138,7 +156,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             raise refused(str(error), "tokens") from error
         return {"prompt": await service.aside(service.texts.decode, body.tokens)}
 
-    @app.post("/v1/heads", dependencies=[Depends(admin)], responses=ERRORS)
+    @app.post("/v1/heads", dependencies=[Depends(admin)], responses=_told(ModelList))
     async def load_heads(body: HeadsRequest) -> dict[str, Any]:
         """Load heads while the server runs."""
         try:
@@ -147,7 +165,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             raise refused(str(error), "path") from error
         return {"object": "list", "data": service.models.listing()}
 
-    @app.delete("/v1/heads/{name:path}", dependencies=[Depends(admin)], responses=ERRORS)
+    @app.delete("/v1/heads/{name:path}", dependencies=[Depends(admin)], responses=_told(ModelList))
     async def remove_heads(name: str) -> dict[str, Any]:
         """Forget heads; requests that run with them go on."""
         await service.models.remove(name)
@@ -159,11 +177,11 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
     app.state.check_health = check_health  # for Ray too
 
-    @app.get("/health", responses=ERRORS)
+    @app.get("/health", response_class=PlainTextResponse, responses=ERRORS)
     async def health() -> Response:
         """200 while the engine works."""
         check_health()
-        return Response()
+        return PlainTextResponse()
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

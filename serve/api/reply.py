@@ -11,6 +11,7 @@ from uuid import uuid4
 from fastapi.responses import StreamingResponse
 
 from medusa import Output
+from medusa.drafters.prediction import PredictionDrafter
 from serve.api.errors import as_api_error
 from serve.api.protocol import Sampling, StreamOptions
 from serve.api.service import Service, merged
@@ -153,14 +154,25 @@ class Reply:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
+            **self._predicted(),
         }
+
+    def _predicted(self) -> dict[str, Any]:
+        """How much of a prediction was right."""
+        if not isinstance(self._tickets[0].asked.speculation.drafter, PredictionDrafter):
+            return {}
+        outputs = [ticket.output for ticket in self._tickets]
+        right = sum(_accepted(output) for output in outputs)
+        wrong = sum(output.draft_tokens for output in outputs) - right
+        told = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
+        return {"completion_tokens_details": told}
 
     def _spec_metrics(self) -> dict[str, Any]:
         """``metrics`` of a single completion, as vLLM gives them."""
         if not self._metrics:
             return {}
         output = self._tickets[0].output
-        accepted = sum(count * depth for depth, count in enumerate(output.accepted))
+        accepted = _accepted(output)
         figures = {
             "mean_acceptance_length": 1 + accepted / max(1, output.steps),
             "draft_acceptance_rate": accepted / max(1, output.draft_tokens),
@@ -170,6 +182,11 @@ class Reply:
             "num_draft_tokens": output.draft_tokens,
         }
         return {"metrics": {"speculative_decoding": figures}}
+
+
+def _accepted(output: Output) -> int:
+    """Draft tokens that were right."""
+    return sum(count * depth for depth, count in enumerate(output.accepted))
 
 
 def event_stream(events: AsyncIterator[str], headers: dict[str, str]) -> StreamingResponse:
