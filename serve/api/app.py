@@ -12,30 +12,14 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
+from serve.api import answers
 from serve.api.access import Limits, check_admin, check_key
-from serve.api.answers import (
-    ChatCompletion,
-    Detokenized,
-    Failure,
-    ModelList,
-    ResponseObject,
-    ServedModel,
-    TextCompletion,
-    Tokens,
-)
 from serve.api.body import HEADER, ignored, named
 from serve.api.chat import chat
 from serve.api.completions import complete
 from serve.api.errors import ApiError, handle_errors, refused
 from serve.api.items import ResponsesRequest
-from serve.api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    HeadsRequest,
-    Shared,
-    TokenizeRequest,
-)
+from serve.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, HeadsRequest, Shared, TokenizeRequest
 from serve.api.reply import Reply
 from serve.api.responses import ResponseReply, respond
 from serve.api.service import Service, while_connected
@@ -45,7 +29,7 @@ PAGE = Path(__file__).parents[1] / "page"
 STUCK = 60.0
 """Seconds without a step, with requests under way, after which the engine counts as broken."""
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "model": Failure}
+    status: {"description": text, "model": answers.Failure}
     for status, text in (
         ("4XX", "It cannot be served"), (400, "It cannot be served as it is"),
         (401, "API key is missing or wrong"), (403, "It is not allowed"),
@@ -112,27 +96,27 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             return answer.stream(headers)
         return JSONResponse(await while_connected(request, answer.answer()), headers=headers)
 
-    @app.post("/v1/chat/completions", responses=_told(ChatCompletion, stream=True))
+    @app.post("/v1/chat/completions", responses=_told(answers.ChatCompletion, stream=True))
     async def chat_completions(request: Request, body: ChatRequest, key: Client) -> Response:
         """Answer a conversation."""
         return await reply(request, body, chat(service, body, _who(key, body)))
 
-    @app.post("/v1/responses", responses=_told(ResponseObject, stream=True))
+    @app.post("/v1/responses", responses=_told(answers.ResponseObject, stream=True))
     async def responses(request: Request, body: ResponsesRequest, key: Client) -> Response:
         """Answer a conversation, in the words of OpenAI's newer API."""
         return await reply(request, body, respond(service, body, _who(key, body)))
 
-    @app.post("/v1/completions", responses=_told(TextCompletion, stream=True))
+    @app.post("/v1/completions", responses=_told(answers.TextCompletion, stream=True))
     async def completions(request: Request, body: CompletionRequest, key: Client) -> Response:
         """Continue text."""
         return await reply(request, body, complete(service, body, _who(key, body)))
 
-    @app.get("/v1/models", responses=_told(ModelList))
+    @app.get("/v1/models", responses=_told(answers.ModelList))
     async def models(_: Client) -> dict[str, Any]:
         """The base and the heads on it."""
         return {"object": "list", "data": service.models.listing()}
 
-    @app.get("/v1/models/{name:path}", responses=_told(ServedModel))
+    @app.get("/v1/models/{name:path}", responses=_told(answers.ServedModel))
     async def model(name: str, _: Client) -> dict[str, Any]:
         """One of them."""
         for entry in service.models.listing():
@@ -140,13 +124,13 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
                 return entry
         raise UnknownModelError(f"model ({name}) does not exist; GET /v1/models lists those that do")
 
-    @app.post("/tokenize", responses=_told(Tokens))
+    @app.post("/tokenize", responses=_told(answers.Tokens))
     async def tokenize(body: TokenizeRequest, _: Client) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
         service.models.heads_of(body.model)
         return await service.aside(service.texts.tokenize, body)
 
-    @app.post("/detokenize", responses=_told(Detokenized))
+    @app.post("/detokenize", responses=_told(answers.Detokenized))
     async def detokenize(body: DetokenizeRequest, _: Client) -> dict[str, Any]:
         """The text of token ids."""
         service.models.heads_of(body.model)
@@ -156,7 +140,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             raise refused(str(error), "tokens") from error
         return {"prompt": await service.aside(service.texts.decode, body.tokens)}
 
-    @app.post("/v1/heads", dependencies=[Depends(admin)], responses=_told(ModelList))
+    @app.post("/v1/heads", dependencies=[Depends(admin)], responses=_told(answers.ModelList))
     async def load_heads(body: HeadsRequest) -> dict[str, Any]:
         """Load heads while the server runs."""
         try:
@@ -165,7 +149,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
             raise refused(str(error), "path") from error
         return {"object": "list", "data": service.models.listing()}
 
-    @app.delete("/v1/heads/{name:path}", dependencies=[Depends(admin)], responses=_told(ModelList))
+    @app.delete("/v1/heads/{name:path}", dependencies=[Depends(admin)], responses=_told(answers.ModelList))
     async def remove_heads(name: str) -> dict[str, Any]:
         """Forget heads; requests that run with them go on."""
         await service.models.remove(name)

@@ -44,6 +44,8 @@ async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) 
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs needs logprobs; set logprobs, or leave it out", "top_logprobs")
     constraint, texts = await constraint_of(service, body, calls), service.texts
+    if body.logprobs:
+        await service.aside(texts.prepare)
     prompt = await service.aside(texts.render, body.messages, body, described(calls.tools))
     predicted = list[int]()
     if body.prediction is not None:

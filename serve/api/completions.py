@@ -28,6 +28,8 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
     if body.best_of not in (None, 1, body.n):
         raise refused(f"best_of ({body.best_of}) other than n is not supported; leave it out", "best_of")
     constraint = await constraint_of(service, body)
+    if body.logprobs is not None:
+        await service.aside(service.texts.prepare)
     prompts = await service.aside(_encode, service, body.prompt)
     wanted = Wanted(
         prompts,

@@ -48,6 +48,9 @@ class Thought(Item):
     """What a model thought; another one does not read it."""
 
     type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
 
 
 def _kind(value: Any) -> str:

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from medusa import Output
 from medusa.drafters.prediction import PredictionDrafter
 from serve.api.errors import as_api_error
-from serve.api.protocol import Sampling, StreamOptions
+from serve.api.protocol import Sampling, Shared, StreamOptions
 from serve.api.service import Service, merged
 from serve.request import Delta, Ticket
 
@@ -64,11 +64,10 @@ class Reply:
     ) -> None:
         self._body, self._kind, self._choices, self._tickets = body, kind, choices, tickets
         self._head = {"id": f"{kind.prefix}-{uuid4().hex}", "created": int(time.time())}
-        self._head["model"] = body.model or service.models.name
+        self._head["model"] = body.model
         if (params := tickets[0].asked.params).temperature:
             self._head["seed"] = params.seed
-        asked = body.speculation.metrics if body.speculation is not None else None
-        self._metrics = len(tickets) == 1 and (service.settings.spec_metrics if asked is None else asked)
+        self._metrics = len(tickets) == 1 and wants_metrics(service, body)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer.
@@ -89,7 +88,7 @@ class Reply:
             body["prompt_token_ids"] = self._tickets[0].asked.prompt
             for choice, ticket in zip(choices, self._tickets, strict=True):
                 choice |= {"token_ids": ticket.output.tokens, "prompt_token_ids": ticket.asked.prompt}
-        return body | self._spec_metrics()
+        return body | self._told_metrics()
 
     def stream(self, headers: dict[str, str]) -> StreamingResponse:
         """The answer as server-sent events; an error is the last one. A client that goes away ends them."""
@@ -128,7 +127,7 @@ class Reply:
                 told[index] += len(delta.tokens)
                 for piece in self._pieces(index, delta):
                     yield chunk(index, piece)
-        last = self._spec_metrics() | ({"usage": self._usage(told)} if options.include_usage else {})
+        last = self._told_metrics() | ({"usage": self._usage(told)} if options.include_usage else {})
         if last:
             yield {**head, "choices": [], **last}
 
@@ -167,21 +166,28 @@ class Reply:
         told = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
         return {"completion_tokens_details": told}
 
-    def _spec_metrics(self) -> dict[str, Any]:
-        """``metrics`` of a single completion, as vLLM gives them."""
-        if not self._metrics:
-            return {}
-        output = self._tickets[0].output
-        accepted = _accepted(output)
-        figures = {
-            "mean_acceptance_length": 1 + accepted / max(1, output.steps),
-            "draft_acceptance_rate": accepted / max(1, output.draft_tokens),
-            "acceptance_histogram": list(output.accepted),
-            "num_spec_steps": output.steps,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": output.draft_tokens,
-        }
-        return {"metrics": {"speculative_decoding": figures}}
+    def _told_metrics(self) -> dict[str, Any]:
+        return spec_metrics(self._tickets[0].output) if self._metrics else {}
+
+
+def wants_metrics(service: Service, body: Shared) -> bool:
+    """Whether an answer brings ``spec_metrics``."""
+    asked = body.speculation.metrics if body.speculation is not None else None
+    return service.settings.spec_metrics if asked is None else asked
+
+
+def spec_metrics(output: Output) -> dict[str, Any]:
+    """``metrics`` of a completion, as vLLM gives them."""
+    accepted = _accepted(output)
+    figures = {
+        "mean_acceptance_length": 1 + accepted / max(1, output.steps),
+        "draft_acceptance_rate": accepted / max(1, output.draft_tokens),
+        "acceptance_histogram": list(output.accepted),
+        "num_spec_steps": output.steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": output.draft_tokens,
+    }
+    return {"metrics": {"speculative_decoding": figures}}
 
 
 def _accepted(output: Output) -> int:

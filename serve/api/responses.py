@@ -17,7 +17,7 @@ from serve.api.errors import ApiError, as_api_error
 from serve.api.items import ResponsesRequest
 from serve.api.logprobs import Logprobs
 from serve.api.output_items import OutputItems, Told
-from serve.api.reply import event_stream
+from serve.api.reply import event_stream, spec_metrics, wants_metrics
 from serve.api.service import Service
 from serve.api.tools import calls_of
 from serve.request import Delta, Ticket
@@ -41,7 +41,8 @@ async def respond(service: Service, body: ResponsesRequest, client: str) -> "Res
     except ApiError as error:
         raise _in_its_words(error) from error
     (ticket,) = await service.start([request])
-    return ResponseReply(body, ticket, CallReader(calls), Logprobs(service.texts.token, top_of(chat)))
+    metrics, logprobs = wants_metrics(service, body), Logprobs(service.texts.token, top_of(chat))
+    return ResponseReply(body, ticket, CallReader(calls), logprobs, metrics)
 
 
 class ResponseReply:
@@ -52,10 +53,13 @@ class ResponseReply:
         ticket: The completion.
         reader: Of its text.
         logprobs: Of its tokens.
+        metrics: Tell how it was drafted.
     """
 
-    def __init__(self, body: ResponsesRequest, ticket: Ticket, reader: CallReader, logprobs: Logprobs) -> None:
-        self._ticket, self._reader, self._logprobs = ticket, reader, logprobs
+    def __init__(
+        self, body: ResponsesRequest, ticket: Ticket, reader: CallReader, logprobs: Logprobs, metrics: bool
+    ) -> None:
+        self._ticket, self._reader, self._logprobs, self._metrics = ticket, reader, logprobs, metrics
         self._output = OutputItems()
         self._head = {"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time.time()), **_echo(body)}
 
@@ -127,6 +131,7 @@ class ResponseReply:
             "error": None,
             "output": self._output.items,
             "usage": _usage(output.prompt_tokens, output.cached_tokens, len(output.tokens)) if ended else None,
+            **(spec_metrics(output) if ended and self._metrics else {}),
         }
 
 

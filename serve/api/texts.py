@@ -11,7 +11,7 @@ from typing import Any
 from medusa import BaseModel
 from medusa.prompts import render_messages
 from serve.api.errors import refused, too_long
-from serve.api.messages import Message, Tool, text_of
+from serve.api.messages import Function, Message, Tool, text_of
 from serve.api.protocol import Rendering, TokenizeRequest
 from serve.grammar import Grammars
 
@@ -43,6 +43,10 @@ class Texts:
         """The text of token ids."""
         text: str = self.tokenizer.decode(tokens)
         return text
+
+    def prepare(self) -> None:
+        """Read the bytes of all tokens, which takes long once."""
+        self._grammars.token_bytes(0)
 
     def _token(self, token: int) -> tuple[str, bytes]:
         """The text of a token and its bytes, which need not be whole characters."""
@@ -100,9 +104,9 @@ class Texts:
 
 def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Tools as chat templates know them."""
+    known = set(Function.model_fields)
     return [
-        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude=_unknown(tool.function))}
-        for tool in tools
+        {"type": tool.type, "function": tool.function.model_dump(exclude_none=True, include=known)} for tool in tools
     ]
 
 
@@ -127,7 +131,3 @@ def _read(arguments: str) -> Any:
     with suppress(ValueError):
         return json.loads(arguments)
     return arguments
-
-
-def _unknown(part: Any) -> set[str]:
-    return set(part.model_extra or ())

@@ -9,6 +9,7 @@ import torch
 from medusa import BaseModel, EngineConfig, MedusaModel
 from medusa.cache import BLOCK
 from medusa.engine.graph import StepGraphs
+from medusa.engine.logprobs import SCORED
 from medusa.sampling import SamplingParams, Speculation
 from tests.medusa.tape import Recorder
 
@@ -219,10 +220,12 @@ def test_log_probabilities_of_prompts(speaker):
         assert request.output.tokens == speaker.generate(prompt, max_new_tokens=4, ignore_eos=True).tokens
 
 
-def test_a_prompt_as_long_as_the_context_can_be_scored(speaker):
-    prompt = [5, 6] * (speaker.base.context_length // 2)
+def test_a_prompt_as_long_as_the_context_can_be_scored(speaker, monkeypatch):
+    prompt, logits, rows = [5, 6] * (speaker.base.context_length // 2), speaker.base.logits, []
+    monkeypatch.setattr(speaker.base, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
     output = speaker.generate(prompt, max_new_tokens=0, prompt_logprobs=0)
     assert len(output.prompt_logprobs) == len(prompt) and (output.tokens, output.text) == ([], "")
+    assert max(rows) <= SCORED < len(prompt), "never a row for each token at once"
     with pytest.raises(ValueError, match="leaves no room"):
         speaker.generate(prompt, max_new_tokens=1, prompt_logprobs=0)
     with pytest.raises(ValueError, match=r"max_new_tokens \(0\) must be at least 1"):

@@ -9,6 +9,8 @@ import torch
 from jsonschema import validate
 
 from medusa import MedusaModel, SamplingParams, Speculation
+from serve.api.messages import Tool
+from serve.api.tools import Calls
 from serve.grammar import Following, Grammars
 
 PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
@@ -180,3 +182,25 @@ def test_schemas_that_would_not_be_followed_are_refused(grammars, schema, messag
 def test_grammars_that_cannot_be_read_are_refused(grammars, text):
     with pytest.raises(ValueError, match=r"grammar cannot be followed: .*; correct it"):
         grammars.grammar(text)
+
+
+def test_arguments_follow_their_schema_once_a_call_begins(base, grammars):
+    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+    calls = Calls([Tool(type="function", function={"name": "weather", "parameters": days, "strict": True})])
+    begun = calls.structure(free=True)["tags"][0]["begin"]
+
+    def next_letters(text, free):
+        """What may follow."""
+        tokens = base.tokenizer(text).input_ids
+        following = grammars.structure(calls.structure(free), calls.schemas)()
+        following.advance(tokens)
+        logits = torch.zeros(1, base.vocab_size)
+        following.forbid(tokens[-1:], [0], logits)
+        return {base.tokenizer.decode([token]) for token in logits[0].isfinite().nonzero()[:, 0].tolist()}
+
+    assert {"a", "<", "{", "<end>"} <= next_letters("Let me look. ", free=True)
+    assert next_letters(f"So: {begun}", free=True) <= {"{", " ", "\n", "\r", "\t"}
+    assert next_letters(begun + '{"days": ', free=True) - set(" \n\r\t") == {"1", "2"}
+    assert next_letters("<", free=False) == {"t"}, "nothing else stands before a call"
+    closed = begun + '{"days": 1}}\n</tool_call>'
+    assert {"<end>", "\n"} == next_letters(closed, free=False), "another one may follow"

@@ -21,6 +21,7 @@ output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{options}}}}"
 doc_to_target: answer
+target_delimiter: ""
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
 PERPLEXITY = """

@@ -65,6 +65,8 @@ def test_a_response_is_the_text_of_a_chat(client):
     )
     assert (told.instructions, told.metadata, told.user, told.store) == ("Be brief.", {"a": "b"}, "me", False)
     assert told.error is None and told.tools == [] and told.tool_choice == "auto"
+    drafted = respond(client, extra_body={"speculation": {"metrics": True, "enabled": False}}).model_extra["metrics"]
+    assert drafted["speculative_decoding"]["num_draft_tokens"] == 0 and "metrics" not in told.model_extra
 
 
 def test_a_conversation_goes_on_with_what_was_answered(client):
