@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data.files import Placed
+from data.files import SUFFIXES, Placed
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a directory of `save_to_disk` is known."""
@@ -55,6 +55,13 @@ class HubData:
                 return builder.as_streaming_dataset(split=self._split)
             builder.download_and_prepare()
             return builder.as_dataset(split=self._split)
+
+
+def means_files(name: str) -> bool:
+    """Whether a source is files, which need not be there, and no data set, neither saved nor of the Hub."""
+    path = Path(name)
+    named_as_file = path.suffix in SUFFIXES or path.is_absolute() or len(path.parts) > 2  # the Hub's are OWNER/NAME
+    return (path.exists() or named_as_file) and not is_saved(path)
 
 
 def is_saved(path: Path) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import NoAnswerError, Tokens, documents
-from data.files import SUFFIXES, Placed, file_records, sample_files
-from data.hub import HubData, is_saved
+from data.files import Placed, file_records, sample_files
+from data.hub import HubData, means_files
 from data.shapes import KNOWN, conversation, plain_text, present, visible
 
 Item = TypeVar("Item")
@@ -74,12 +74,15 @@ class Source:
         found = self._hub.records() if self._hub else file_records(self.path)
         return islice(found, self.limit or None)
 
-    def parsed(self, parse: Callable[[str, dict[str, Any]], Iterable[Item]], wanted: str) -> Iterator[Item]:
+    def parsed(
+        self, parse: Callable[[str, dict[str, Any]], Iterable[Item]], wanted: str, remedy: str = ""
+    ) -> Iterator[Item]:
         """What is made of the records; those from which nothing can be learnt are counted in one warning.
 
         Args:
             parse: takes the place of a record and the record.
             wanted: what the others lack.
+            remedy: what to do where all do.
 
         Raises:
             ValueError: a record that cannot be parsed (names its place), or nothing but such that are passed over.
@@ -94,7 +97,7 @@ class Source:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{place}: {error}") from error
         if skipped == total:
-            raise ValueError(f"data ({self.path}): none of its {total} records has {wanted} ({reason})")
+            raise ValueError(f"data ({self.path}): none of its {total} records has {wanted} ({reason}){remedy}")
         if skipped:
             LOGGER.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
 
@@ -111,11 +114,7 @@ class Source:
 
     @cached_property
     def _hub(self) -> HubData | None:
-        path = Path(self.path)
-        named_as_file = path.suffix in SUFFIXES or path.is_absolute() or len(path.parts) > 2  # the Hub's are OWNER/NAME
-        if (path.exists() or named_as_file) and not is_saved(path):
-            return None
-        return HubData(self.path, self.split, self.subset, self.streaming)
+        return None if means_files(self.path) else HubData(self.path, self.split, self.subset, self.streaming)
 
 
 def read_samples(source: str | Path | Source, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -136,7 +135,8 @@ def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Samp
     def parse(_: str, record: Mapping[str, Any]) -> list[Sample]:
         return [_sample(ids, mask, len(tokenizer)) for ids, mask in _tokens(present(record), tokenizer)]
 
-    return source.parsed(parse, "an answer to learn")
+    remedy = "; if they are prompts, let the base answer them first (data regenerate)"
+    return source.parsed(parse, "an answer to learn", remedy)
 
 
 def _sample(ids: list[Any], mask: list[Any], vocabulary: int) -> Sample:
@@ -160,6 +160,8 @@ def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> li
     turns = conversation(record)
     if turns is not None:
         return documents(tokenizer, turns)
+    if record.keys() == {"prompt"}:
+        raise NoAnswerError("it is a prompt alone")
     if "text" in record:
         ids: list[int] = list(tokenizer(plain_text(record["text"]), verbose=False)["input_ids"])
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:

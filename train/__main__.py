@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from train.check import mistakes
 from train.recipe_file import RecipeError, describe, parse_overrides, read_recipe
 from train.stop import Stopped, StopRequest
 
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(arguments)
     stop = StopRequest()
     try:
-        recipe = read_recipe(options.recipe, parse_overrides(rest))
+        alone = options.check or "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun starts after a check
+        recipe = read_recipe(options.recipe, parse_overrides(rest), mistakes if alone else None)
         if not options.check:
             with stop.listening():
                 from train.trainer import train
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", required=True, metavar="FILE", help="YAML file, e.g. train/recipes/embedded.yaml")
-    parser.add_argument("--check", action="store_true", help="read the recipe, report its errors, and stop")
+    parser.add_argument("--check", action="store_true", help="tell all mistakes of recipe, base and files, and stop")
     return parser
 
 

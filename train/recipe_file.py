@@ -4,7 +4,7 @@ import ast
 import difflib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
@@ -21,12 +21,17 @@ class RecipeError(ValueError):
     """A recipe that cannot be run; its text lists every error."""
 
 
-def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+Check = Callable[[Recipe], Iterable[str]]
+"""What is wrong with a recipe, a sentence each."""
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, also: Check | None = None) -> Recipe:
     """Read a YAML recipe and apply overrides.
 
     Args:
         path: the YAML file; keys that it leaves out keep their defaults.
         overrides: dotted key -> value as typed on the command line, e.g. {"optim.lr": "1e-3"}.
+        also: further mistakes of a recipe, to be told with the others.
 
     Raises:
         RecipeError: the file cannot be read, or keys or values are wrong (all of them are named).
@@ -43,11 +48,11 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
     values = dict(flatten(content or {}))
     for key, text in (overrides or {}).items():
         values[key] = _scalar(text)
-    return build_recipe(values)
+    return build_recipe(values, also)
 
 
-def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Build a checked recipe from dotted keys, e.g. {"optim.lr": 1e-3}.
+def build_recipe(values: Mapping[str, Any], also: Check | None = None) -> Recipe:
+    """Build a checked recipe from dotted keys, e.g. {"optim.lr": 1e-3}; ``also`` as for `read_recipe`.
 
     Raises:
         RecipeError: unknown keys or bad values; the text lists all of them.
@@ -66,7 +71,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     recipe = _assemble(checked)
     if not recipe.data.train and not any(error.startswith(("data.train", "unknown key data")) for error in errors):
         errors.append("data.train ('') names nothing; give a .jsonl file of training samples, or a Hub data set")
-    errors += _conflicts(recipe) + _held_out_twice(recipe.data)
+    errors += [*_conflicts(recipe), *_held_out_twice(recipe.data), *(also(recipe) if also else ())]
     if errors:
         raise RecipeError("\n".join(errors))
     return recipe

@@ -1,12 +1,15 @@
 """What a step depends on, as pure functions of the recipe and the step: nothing to save, nothing to restore."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from train.config import LoraRecipe, OptimRecipe, Recipe
 
+ROUNDING = 0.2
+"""Share of the epochs by which whole steps may miss them unmentioned."""
 ADAM_BETAS = (0.9, 0.999)
 """torch's defaults, which the engine leaves."""
 
@@ -14,6 +17,17 @@ ADAM_BETAS = (0.9, 0.999)
 def total_steps(optim: OptimRecipe, num_rows: int) -> int:
     """Optimizer steps of the whole run, at least 1."""
     return optim.steps or max(1, round(optim.epochs * num_rows / optim.rows_per_step))
+
+
+def doubts(optim: OptimRecipe, num_rows: int) -> Iterator[str]:
+    """What of the recipe's steps and epochs cannot be had with so many rows, a sentence each."""
+    total = total_steps(optim, num_rows)
+    epochs = total * optim.rows_per_step / num_rows
+    made = f"{total} steps of {optim.rows_per_step} rows are {epochs:.3g} epochs of {num_rows} rows"
+    if optim.steps and optim.epochs != OptimRecipe.epochs:
+        yield f"optim.epochs ({optim.epochs}) is ignored, since optim.steps is given: {made}"
+    elif not optim.steps and abs(epochs - optim.epochs) > ROUNDING * optim.epochs:
+        yield f"optim.epochs ({optim.epochs}) cannot be had: {made}; lower optim.rows_per_step, or have more samples"
 
 
 def learning_rate(optim: OptimRecipe, step: int, total: int) -> float:

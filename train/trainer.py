@@ -34,7 +34,7 @@ from train.provenance import provenance
 from train.recipe_file import RecipeError
 from train.report import write_report
 from train.run_directory import Position, RunDirectory
-from train.schedule import column_weights, learning_rates, mixed_seed, total_steps
+from train.schedule import column_weights, doubts, learning_rates, mixed_seed, total_steps
 from train.stop import StopRequest
 from train.trackers import Trackers
 from train.workers import Workers, check_same, failures_named
@@ -111,6 +111,8 @@ class Trainer:
         self.heldout = workers.from_first(partial(read_held_out, data, recipe.evaluate, base, packed))
 
         heads, self.total = fresh_heads(recipe, base, packed, workers), total_steps(optim, len(packed))
+        for doubt in doubts(optim, len(packed)):
+            LOGGER.warning("%s", doubt)
         self.config = heads.config
         parts = recipe, base, heads, packed, workers, self.total
         self.method: Medusa1 | Medusa2

@@ -53,7 +53,7 @@ def at_hand(name: str, what: str, revision: str | None = None) -> str:
             get_session().head(constants.ENDPOINT, timeout=TIMEOUT)  # what HfApi does first has pauses of its own
             HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except OSError as error:
-        if directory := _kept(name, revision):
+        if directory := kept_directory(name, revision):
             logger.info("%s; what is kept of it is used (%s)", error, directory)
             return directory
         raise
@@ -66,7 +66,7 @@ def kept() -> list[str]:
     return ["/".join(path.name.split("--")[1:]) for path in found]
 
 
-def _kept(name: str, revision: str | None) -> str:
+def kept_directory(name: str, revision: str | None = None) -> str:
     """The directory that is kept of a repository; "" = nothing is."""
     config = try_to_load_from_cache(name, "config.json", revision=revision)
     return str(Path(config).parent) if isinstance(config, str) else ""

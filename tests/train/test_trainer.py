@@ -142,15 +142,15 @@ def test_dtype_auto_is_what_this_cpu_multiplies_faster(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("values", "status", "message"),
     [
-        ({"data.train": "none.jsonl"}, 1, "sample file (none.jsonl) does not exist"),
-        ({"base.name": "/no/such/base"}, 1, "/no/such/base"),
+        ({"data.train": "none.jsonl"}, 2, "sample file (none.jsonl) does not exist"),
+        ({"base.name": "/no/such/base"}, 2, "/no/such/base"),
         ({"base.quantise": "4bit"}, 1, "base.quantise (4bit) needs a CUDA device (this is cpu) and the package"),
         ({"heads.architecture": "medsa"}, 1, "head architecture ('medsa') is not known"),
         ({"optim.lrr": 1}, 2, "did you mean optim.lr?"),
-        ({"heads.draft_vocab": 258}, 2, "heads.draft_vocab (258) is more than the vocabulary of the base (257)"),
+        ({"heads.draft_vocab": 258}, 2, "heads.draft_vocab (258) is more than the vocabulary of the base (257,"),
         (
-            {"heads.feature_layers": 4}, 1,
-            "feature layers (4) are more than the layers below the last one of the base (1); read fewer",
+            {"heads.feature_layers": 4}, 2,
+                "heads.feature_layers (4) is more than the layers below the last one of the base (1,",
         ),
     ],
 )  # fmt: skip

@@ -1,0 +1,85 @@
+"""All mistakes of a recipe are told in one go, before anything is loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.jobs import write_recipe
+from train.__main__ import main
+from train.check import mistakes
+from train.config import OptimRecipe
+from train.recipe_file import build_recipe, read_recipe
+from train.schedule import doubts
+
+
+def _told(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
+    assert main([*words, "--check"]) == 2
+    return caplog.messages[-1].splitlines()
+
+
+def test_a_good_recipe_has_none(recipe: Path) -> None:
+    assert main(["--recipe", str(recipe), "--check"]) == 0
+
+
+def test_all_mistakes_are_told_together(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sections = {"data": {"heldout": "nix.jsonl", "row_tokens": 300}, "heads": {"num_heads": 0, "draft_vocab": 9999}}
+    path = write_recipe(tmp_path / "r.yaml", base, tmp_path / "nothing.jsonl", sections)
+    told = _told(caplog, "--recipe", str(path))
+    assert [line.split(maxsplit=1)[0].rstrip(":") for line in told] == [
+        "heads.num_heads", "data.row_tokens", "heads.draft_vocab", "data.train", "data.heldout",
+    ]  # fmt: skip
+    assert told[1] == f"data.row_tokens (300) is more than the context of the base (256, {base}); lower it"
+    told = _told(caplog, "--recipe", str(path), "--recipe.base.name", "./no/such")
+    assert "base.name: base directory (./no/such) does not exist; give another path, or a Hub id" in told
+
+
+def test_layers_are_counted_as_the_family_calls_them(tmp_path: Path, samples: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_positions": 64}))
+    values = {"base.name": str(tmp_path), "data.train": str(samples), "run": str(tmp_path / "run")}
+    keys = {"heads.feature_layers": 2, "data.row_tokens": 65}
+    told = list(mistakes(build_recipe(values | keys)))
+    assert [line.split()[0] for line in told] == ["data.row_tokens", "heads.feature_layers"]
+    assert not list(mistakes(build_recipe(values | {"heads.feature_layers": 1, "data.row_tokens": 64})))
+
+
+def test_the_run_directory_of_another_recipe_is_a_mistake(
+    finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = ["--recipe", str(recipe), "--recipe.run", str(finished)]
+    assert main([*run, "--check"]) == 0
+    assert "holds a run of another recipe" in _told(caplog, *run, "--recipe.optim.lr", "0.5")[0]
+
+
+def test_a_check_loads_no_torch(recipe: Path) -> None:
+    code = "import sys; from train.__main__ import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, "--recipe", str(recipe), "--check"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("optim", "rows", "said"),
+    [
+        ({"rows_per_step": 16}, 160, []),
+        ({"rows_per_step": 16, "epochs": 2.0}, 165, []),
+        ({"rows_per_step": 16}, 3, ["optim.epochs (1.0) cannot be had: 1 steps of 16 rows are 5.33 epochs of 3 rows"]),
+        ({"rows_per_step": 4, "steps": 6}, 12, []),
+        ({"rows_per_step": 4, "steps": 6, "epochs": 3.0}, 12,
+         ["optim.epochs (3.0) is ignored, since optim.steps is given: 6 steps of 4 rows are 2 epochs of 12 rows"]),
+    ],
+)  # fmt: skip
+def test_steps_and_epochs_that_cannot_be_had_are_told(optim: dict, rows: int, said: list[str]) -> None:
+    told = list(doubts(OptimRecipe(**optim), rows))
+    assert [line.partition("; ")[0] for line in told] == said
+
+
+def test_training_tells_them(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from train.stop import StopRequest
+    from train.trainer import train
+
+    values = {"run": str(tmp_path / "run"), "optim.steps": "1", "optim.epochs": "4", "evaluate.prompts": "0"}
+    made = read_recipe(recipe, values)
+    with caplog.at_level("WARNING", "train"):
+        train(made, StopRequest())
+    assert "optim.epochs (4.0) is ignored, since optim.steps is given" in caplog.text

@@ -1,0 +1,72 @@
+"""What is wrong with a recipe and can be seen before anything is loaded: missing files, sizes that do not fit.
+
+Like ``train.recipe_file`` it imports no torch: a wrong recipe answers at once.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.files import sample_files
+from data.hub import means_files
+from medusa.base import gguf_names, smollm2
+from medusa.base.names import HUB_ID, full_name
+from medusa.base.on_hub import kept_directory
+from medusa.files import peek_object
+from train.config import Recipe
+from train.recipe_file import RecipeError
+from train.run_directory import RunDirectory
+
+CONTEXT = "max_position_embeddings", "n_positions", "max_seq_len"
+LAYERS = "num_hidden_layers", "n_layer"
+"""Keys of a model's config, as families call them."""
+
+
+def mistakes(recipe: Recipe) -> Iterator[str]:
+    """All of them, a sentence each."""
+    base = ""
+    try:
+        base = _directory(recipe.base.name)
+    except (OSError, ValueError) as error:
+        yield f"base.name: {error}"
+    yield from _too_large(recipe, base)
+    for key, name in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
+        if name and means_files(name):
+            try:
+                sample_files(Path(name))
+            except FileNotFoundError as error:
+                yield f"data.{key}: {error}"
+    try:
+        RunDirectory(recipe.run).finished(recipe)
+    except (RecipeError, ValueError) as error:
+        yield f"run: {error}"
+
+
+def _directory(name: str) -> str:
+    """Where the base's config can be read; "" = not on this machine yet.
+
+    Raises:
+        OSError: There is no such base.
+        ValueError: The name means several.
+    """
+    if full_name(name) == HUB_ID:
+        return smollm2.kept()
+    is_file = gguf_names.find(name) if Path(name).exists() else "gguf" in name.lower()
+    if is_file:  # it is read, or fetched, when training begins
+        return ""
+    found = smollm2.locate(name)
+    return found if Path(found).is_dir() else kept_directory(found)
+
+
+def _too_large(recipe: Recipe, directory: str) -> Iterator[str]:
+    """Numbers that are more than the base has, as far as its config tells."""
+    config = (peek_object(Path(directory) / "config.json") if directory else None) or {}
+    config = config.get("text_config", config)
+    heads, base = recipe.heads, recipe.base.name
+    for key, value, names, spare, what in (
+        ("data.row_tokens", recipe.data.row_tokens, CONTEXT, 0, "the context of the base"),
+        ("heads.draft_vocab", heads.draft_vocab, ("vocab_size",), 0, "the vocabulary of the base"),
+        ("heads.feature_layers", heads.feature_layers, LAYERS, 1, "the layers below the last one of the base"),
+    ):
+        found = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        if found is not None and value > found - spare:
+            yield f"{key} ({value}) is more than {what} ({found - spare}, {base}); lower it"
