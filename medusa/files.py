@@ -14,6 +14,8 @@ from typing import Any
 
 FORMAT_VERSION = 1
 """Of every JSON file with a ``format`` that this package writes."""
+CLONE = Path(__file__).resolve().parents[1]
+"""Of the repository, where the package is not installed elsewhere."""
 ABANDONED = 3600.0
 """Seconds without a change after which a temporary file is nobody's: who writes one does nothing else."""
 
@@ -35,10 +37,19 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def clones_cache() -> Path | None:
+    """The .cache of the clone that this package is run from, once launch.sh has set that up; None elsewhere."""
+    cache = CLONE / ".cache"
+    return cache if (CLONE / "launch.sh").is_file() and os.access(cache, os.W_OK) else None
+
+
 def cache_directory() -> Path:
-    """Where this package keeps what it can make again: ``$XDG_CACHE_HOME/medusa``, by default ~/.cache/medusa."""
+    """Where this package keeps what it can make again: ``medusa`` in $XDG_CACHE_HOME, the clone's .cache, or ~/.cache.
+
+    launch.sh names the clone's, so that nothing is made twice: for its commands, and for Python without it.
+    """
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        home = Path(os.environ.get("XDG_CACHE_HOME") or clones_cache() or Path.home() / ".cache")
     except RuntimeError:  # a user without a home, as in some containers
         home = Path(tempfile.gettempdir())
     return home / "medusa"

@@ -7,15 +7,17 @@ It is kept packed, for decoding (``medusa.base.gguf``), and expanded, for all th
 
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from medusa.base import gguf
 from medusa.base.names import HUB_ID, full_name, is_path, near
 from medusa.base.names import SMOLLM2 as NAME
-from medusa.files import cache_directory, peek_object, write_json
+from medusa.files import cache_directory, clones_cache, peek_object, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +88,20 @@ def _from_hub(cached: bool) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
-    try:
-        path = Path(snapshot_download(HUB_ID, allow_patterns=patterns, local_files_only=cached))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
-        return None
-    return path if (path / "model.safetensors").is_file() else None
+    for place in _hub_caches() if cached else _hub_caches()[:1]:
+        with suppress(LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+            path = Path(snapshot_download(HUB_ID, allow_patterns=patterns, local_files_only=cached, cache_dir=place))
+            if (path / "model.safetensors").is_file():
+                return path
+    return None
+
+
+def _hub_caches() -> list[Path | None]:
+    """Where the Hub's copy may be, downloads first: where launch.sh keeps it; None = huggingface_hub's own cache."""
+    clone = clones_cache()
+    if clone is None or os.environ.get("HF_HOME") or os.environ.get("HF_HUB_CACHE"):
+        return [None]
+    return [clone / "huggingface" / "hub", None]
 
 
 def _make(model: Path) -> None:

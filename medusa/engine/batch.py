@@ -23,6 +23,7 @@ from medusa.engine.output import Completion, Piece
 from medusa.engine.prefill import Chunk, advance
 from medusa.engine.request import Request
 from medusa.engine.scheduler import Scheduler
+from medusa.engine.silence import say_if_silent
 from medusa.engine.step import first_step
 from medusa.engine.steps import EagerSteps, Steps
 from medusa.sampling import SamplingParams, Speculation
@@ -268,6 +269,7 @@ class Batch:
         for request in self._decoding:
             if not request.active:
                 request.close()
+                say_if_silent(request)
                 self._scheduler.ended()
                 if request in self._chosen:
                     wanted, rule = request.speculation, request.rule

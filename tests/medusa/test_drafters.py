@@ -21,6 +21,7 @@ from medusa.drafters.heads import WIDTH, Floors
 from medusa.drafters.merge import merge
 from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
+from medusa.engine import silence
 from medusa.engine.step import fit
 from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
@@ -243,6 +244,21 @@ def test_wrong_drafters_are_refused(model, base):
         model.generate("a", drafter="heads-sampled", temperature=1.0, tree=Tree.chain(4))
     with pytest.raises(ValueError, match="at least 2 for prompt lookup"):
         PromptLookupDrafter(1)
+
+
+def test_a_drafter_that_was_named_and_drafts_nothing_says_why(base, make_heads, caplog):
+    heads = make_heads(own_lm_heads=True)
+    heads.lm_heads.data.zero_()  # all tokens are equally likely, and none of them likely
+    silence._say.cache_clear()
+    model = MedusaModel(base, heads)
+    with caplog.at_level("WARNING", "medusa"):
+        for _ in range(2):
+            assert model.generate("abc", drafter="heads", nodes=8, max_new_tokens=20, ignore_eos=True).draft_tokens == 0
+        model.generate("abc", drafter="heads", nodes=1, max_new_tokens=20, ignore_eos=True)
+        MedusaModel(base, make_heads()).generate("abc", drafter="heads", nodes=8, max_new_tokens=20, ignore_eos=True)
+    assert [message for message in caplog.messages if "drafted nothing" in message] == [
+        f"drafter 'heads' drafted nothing, so decoding was plain: {silence.REASONS['heads']}"
+    ]
 
 
 def test_drafters_of_many_temperatures_do_not_pile_up(base, make_heads):

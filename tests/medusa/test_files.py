@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from medusa import files
 from medusa.files import ABANDONED, replace_file, sweep, write_json
 
 KILLED = """
@@ -52,3 +53,16 @@ def test_a_failed_writer_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="full"):
         replace_file(tmp_path / "a", fail)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
+def test_what_is_kept_has_one_place_with_and_without_launch_sh(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(files, "CLONE", tmp_path)
+    assert files.cache_directory() == tmp_path / "home" / ".cache" / "medusa", "an installed package"
+    (tmp_path / "launch.sh").touch()
+    assert files.cache_directory() == tmp_path / "home" / ".cache" / "medusa", "a clone that is not set up"
+    (tmp_path / ".cache").mkdir()
+    assert files.cache_directory() == tmp_path / ".cache" / "medusa"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "named"))
+    assert files.cache_directory() == tmp_path / "named" / "medusa"

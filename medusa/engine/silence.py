@@ -1,0 +1,32 @@
+"""Why a drafter that a request named, with a size, drafted nothing: text is right all the same, only slow."""
+
+import logging
+from functools import cache
+
+from medusa.engine.request import Request
+
+logger = logging.getLogger(__name__)
+
+ENOUGH = 8
+"""Steps without a draft that are no chance."""
+REASONS = {
+    "heads": "guesses less likely than their floor are left out on a CPU, and these heads made no others; train them"
+    " longer, or on answers of this base",
+    "hybrid": "the heads made no guess that was likely enough, and nothing in the text repeats",
+    "prompt-lookup": "nothing in the text repeats",
+    "ngram": "nothing like this text was met before; fill model.ngrams, or complete more texts with it",
+}
+"""By the drafter's name."""
+
+
+def say_if_silent(request: Request) -> None:
+    """Warn where a completion has ended without a draft, once for each reason."""
+    wanted, output = request.speculation, request.output
+    asked = isinstance(wanted.drafter, str) and (wanted.nodes or 1) > 1
+    if asked and not output.draft_tokens and output.steps > ENOUGH:
+        _say(wanted.drafter, REASONS.get(wanted.drafter, "its guesses were not likely enough"))
+
+
+@cache
+def _say(drafter: str, reason: str) -> None:
+    logger.warning("drafter %r drafted nothing, so decoding was plain: %s", drafter, reason)
