@@ -129,6 +129,8 @@ class Answer(BaseModel):
     id: str
     created: int
     model: str
+    seed: int | None = None
+    """Of the first completion, where tokens were drawn."""
     usage: Usage
     prompt_token_ids: list[int] | None = None
     metrics: dict[str, Any] | None = None
