@@ -57,8 +57,10 @@ def request(chance, vocab_size):
         seed=chance.randrange(100),
         ignore_eos=chance.random() < 0.3,
     )
-    rules = ["greedy", None] if temperature == 0 else ["sampling", "speculative", "typical"]
     drafter = chance.choice(["heads", "prompt-lookup", "hybrid", *(["heads-sampled"] if temperature else [])])
+    rules = ["greedy", None] if temperature == 0 else ["sampling", "speculative", "typical"]
+    if temperature and drafter in ("prompt-lookup", "hybrid"):
+        rules = ["sampling"]  # lookup learns from other requests, and under the other rules drafts change the text
     return prompt, params, Speculation(drafter, chance.choice(rules), nodes=chance.choice([1, 3, 6]))
 
 
