@@ -49,6 +49,10 @@ class HeadsRecipe:
     """Layers of the base, spread evenly below the last, whose outputs the heads read too; attention: instead (3)."""
     rank: int = _limits(64, low=1, high=4096)
     """Rank of the correction by the token before; architecture markov only."""
+    norm_features: bool = True
+    """Norm what each feature layer gives, with weights of its own (EAGLE 3.1); architecture attention only."""
+    norm_output: bool = True
+    """Each pass reads the output before it behind its last norm (EAGLE 3.1); architecture attention only."""
     draft_vocab: int = _limits(0, low=0)
     """Tokens that heads can draft: the most frequent ones of the training data; 0 = all of the vocabulary."""
 

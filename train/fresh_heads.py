@@ -30,6 +30,9 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
     """
     torch.manual_seed(recipe.optim.seed)
     shape = recipe.heads
+    layer: LayerConfig | None = None
+    if shape.architecture == "attention":
+        layer = LayerConfig.of(base.config, norm_features=shape.norm_features, norm_output=shape.norm_output)
     heads = build_heads(
         HeadsConfig(
             hidden_size=base.hidden_size,
@@ -43,7 +46,7 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
             feature_layers=base.feature_layers,
             rank=shape.rank,
             draft_vocab_size=shape.draft_vocab,
-            layer=LayerConfig.of(base.config) if shape.architecture == "attention" else None,
+            layer=layer,
         )
     )
     if heads.draft_ids is not None:

@@ -53,7 +53,7 @@ class Follower(ABC):
 
     def new_pool(self) -> BlockPool:
         """An empty cache; a row depends on the token behind its position too."""
-        return BlockPool(1, self._device, owner=self, ahead=True)
+        return BlockPool(1, self._device, ahead=True)
 
     def follow(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence]:
         """The layer's own sequences beside the base's."""

@@ -1,5 +1,6 @@
 """Blocks of positions that all sequences of a base share: memory follows the tokens held, equal beginnings are one."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice, pairwise
@@ -75,7 +76,7 @@ class BlockPool:
         self.cache = PassCache(self.arenas, self._blocks)
         self.tables = BlockTables(device)
         self.asked = self.found = self.evictions = 0
-        self._beside: dict[object, BlockPool] = {}
+        self._beside: weakref.WeakKeyDictionary[object, BlockPool] = weakref.WeakKeyDictionary()
         self._touched = 1  # block 0 is nobody's: what is written for sequences that do not exist goes there
         self._moves = 0
         self._free: list[int] = []

@@ -17,7 +17,7 @@ from medusa.cache import BlockPool
 from medusa.cpu import native
 from medusa.cpu.int8 import Int8Linear
 from medusa.cpu.native import LinearStruct
-from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear
+from medusa.cpu.packed import DTYPE, PANEL, Packed, PackedEmbedding, PackedLinear, struct_of
 
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
@@ -66,7 +66,7 @@ class _Weights(NamedTuple):
 class _Block(ctypes.Structure):
     _fields_ = [
         *[(name, LinearStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")],
-        *[(name, _POINTER) for name in ("norm", "mlp_norm", "query_norm", "key_norm")],
+        *[(name, _POINTER) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "token_norm")],
         *[(name, _INT) for name in ("window", "chunk", "tap")],
     ]
 
@@ -82,12 +82,14 @@ class _Pass(ctypes.Structure):
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
         *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "firsts")],
+        ("computed", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[
             (name, _POINTER)
             for name in ("cosines", "sines", "norm")
         ],
-        ("embeddings", LinearStruct), ("out", _POINTER), ("blocks", _POINTER), ("keys", _POINTER), ("values", _POINTER),
+        ("embeddings", LinearStruct),
+        *[(name, _POINTER) for name in ("states", "out", "blocks", "keys", "values")],
     ]  # fmt: skip
 
 
@@ -145,20 +147,7 @@ class FusedPass:
         Raises:
             IndexError: A token that the base does not have.
         """
-        firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
-        tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
-        cosines, sines = self._angles_of(plan.kv_length)
-        keys, values = self._cached(pool)
-        at = _Pass.from_buffer_copy(self._fixed)  # several threads may decode
-        out = torch.empty(firsts[-1], at.width, dtype=self._dtype)
-        at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
-        at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
-        at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
-        at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
-        at.out, blocks = out.data_ptr(), plan.table.blocks
-        at.table, at.table_stride, at.table_rows = blocks.data_ptr(), blocks.stride(0), plan.table.size
-        native.kernels().medusa_pass(ctypes.byref(at))
-        return out
+        return _run(self._fixed, self._dtype, plan, self._angles_of(plan.kv_length), *self._cached(pool))
 
     def _cached(self, pool: BlockPool) -> tuple[Any, Any]:
         """Where each layer's keys and values begin. All layers move when the first one does."""
@@ -248,6 +237,74 @@ class FusedPass:
             cosines, sines = self._decoder.rotary_emb(like, torch.arange(count)[None])
             self._angles = cosines[0].contiguous(), sines[0].contiguous()
         return self._angles
+
+
+class FusedLayer:
+    """One layer over states that are given, whose queries, keys and values read [norm(embedding); norm(state)].
+
+    Args:
+        linears: Query, key, value, output, gate, up and down projection.
+        norms: Weights for states, in front of the MLP, and for embeddings.
+        embeddings: [vocabulary, D], packed or not.
+        shape: ``heads``, ``kv_heads``, ``dim`` and ``epsilon``.
+
+    Raises:
+        UnusualBlockError: The kernel does not know such weights.
+    """
+
+    def __init__(
+        self, linears: Sequence[nn.Linear], norms: Sequence[Tensor], embeddings: Tensor | Packed, **shape: Any
+    ) -> None:
+        weights = [linear.weight.detach() for linear in linears]
+        known = [*weights, *norms, *([] if isinstance(embeddings, Packed) else [embeddings])]
+        dtypes = {tensor.dtype for tensor in known} | ({DTYPE} if isinstance(embeddings, Packed) else set())
+        if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
+            raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
+        self._alive, self._dtype, self._shape = [*known, embeddings], weights[0].dtype, shape
+        self._block = _Block(*map(LinearStruct.of, weights), norms[0].data_ptr(), norms[1].data_ptr())
+        self._block.token_norm = norms[2].data_ptr()
+        hidden, inner = weights[3].shape[0], weights[6].shape[1]
+        self._fixed = _Pass(
+            number_type=native.number_type(self._dtype), layers=1, hidden=hidden, width=hidden, inner=inner,
+            context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=1.0,
+            embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._block), **shape,
+        )  # fmt: skip
+
+    def __call__(self, pool: BlockPool, plan: TreePlan, angles: tuple[Tensor, Tensor], states_RD: Tensor) -> Tensor:
+        """The layer's outputs [R, D]; keys and values go into the pool.
+
+        Args:
+            pool: Of one layer.
+            plan: Its tokens are embedded.
+            angles: Cosines and sines [positions, dim].
+            states_RD: In the weights' dtype.
+        """
+        (arena,) = pool.arenas
+        if arena.keys is None:
+            like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
+            arena.allocate(pool.cache.blocks, like, like)
+        keys, values = ((_POINTER * 1)(buffer.data_ptr()) for buffer in arena.buffers)
+        return _run(self._fixed, self._dtype, plan, angles, keys, values, states_RD.contiguous())
+
+
+def _run(
+    fixed: _Pass, dtype: torch.dtype, plan: TreePlan, angles: tuple[Tensor, Tensor], keys: Any, values: Any,
+    states: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A pass with what is fixed of it; keys and values are addresses by layer."""
+    firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
+    tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
+    at, (cosines, sines) = _Pass.from_buffer_copy(fixed), angles  # several threads may decode
+    out = torch.empty(plan.rows, at.width, dtype=dtype)
+    at.threads, at.batch, at.computed = torch.get_num_threads(), len(plan.sizes), plan.computed
+    at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
+    at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
+    at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
+    at.out, blocks = out.data_ptr(), plan.table.blocks
+    at.states = None if states is None else states.data_ptr()
+    at.table, at.table_stride, at.table_rows = blocks.data_ptr(), blocks.stride(0), plan.table.size
+    native.kernels().medusa_pass(ctypes.byref(at))
+    return out
 
 
 def _shape(decoder: Any, layer: Any) -> dict[str, Any]:

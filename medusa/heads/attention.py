@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisional
+from medusa.cpu.fused import FusedLayer, UnusualBlockError
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
 from medusa.tree import Draft
@@ -181,7 +182,7 @@ class AttentionHeads(DraftHeads):
         query, key, value = (
             linear(both).unflatten(-1, (-1, self._layer.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cosines, sines = (table[positions_R, None] for table in self._angles_of(reach, query))
+        cosines, sines = (table[positions_R, None] for table in self.angles(reach, query))
         return _turned(query, cosines, sines), _turned(key, cosines, sines), value
 
     def finish(self, state_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class AttentionHeads(DraftHeads):
         out: Tensor = state_RD + self.down_proj(functional.silu(self.gate_proj(normed_RD)) * self.up_proj(normed_RD))
         return out
 
-    def _angles_of(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of so many positions at least."""
         known = self._angles
         if known is None or len(known[0]) < reach or known[0].dtype != like.dtype or known[0].device != like.device:
@@ -208,25 +209,48 @@ class LayerMemory(Follower):
     Args:
         heads: Frozen.
         vocabulary: Both ends of their base.
+
+    Attributes:
+        fused: A pass as one call of C++, where the kernel knows the layer.
     """
 
     def __init__(self, heads: AttentionHeads, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary.attention, next(heads.parameters()).device)
         self._heads, self._vocabulary = heads, vocabulary
         self._scoring = Scoring(heads._layer.head_dim**-0.5)
+        self.fused = _fused(heads, vocabulary)
 
     def states(self, hidden: Tensor) -> Tensor:
         """See ``AttentionHeads.fuse``."""
         return self._heads.fuse(hidden)
 
     def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
-        """A pass of the layer over rows of trees."""
+        """A pass of the layer over rows of trees; on a CPU one call of C++."""
         heads = self._heads
+        if self.fused is not None:
+            return self.fused(pool, plan, heads.angles(plan.kv_length, states_RD), states_RD)
         embedded_RD = self._vocabulary.embed(plan.tokens).to(states_RD.dtype)
         query_RHd, key_RGd, value_RGd = heads.project(states_RD, embedded_RD, plan.positions, plan.kv_length)
         with pool.cache.running(plan) as cache:
             keys, values = cache.update(key_RGd.transpose(0, 1)[None], value_RGd.transpose(0, 1)[None], 0)
         return heads.finish(states_RD, attend(plan, query_RHd, keys, values, self._scoring))
+
+
+def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayer | None:
+    """The layer as one call, where it is known."""
+    if vocabulary.attention.name != "exact" or vocabulary.matrices is None:
+        return None
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    linears = [getattr(heads, f"{name}_proj") for name in names]
+    norms = [norm.weight for norm in (heads.state_norm, heads.mlp_norm, heads.token_norm)]
+    layer = heads._layer
+    try:
+        return FusedLayer(
+            linears, norms, vocabulary.matrices[0], heads=layer.num_attention_heads,
+            kv_heads=layer.num_key_value_heads, dim=layer.head_dim, epsilon=layer.rms_norm_eps,
+        )  # fmt: skip
+    except UnusualBlockError:
+        return None
 
 
 class _Text:

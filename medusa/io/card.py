@@ -149,14 +149,14 @@ def base_license(base: str) -> dict[str, str]:
 
 
 def _shape(config: HeadsConfig, format_name: str, provenance: Mapping[str, Any]) -> list[Row]:
-    revision = _at(provenance, "base", "revision")
+    revision, own = _at(provenance, "base", "revision"), "one for all heads" if config.layer else "one per head"
     return [
         ("base", base_title(config.base) + (f", revision {revision}" if revision else "")),
         ("format", format_name),
         ("architecture", config.architecture),
         ("heads", config.num_heads),
         ("layers per head", config.num_layers),
-        ("output layer", "one per head" if config.own_lm_heads else "the base's, shared"),
+        ("output layer", own if config.own_lm_heads else "the base's, shared"),
         ("vocabulary", config.vocab_size or "the base's"),
         ("draft vocabulary", config.draft_vocab_size or "all"),
         ("feature layers", ", ".join(map(str, config.feature_layers)) or "the last only"),

@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from medusa import HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
 from medusa.cache import BLOCK
+from medusa.cpu.native import available
 from medusa.drafters import HeadsDrafter, SampledHeadsDrafter
 from medusa.engine.config import EngineConfig
 from medusa.formats import load_heads
 from medusa.heads.layer import LayerConfig
 from medusa.tree import Tree
 from tests.medusa.layer_by_hand import recomputed
+from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
 
 TEXTS = [[5, 6, 7, 9, 4, 4, 8], [9, 8], [11, 3] * 40]
 LAYERS = {"last": (), "one": (1,)}
@@ -53,14 +55,14 @@ def paths(draft, row):
 
 
 @torch.no_grad()
-def check(heads, base, draft, row, text):
+def check(heads, base, draft, row, text, tolerance=1e-4):
     """Every node's score is the sum of log-probabilities along its path, each computed anew."""
     assert len(paths(draft, row)) > 1
     for path, score in zip(paths(draft, row), draft.scores[row].tolist(), strict=False):
         expected = 0.0
         for depth, token in enumerate(path):
             expected += float(recomputed(heads, base, text, path[:depth]).log_softmax(-1)[token]) - 1e-4
-        assert score == pytest.approx(expected, abs=1e-4)
+        assert score == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,37 @@ def test_every_node_is_what_the_layer_says_of_text_and_path(heads, base, shape):
         check(heads, base, draft, row, text)
     plain = model.generate(TEXTS, max_new_tokens=8, ignore_eos=True, nodes=1)
     assert [request.output.tokens for request in requests] == [output.tokens for output in plain]
+
+
+@pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+def test_a_pass_in_one_call_is_the_one_in_python(base_directory, make_heads, monkeypatch, norms, dtype):
+    """Of prompts and of levels of trees, in a batch."""
+    base = BaseModel.load(base_directory, dtype=dtype, device="cpu")
+    layer = LayerConfig.of(base.config, **norms)
+    heads = make_heads(4, architecture="attention", feature_layers=(1,), layer=layer, own_lm_heads=True).to(dtype)
+    model = MedusaModel(base, heads)
+    memory = model.heads.memory
+    fused, run, compared = memory.fused, type(memory).run, []
+
+    def both(memory, pool, plan, states):
+        memory.fused = None
+        theirs = run(memory, pool, plan, states)
+        memory.fused = fused
+        ours = run(memory, pool, plan, states)
+        tolerance = {BF16: 0.1, F16: 0.01, SINGLE: 1e-4}[dtype]
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+        compared.append((plan.computed, plan.rows))
+        return ours
+
+    monkeypatch.setattr(type(memory), "run", both)
+    drafter = Watched(model.heads, model.base, 9, host_decides=False)
+    model.generate(TEXTS, max_new_tokens=10, ignore_eos=True, drafter=drafter)
+    assert (1, 3 * 4) in compared and max(rows for computed, rows in compared if not computed) > 16
+    if dtype == SINGLE:
+        for text, draft, row in drafter.seen[::4]:
+            check(heads, base, draft, row, text, tolerance=2e-3)
 
 
 def model_of(base, make_heads, **options):

@@ -96,11 +96,11 @@ def test_a_neighbour_changes_nothing(frozen: BaseModel, heads: DraftHeads, kind:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", ["online", "hybrid"])
+@pytest.mark.parametrize("way", [{}, {"cache.mode": "hybrid"}, {"lora.rank": 2}], ids=str)
 def test_they_learn_and_a_killed_run_ends_as_another(
-    recipe: Path, tmp_path: Path, interrupted_at: Acting, mode: str
+    recipe: Path, tmp_path: Path, interrupted_at: Acting, way: dict[str, object]
 ) -> None:
-    values = ATTENTION | {"cache.mode": mode, "optim.steps": 12, "evaluate.every_steps": 0}
+    values = ATTENTION | {"optim.steps": 12, "evaluate.every_steps": 0} | way
     assert run(recipe, tmp_path / "whole", **values) == 0
     with interrupted_at(6):
         assert run(recipe, tmp_path / "killed", **values) == 130
@@ -111,6 +111,7 @@ def test_they_learn_and_a_killed_run_ends_as_another(
     assert all(share > 0.1 for share in figures["heldout_top1"])
 
 
-def test_positions_are_not_mixed(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert run(recipe, tmp_path, **ATTENTION, **{"optim.mix_steps": 4}) == 2
+def test_what_they_cannot_be_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(recipe, tmp_path, **ATTENTION, **{"optim.mix_steps": 4, "heads.num_layers": 2}) == 2
+    assert "heads.num_layers (2) is not for attention heads, which are one layer; set it to 1" in caplog.text
     assert "optim.mix_steps (4) takes documents apart, which attention heads read whole; set it to 1" in caplog.text

@@ -12,6 +12,7 @@
 struct Block {
     Linear query, key, value, output, gate, up, down;
     const void *norm, *mlp_norm, *query_norm, *key_norm;  // weights; the last two [D] or null
+    const void* token_norm;                               // of embeddings that are read in front of the state, or null
     int64_t window, chunk;                                // 0 = none
     int64_t tap;                                          // where its output goes in a row of hidden states; 0 = nowhere
 };
@@ -20,12 +21,14 @@ struct Pass {
     int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, width;
     int64_t context;              // positions behind it become its last one
     float epsilon, scaling, residual, multiplier;
-    const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [rows]
-    const int64_t* firsts;                      // [batch + 1] where the rows of each sequence begin
+    const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [nodes]
+    const int64_t* firsts;                      // [batch + 1] where the nodes of each sequence begin
+    int64_t computed;                           // nodes of each sequence that were computed before: rows are the others
     Table table;
     const void *cosines, *sines;  // [positions, rotated]
-    const void* norm;
+    const void* norm;               // or null: the last layer's output is handed over as it is
     Linear embeddings;              // an output for each token
+    const void* states;             // [rows, hidden] what the first layer reads, or null: embeddings
     void* out;                      // [rows, width]: the last hidden state, then what is tapped
     const Block* blocks;
     void *const *keys, *const *values;  // of each layer, [blocks, size, kv heads, D]
@@ -49,7 +52,7 @@ template <class T> static inline void narrow(float x, Sum<T> to) { *to.at = roun
 template <class T, class W> class Run {  // W: how its weights are met
     const Pass& at;
     static constexpr int64_t GROUP = W::rows(1);  // rows that are arranged together where they are many
-    const int64_t rows = at.firsts[at.batch];
+    const int64_t rows = at.firsts[at.batch] - at.computed * at.batch;
     const int64_t wide_hidden = W::room(at.hidden), wide_inner = W::room(at.inner);
     const int64_t queries = at.heads * at.dim, keys = at.kv_heads * at.dim, wide_queries = W::room(queries);
     Buffer<float> stream;
@@ -108,9 +111,21 @@ template <class T, class W> class Run {  // W: how its weights are met
         });
     }
 
+    // An embedding and a state, each normed, side by side.
+    auto joined_rows(Member& member, const Block& block) {
+        return rows_for(member, 2 * at.hidden, [this, &block](int64_t r, float* to) {
+            thread_local Buffer<T> room;
+            normed(row_of(at.embeddings, at.tokens[r], room), (const T*)block.token_norm, at.hidden, at.epsilon, to);
+            normed(&stream[r * at.hidden], (const T*)block.norm, at.hidden, at.epsilon, to + at.hidden);
+        });
+    }
+
     // Queries, keys and values of all rows, side by side.
     void project(const Block& block, Member& member) {
-        auto from = normed_rows(member, block.norm);
+        if (block.token_norm) project(block, joined_rows(member, block), member);
+        else project(block, normed_rows(member, block.norm), member);
+    }
+    template <class From> void project(const Block& block, From from, Member& member) {
         const int64_t total = queries + 2 * keys;
         member.share(total, W::OUTPUTS, [&](int64_t begin, int64_t end) {
             int64_t before = 0;
@@ -155,7 +170,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     Layer any_layer() const {
-        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, 0, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
+        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
     }
 
     void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
@@ -226,17 +241,20 @@ template <class T, class W> class Run {  // W: how its weights are met
   public:
     explicit Run(const Pass& pass) : at(pass) {
         stream.resize(rows * at.hidden + LANES), projected.resize(rows * (queries + 2 * keys));
-        if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_hidden, wide_queries));
+        const int64_t wide_read = at.blocks[0].token_norm ? W::room(2 * at.hidden) : wide_hidden;
+        if (rows > FEW) x.resize(W::rows(rows) * std::max(wide_read, wide_queries));
         gated.resize(W::rows(std::min(rows, SLAB)) * wide_inner);
         query.resize(rows * queries), attended.resize(rows * queries);
-        positions.resize(rows);
+        std::vector<int64_t> depth;
         for (int64_t b = 0; b < at.batch; b++) {
             const int64_t first = at.firsts[b], count = at.firsts[b + 1] - first;
-            depths(at.parents + first, count, positions.data() + first);
-            for (int64_t r = first; r < first + count; r++) {
-                if (at.tokens[r] < 0 || at.tokens[r] >= at.embeddings.outputs) throw std::out_of_range("token");
-                positions[r] = std::min(at.lengths[b] + positions[r], at.context - 1);
-                places.push_back(at.table.place(b, at.lengths[b] + r - first));
+            depth.resize(count);
+            depths(at.parents + first, count, depth.data());
+            for (int64_t n = at.computed; n < count; n++) {
+                const int64_t token = at.tokens[positions.size()];
+                if (token < 0 || token >= at.embeddings.outputs) throw std::out_of_range("token");
+                positions.push_back(std::min(at.lengths[b] + depth[n], at.context - 1));
+                places.push_back(at.table.place(b, at.lengths[b] + n));
             }
         }
     }
@@ -247,7 +265,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             const typename W::Thread equipped;
             Buffer<T> embedding;
             member.share(rows, [&](int64_t r) {
-                const T* row = row_of(at.embeddings, at.tokens[r], embedding);
+                const T* row = at.states ? (const T*)at.states + r * at.hidden : row_of(at.embeddings, at.tokens[r], embedding);
                 for (int64_t i = 0; i < at.hidden; i += LANES) {
                     const int here = int(at.hidden - i);
                     put(rounded(wide(row + i, here) * splat(at.multiplier), T()), &stream[r * at.hidden + i], here);
@@ -256,7 +274,7 @@ template <class T, class W> class Run {  // W: how its weights are met
             for (int64_t i = 0; i < at.layers; i++) layer(i, work, member);
             member.share(rows, [&](int64_t r) {
                 float* row = &stream[r * at.hidden];
-                normed(row, (const T*)at.norm, at.hidden, at.epsilon, row);
+                if (at.norm) normed(row, (const T*)at.norm, at.hidden, at.epsilon, row);
                 hand_over(row, r, 0);
             });
         });
