@@ -116,3 +116,28 @@ def test_a_teacher_stands_where_the_base_says_the_label(packed: PackedRows, mix_
                 assert [row, position - head - 1] == batch.hidden[place].int().tolist()
                 checked += 1
     assert checked > 50
+
+
+def test_whole_documents_stay_in_rows_for_any_number_of_processes(packed: PackedRows) -> None:
+    """Two rows at a time, prompts too, and as many micro-batches on every process."""
+    optim = OptimRecipe(rows_per_step=5, seed=3)
+
+    class Counted(NumberedStates):
+        def _count(self, row: int) -> int:
+            return int(packed.lengths[row])
+
+    def step(world_size: int) -> list[list[MicroBatch]]:
+        blocks = [Block(optim, packed, HEADS, 2, 1, rank, world_size, whole=True) for rank in range(world_size)]
+        return [[batch for batch, _ in block.micro_batches(2, Counted(packed), 2)] for block in blocks]
+
+    alone = step(1)
+    assert [len(batch.hidden[:, 0].unique()) for batch in alone[0]] == [2, 2, 1]
+    for world_size in (2, 3):
+        batches = step(world_size)
+        assert _lines(batches) == _lines(alone)
+        assert len({len(process) for process in batches}) == 1
+    for batch in alone[0]:
+        assert batch.places is not None
+        begins = batch.places == 0
+        assert bool((batch.places[1:] - batch.places[:-1])[~begins[1:]].eq(1).all())
+        assert bool(begins[0])
