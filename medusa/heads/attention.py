@@ -18,6 +18,7 @@ from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisi
 from medusa.cpu.fused import FusedLayer, UnusualBlockError
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
+from medusa.heads.unrolled import Text
 from medusa.tree import Draft
 
 POSITIONS = 1024
@@ -111,7 +112,7 @@ class AttentionHeads(DraftHeads):
             places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
         if wanted_M is None:
             wanted_M = torch.ones_like(places_M, dtype=torch.bool)
-        text, state, features = _Text(places_M, wanted_M), self.fuse(hidden_MF), []
+        text, state, features = Text(places_M, wanted_M), self.fuse(hidden_MF), []
         rows, places_R = torch.arange(len(places_M), device=places_M.device), places_M
         for ahead, tokens_M in enumerate(path_MK.unbind(1)):
             embedded = vocabulary.embed(tokens_M[rows]).to(state.dtype)
@@ -238,7 +239,7 @@ class LayerMemory(Follower):
 
 def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayer | None:
     """The layer as one call, where it is known."""
-    if vocabulary.attention.name != "exact" or vocabulary.matrices is None:
+    if vocabulary.matrices is None or vocabulary.attention.name != "exact":
         return None
     names = ("q", "k", "v", "o", "gate", "up", "down")
     linears = [getattr(heads, f"{name}_proj") for name in names]
@@ -251,56 +252,6 @@ def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayer | None:
         )  # fmt: skip
     except UnusualBlockError:
         return None
-
-
-class _Text:
-    """What unrolled passes see: of the first one all positions up to their own, of later ones their own alone.
-
-    Args:
-        places_M: Of all positions of some documents, each counted from 0.
-        wanted_M: Where passes go on.
-
-    Attributes:
-        wanted: int64 [R], these positions.
-        places: [R].
-        longest: Positions of the longest document.
-        keys: [M, G, d] of the first pass, [R, G, d] of each later one.
-        values: Likewise.
-    """
-
-    def __init__(self, places_M: Tensor, wanted_M: Tensor) -> None:
-        begins = [0, *(places_M[1:] == 0).nonzero()[:, 0].add(1).tolist()]
-        self._lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
-        self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
-        self.wanted, self.longest = wanted_M.nonzero()[:, 0], max(self._lengths)
-        self.places = places_M[self.wanted]
-        self.keys, self.values = list[Tensor](), list[Tensor]()
-
-    def attend(self, query_RHd: Tensor) -> Tensor:
-        """[R, H, d] for queries of the latest pass; each document by itself."""
-        texts = zip(self.keys[0].split(self._lengths), self.values[0].split(self._lengths), strict=True)
-        rows = [tensor.split(self._counts) for tensor in (query_RHd, self.places, *self.keys[1:], *self.values[1:])]
-        passes = len(self.keys) - 1
-        return torch.cat([
-            _attend(query, places, *text, own[:passes], own[passes:])
-            for text, (query, places, *own) in zip(texts, zip(*rows, strict=True), strict=True)
-        ])  # fmt: skip
-
-
-def _attend(
-    query_RHd: Tensor, places_R: Tensor, key_LGd: Tensor, value_LGd: Tensor, keys: list[Tensor], values: list[Tensor]
-) -> Tensor:
-    """Of one document: R rows see its first L positions up to their places, and what is theirs of each later pass."""
-    length, groups, size = key_LGd.shape
-    query_GRhd = query_RHd.unflatten(1, (groups, -1)).transpose(0, 1)
-    hidden_RL = torch.arange(length, device=places_R.device) > places_R[:, None]
-    scores = [torch.einsum("grhd,lgd->grhl", query_GRhd, key_LGd).masked_fill(hidden_RL[:, None], -torch.inf)]
-    scores += [torch.einsum("grhd,rgd->grh", query_GRhd, key)[..., None] for key in keys]
-    weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(-1)
-    out = torch.einsum("grhl,lgd->rghd", weights[..., :length], value_LGd)
-    for ahead, value in enumerate(values):
-        out = out + weights[..., length + ahead].transpose(0, 1)[..., None] * value[:, :, None]
-    return out.flatten(1, 2)
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from medusa import BaseModel, MedusaModel
 from medusa.drafters import HeadsDrafter, PlainDrafter, SampledHeadsDrafter
 from medusa.formats import load_heads, save_heads
-from medusa.heads import ARCHITECTURES
 from medusa.heads.frozen import freeze
+from tests.medusa.kinds import MEMORYLESS
 from tests.medusa.states import decode_state
 from tests.medusa.test_conformance import tiny
 from tests.medusa.trees import LOPSIDED
@@ -71,7 +71,7 @@ def test_columns_and_token_ids_are_inverse(heads):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 def test_a_level_gives_the_logits_of_the_part(base, make_heads, architecture, own, frozen):
     options = {"architecture": architecture, "own_lm_heads": own}
     heads, whole = in_part(make_heads(draft_vocab_size=PART, **options)), make_heads(**options)

@@ -23,9 +23,9 @@ from medusa.drafters.prompt_lookup import MAX_MATCH
 from medusa.drafters.sampled import coin_tree
 from medusa.engine import silence
 from medusa.engine.step import fit
-from medusa.heads import ARCHITECTURES
 from medusa.sampling import Speculation
 from medusa.state import DecodeState
+from tests.medusa.kinds import MEMORYLESS
 from tests.medusa.rules import make_rule
 from tests.medusa.states import decode_state
 from tests.medusa.trees import LOPSIDED
@@ -72,7 +72,7 @@ def test_finished_sequences_have_no_say(base, make_heads):
         assert paths(drafter.propose(others), row) == paths(drafter.propose(alone))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 def test_dynamic_trees_hold_the_most_likely_paths(base, make_heads, architecture):
     """Against brute force: every path of the best tokens per level, scored by running the heads along it.
 
@@ -106,7 +106,7 @@ def test_a_static_tree_takes_the_ranks_it_names(base, make_heads):
             assert logits.topk(6).indices[path[-1]] == token
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 @pytest.mark.parametrize("tree", [LOPSIDED, coin_tree(9, 3, 4)], ids=["lopsided", "coin"])
 def test_draws_come_from_the_heads_and_siblings_differ(base, make_heads, architecture, tree):
     """Row by row: the reported law is the heads' at the temperature, without what was drawn before."""

@@ -18,8 +18,8 @@ from medusa.cache.layer import PassLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import KEPT_GRAPHS, StepGraphs
 from medusa.engine.step import verify
-from medusa.heads import ARCHITECTURES
 from medusa.state import DecodeState
+from tests.medusa.kinds import MEMORYLESS
 from tests.medusa.known_text import Chain
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder, Strict, Tape
@@ -109,7 +109,7 @@ def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, pr
 @pytest.mark.parametrize("name", ["dynamic", pytest.param("sampled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
-    [*({"architecture": name} for name in ARCHITECTURES), {"draft_vocab_size": 60}, {"feature_layers": (1,)}],
+    [*({"architecture": name} for name in MEMORYLESS), {"draft_vocab_size": 60}, {"feature_layers": (1,)}],
     ids=str,
 )
 def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):

@@ -7,9 +7,9 @@ from medusa.formats import load_heads, save_heads
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 from medusa.heads.frozen import freeze
 from medusa.heads.layer import LayerConfig
+from tests.medusa.kinds import MEMORYLESS
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=12)
-ALONE = [name for name in ARCHITECTURES if name != "attention"]
 """Architectures whose heads see one position alone; test_attention_heads.py has the other."""
 
 
@@ -35,7 +35,7 @@ class Vocabulary:
         self.logits = torch.nn.Linear(dim, vocab_size)
 
 
-@pytest.mark.parametrize("architecture", ALONE)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 def test_fresh_heads_predict_what_the_base_predicts(architecture):
     hidden, path, base = torch.randn(5, 8), torch.randint(20, (5, 3)), Vocabulary()
     features = build_heads(config(architecture=architecture, num_layers=2))(hidden, path, base)
@@ -54,7 +54,7 @@ def test_fresh_own_lm_heads_start_as_the_base(architecture):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("architecture", ALONE)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 @torch.no_grad()
 def test_drafting_level_by_level_is_what_training_computes(architecture, own, frozen):
     """Three sequences; at every level two nodes are asked for, and the path runs through them alternately."""

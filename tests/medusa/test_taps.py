@@ -14,6 +14,7 @@ from medusa.base.taps import DecoderPass, spread_layers
 from medusa.formats import save_heads
 from medusa.heads import ARCHITECTURES
 from medusa.tree import Draft
+from tests.medusa.kinds import MEMORYLESS
 from tests.medusa.passes import prefill, verify
 from tests.medusa.test_conformance import SINGLE, tiny
 from tests.medusa.test_heads import Vocabulary
@@ -159,7 +160,7 @@ def test_more_layers_than_there_are_cannot_be_spread():
         spread_layers(3, 3)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 def test_heads_add_what_normed_layers_say_to_the_last_hidden_state(architecture):
     heads = build_heads(HeadsConfig(8, 20, 3, architecture=architecture, feature_layers=(1, 4)))
     hidden, path, with_layers = torch.randn(5, 24), torch.randint(20, (5, 3)), Vocabulary()
@@ -178,7 +179,7 @@ def test_heads_add_what_normed_layers_say_to_the_last_hidden_state(architecture)
 
 
 @pytest.mark.parametrize(("layers", "width"), [((1, 4), 8), ((1, 4), 16), ((), 24)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MEMORYLESS)
 def test_hidden_states_of_other_layers_are_one_clear_error(architecture, layers, width):
     heads = build_heads(HeadsConfig(8, 20, 3, architecture=architecture, feature_layers=layers))
     with pytest.raises(ValueError, match=rf"hidden state \({width} numbers\) must hold 8 .* {len(layers)} feature"):

@@ -1,0 +1,58 @@
+"""Attention of a layer that is trained on its own outputs: passes over whole documents, one token further each.
+
+Legend: M positions of some documents, R of them where passes go on, H attention heads, G key heads, d head size, L
+positions of a document.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Text:
+    """What unrolled passes see: of the first one all positions up to their own, of later ones their own alone.
+
+    Args:
+        places_M: Of all positions of some documents, each counted from 0.
+        wanted_M: Where passes go on.
+
+    Attributes:
+        wanted: int64 [R], these positions.
+        places: [R].
+        longest: Positions of the longest document.
+        keys: [M, G, d] of the first pass, [R, G, d] of each later one.
+        values: Likewise.
+    """
+
+    def __init__(self, places_M: Tensor, wanted_M: Tensor) -> None:
+        begins = [0, *(places_M[1:] == 0).nonzero()[:, 0].add(1).tolist()]
+        self._lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
+        self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
+        self.wanted, self.longest = wanted_M.nonzero()[:, 0], max(self._lengths)
+        self.places = places_M[self.wanted]
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+
+    def attend(self, query_RHd: Tensor) -> Tensor:
+        """[R, H, d] for queries of the latest pass; each document by itself."""
+        texts = zip(self.keys[0].split(self._lengths), self.values[0].split(self._lengths), strict=True)
+        rows = [tensor.split(self._counts) for tensor in (query_RHd, self.places, *self.keys[1:], *self.values[1:])]
+        passes = len(self.keys) - 1
+        return torch.cat([
+            _attend(query, places, *text, own[:passes], own[passes:])
+            for text, (query, places, *own) in zip(texts, zip(*rows, strict=True), strict=True)
+        ])  # fmt: skip
+
+
+def _attend(
+    query_RHd: Tensor, places_R: Tensor, key_LGd: Tensor, value_LGd: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """Of one document: R rows see its first L positions up to their places, and what is theirs of each later pass."""
+    length, groups, size = key_LGd.shape
+    query_GRhd = query_RHd.unflatten(1, (groups, -1)).transpose(0, 1)
+    hidden_RL = torch.arange(length, device=places_R.device) > places_R[:, None]
+    scores = [torch.einsum("grhd,lgd->grhl", query_GRhd, key_LGd).masked_fill(hidden_RL[:, None], -torch.inf)]
+    scores += [torch.einsum("grhd,rgd->grh", query_GRhd, key)[..., None] for key in keys]
+    weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(-1)
+    out = torch.einsum("grhl,lgd->rghd", weights[..., :length], value_LGd)
+    for ahead, value in enumerate(values):
+        out = out + weights[..., length + ahead].transpose(0, 1)[..., None] * value[:, :, None]
+    return out.flatten(1, 2)
