@@ -3,6 +3,7 @@
 Like ``train.recipe_file`` it imports no torch: a wrong recipe answers at once.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from medusa.base.names import HUB_ID, full_name
 from medusa.base.on_hub import kept_directory
 from medusa.files import peek_object
 from train.config import Recipe
-from train.recipe_file import RecipeError
 from train.run_directory import RunDirectory
 
 CONTEXT = "max_position_embeddings", "n_positions", "max_seq_len"
@@ -29,16 +29,18 @@ def mistakes(recipe: Recipe) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"base.name: {error}"
     yield from _too_large(recipe, base)
-    for key, name in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
+    first = os.environ.get("NODE_RANK", "0") == "0"  # the machine that reads held-out samples and the run directory
+    for key, name in (("train", recipe.data.train), ("heldout", recipe.data.heldout if first else "")):
         if name and means_files(name):
             try:
                 sample_files(Path(name))
             except FileNotFoundError as error:
                 yield f"data.{key}: {error}"
-    try:
-        RunDirectory(recipe.run).finished(recipe)
-    except (RecipeError, ValueError) as error:
-        yield f"run: {error}"
+    if first:
+        try:
+            RunDirectory(recipe.run).finished(recipe)
+        except ValueError as error:
+            yield str(error)
 
 
 def _directory(name: str) -> str:

@@ -126,7 +126,7 @@ class BaseModel:
             adapter: Directory of an adapter that joint training made; it becomes part of the weights.
 
         Raises:
-            FileNotFoundError: There is no such adapter.
+            OSError: There is no such base, here or on the Hub, or no such adapter.
             ValueError: There is no usable model or tokenizer, the adapter is of another base, the attention backend
                 does not run here, or there is nothing to round to 8 bits or no way to compute with them.
         """

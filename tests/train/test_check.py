@@ -24,7 +24,9 @@ def test_a_good_recipe_has_none(recipe: Path) -> None:
     assert main(["--recipe", str(recipe), "--check"]) == 0
 
 
-def test_all_mistakes_are_told_together(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_mistakes_are_told_together(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sections = {"data": {"heldout": "nix.jsonl", "row_tokens": 300}, "heads": {"num_heads": 0, "draft_vocab": 9999}}
     path = write_recipe(tmp_path / "r.yaml", base, tmp_path / "nothing.jsonl", sections)
     told = _told(caplog, "--recipe", str(path))
@@ -32,6 +34,8 @@ def test_all_mistakes_are_told_together(tmp_path: Path, base: Path, caplog: pyte
         "heads.num_heads", "data.row_tokens", "heads.draft_vocab", "data.train", "data.heldout",
     ]  # fmt: skip
     assert told[1] == f"data.row_tokens (300) is more than the context of the base (256, {base}); lower it"
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert not [line for line in _told(caplog, "--recipe", str(path)) if "heldout" in line], "another machine reads it"
     told = _told(caplog, "--recipe", str(path), "--recipe.base.name", "./no/such")
     assert "base.name: base directory (./no/such) does not exist; give another path, or a Hub id" in told
 

@@ -257,5 +257,5 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
         seen = medusa("inspect", "tester/heads")
         assert seen.returncode == 1, "where the base lies on the disk that pushed them is not told"
         assert "format           universal (" in seen.stdout
-        assert f"base directory (./{Path(base.name).name}) does not exist; give another path" in seen.stdout
+        assert f"base (./{Path(base.name).name}) is not where these heads name it, neither from" in seen.stdout
         assert base.name not in seen.stdout
