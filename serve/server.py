@@ -64,11 +64,9 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     from serve.metrics import Metrics
     from serve.models import Models, read_heads
 
-    named = os.environ.get("MEDUSA_API_KEYS", "")
-    keys = frozenset(key.strip() for key in (*args.api_key, *named.split(",")) if key.strip())
-    if named and not keys:
-        raise ValueError(f"MEDUSA_API_KEYS ({named!r}) names no key; give some, separated by commas, or unset it")
-    api = from_flags(ApiSettings, args, api_keys=keys, admin_key=os.environ.get("MEDUSA_ADMIN_KEY", ""))
+    api = from_flags(
+        ApiSettings, args, api_keys=read_keys(args.api_key), admin_key=os.environ.get("MEDUSA_ADMIN_KEY", "")
+    )
     paths = dict(_named(text) for text in args.more_heads)
     options = from_flags(ModelOptions, args)
     model = options.load()
@@ -79,6 +77,24 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
     engine = Engine(model, from_flags(EngineSettings, args), Metrics(name))
     service = Service(engine, Models(engine, name, paths), Grammars(model.base), api)
     return create_app(service, args.drain)
+
+
+def read_keys(given: Sequence[str]) -> frozenset[str]:
+    """Keys of those that may ask; none = everyone may.
+
+    Args:
+        given: On the command line; those of the environment come beside them.
+
+    Raises:
+        ValueError: Somebody names keys, and there is none.
+    """
+    named = os.environ.get("MEDUSA_API_KEYS", "")
+    keys = frozenset(key.strip() for key in (*given, *named.split(",")) if key.strip())
+    if (named or given) and not keys:
+        raise ValueError(
+            f"MEDUSA_API_KEYS ({named!r}) and --api-key name no key; give some, or leave both out to let everyone ask"
+        )
+    return keys
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 REQUIREMENTS = {
     "lm-eval": "'lm-eval[api]' torch transformers accelerate",
     "clients": "litellm langchain-openai instructor",
-    "schemathesis": "schemathesis 'pytest<9'",
 }
 """What each environment is made of."""
 

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from medusa import BaseModel, MedusaModel
+from serve.server import build_parser, read_keys
 from serve.settings import ApiSettings
 from tests.serve.live import serving
 
@@ -148,6 +149,15 @@ def test_tokens_have_names(live, speaker):
     assert told["token_strs"] == speaker.base.tokenizer.convert_ids_to_tokens(told["tokens"]) and told["count"] == 3
     assert httpx.post(f"{live.url}/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert httpx.post(f"{live.url}/tokenize", json={"prompt": "a", "chat_template": "x"}).status_code == 400
+
+
+def test_keys_come_from_the_command_line_and_the_environment(monkeypatch):
+    monkeypatch.setenv("MEDUSA_API_KEYS", "a, b,")
+    assert read_keys(build_parser().parse_args(["--api-key", "c", "d"]).api_key) == {"a", "b", "c", "d"}
+    monkeypatch.delenv("MEDUSA_API_KEYS")
+    assert read_keys([]) == frozenset()
+    with pytest.raises(ValueError, match="name no key"):
+        read_keys([" "])
 
 
 def test_pages_of_other_hosts_may_send_cookies(live):
