@@ -125,7 +125,7 @@ def make_heads(base: BaseModel) -> Callable[..., DraftHeads]:
     def make(num_heads: int = 3, **options: object) -> DraftHeads:
         torch.manual_seed(1)
         options = {"base": base.name, "architecture": "recurrent"} | options
-        if options["architecture"] == "attention":
+        if options["architecture"] in ("attention", "block"):
             options.setdefault("layer", LayerConfig.of(base.config))
         config = HeadsConfig(base.hidden_size, base.vocab_size, num_heads, **options)  # type: ignore[arg-type]
         heads = build_heads(config).to(base.dtype)

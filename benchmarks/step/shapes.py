@@ -114,7 +114,8 @@ def random_heads(
     with torch.device(base.device):
         config = HeadsConfig(
             base.hidden_size, base.vocab_size, num_heads, architecture=architecture, feature_layers=layers,
-            draft_vocab_size=draft_vocab, layer=LayerConfig.of(base.config) if architecture == "attention" else None,
+            draft_vocab_size=draft_vocab,
+            layer=LayerConfig.of(base.config) if architecture in ("attention", "block") else None,
         )  # fmt: skip
         heads = build_heads(config).to(base.dtype)
     fill(heads, seed)

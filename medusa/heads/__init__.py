@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "hydra": "medusa.heads.hydra:HydraHeads",
     "recurrent": "medusa.heads.recurrent:RecurrentHeads",
     "attention": "medusa.heads.attention:AttentionHeads",
+    "block": "medusa.heads.block:BlockHeads",
 }
 
 __all__ = ["ARCHITECTURES", "DraftHeads", "HeadsConfig", "Vocabulary", "build_heads"]

@@ -51,10 +51,10 @@ class HeadsConfig:
     num_heads: int = 4
     """K: head k (1-based) reads the hidden state at position t and predicts token t + 1 + k."""
     num_layers: int = 1
-    """Residual blocks per head, each with its own weights."""
+    """Residual blocks per head ("block": decoder layers of all), each with its own weights."""
     own_lm_heads: bool = False
-    """True: every head (of "attention": all together) owns a vocabulary matrix [V, D]. False: all share the base's
-    frozen one."""
+    """True: every head (of "attention" and "block": all together) owns a vocabulary matrix [V, D]. False: all share the
+    base's frozen one."""
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
     base_source: str = ""
@@ -64,14 +64,14 @@ class HeadsConfig:
     base_adapter: str = ""
     """Directory of the adapter that the base was changed by in joint training (Medusa-2); "" = it was frozen."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state ("attention": in its
-    place)."""
+    """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state ("attention", "block":
+    in its place)."""
     rank: int = 64
-    """Rank of the correction by the drafted token before; architecture "markov" only."""
+    """Rank of the correction by the drafted token before; architectures "markov" and "block" only."""
     draft_vocab_size: int = 0
     """Tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
     layer: LayerConfig | None = None
-    """The decoder layer that they are; architecture "attention" only."""
+    """The decoder layer that they are made of; architectures "attention" and "block" only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from medusa.cache import CachedSequence
 from medusa.cpu.native import LinearFunction, native_linear
-from medusa.heads.base import HeadsConfig, Vocabulary
+from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
 from medusa.heads.medusa import MedusaHeads
 
@@ -38,7 +38,7 @@ class MarkovHeads(MedusaHeads):
         """Besides, the correction with the output layer behind it, as layers of their own."""
         super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.linear:
-            raised = [self._behind_output(head, vocabulary) for head in range(self.config.num_heads)]
+            raised = [behind_output(self, up_DR, vocabulary, head) for head, up_DR in enumerate(self.up)]
             self._low_rank = [(native_linear(p), native_linear(wq)) for p, wq in zip(self.down, raised, strict=True)]
 
     def forward(
@@ -73,9 +73,10 @@ class MarkovHeads(MedusaHeads):
         features_BmD = before + linear(linear(embeddings_BmD, self.down[head]), self.up[head])
         return self.head_logits(head, features_BmD, vocabulary), state
 
-    @torch.no_grad()
-    def _behind_output(self, head: int, vocabulary: Vocabulary) -> Tensor:
-        """W Q_k [V, R]."""
-        columns_RD = self.up[head].T
-        bias_1V = self.head_logits(head, torch.zeros_like(columns_RD[:1]), vocabulary)
-        return (self.head_logits(head, columns_RD, vocabulary) - bias_1V).T.to(self.up.dtype).contiguous()
+
+@torch.no_grad()
+def behind_output(heads: DraftHeads, up_DR: Tensor, vocabulary: Vocabulary, head: int = 0) -> Tensor:
+    """W Q [V, R] of a correction Q to the features of a head whose logits are a linear function of them."""
+    columns_RD = up_DR.T
+    bias_1V = heads.head_logits(head, torch.zeros_like(columns_RD[:1]), vocabulary)
+    return (heads.head_logits(head, columns_RD, vocabulary) - bias_1V).T.to(up_DR.dtype).contiguous()

@@ -13,6 +13,7 @@ from medusa.drafters import HeadsDrafter
 from medusa.engine.graph import StepGraphs
 from medusa.engine.step import decode_step, verify
 from medusa.heads import ARCHITECTURES
+from medusa.heads.layer import LayerConfig
 from tests.medusa.passes import prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -33,7 +34,8 @@ def load(directory, dtype, attention="auto", architecture="recurrent"):
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     torch.manual_seed(1)
-    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3, architecture=architecture))
+    layer = LayerConfig.of(base.config) if architecture in ("attention", "block") else None
+    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 3, architecture=architecture, layer=layer))
     for parameter in heads.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return MedusaModel(base, heads)

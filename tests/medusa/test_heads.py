@@ -10,7 +10,6 @@ from medusa.heads.layer import LayerConfig
 from tests.medusa.kinds import MEMORYLESS
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=12)
-"""Architectures whose heads see one position alone; test_attention_heads.py has the other."""
 
 
 def config(**changes):

@@ -1,0 +1,86 @@
+"""A decoder layer of the base's kind, in the pieces that heads with a cache of their own put together.
+
+Legend: R rows, H attention heads, G key heads, d head size, D hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from medusa.heads.layer import LayerConfig
+
+POSITIONS = 1024
+"""Rows of a table of angles at first; it doubles."""
+
+
+class Rotary:
+    """Rotary positions, from tables that grow.
+
+    Args:
+        layer: Says which.
+    """
+
+    def __init__(self, layer: LayerConfig) -> None:
+        self._layer = layer
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def at(self, positions: Tensor, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, d] of positions [...], in the dtype and on the device of ``like``.
+
+        Args:
+            positions: int64.
+            reach: Above all of them.
+            like: Floating point.
+        """
+        known = self._tables
+        if known is None or len(known[0]) < reach or known[0].dtype != like.dtype or known[0].device != like.device:
+            rows = POSITIONS
+            while rows < reach:
+                rows *= 2
+            known = self._tables = self._layer.angles(rows, like)
+        cosines, sines = (table[positions].unsqueeze(-2) for table in known)
+        return cosines, sines
+
+
+def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads [..., heads, d] turned by their rows' positions."""
+    left, right = x.chunk(2, dim=-1)
+    return x * angles[0] + torch.cat([-right, left], dim=-1) * angles[1]
+
+
+class DecoderLayer(nn.Module):
+    """``y = x + Attention(norm(x))``, then ``y + MLP(norm(y))``; both branches start at 0.
+
+    Args:
+        dim: D.
+        layer: The sizes.
+    """
+
+    def __init__(self, dim: int, layer: LayerConfig) -> None:
+        super().__init__()
+        inner, size = layer.intermediate_size, layer.head_dim
+        self._size = size
+        self.input_norm, self.mlp_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
+        self.q_proj = nn.Linear(dim, layer.num_attention_heads * size, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(dim, layer.num_key_value_heads * size, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(layer.num_attention_heads * size, dim, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(dim, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, dim, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+        nn.init.zeros_(self.down_proj.weight)
+
+    def query(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[..., H, d] of normed rows [..., D]."""
+        return turned(self.q_proj(normed).unflatten(-1, (-1, self._size)), angles)
+
+    def key_value(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., G, d] of normed rows [..., D]."""
+        key, value = (linear(normed).unflatten(-1, (-1, self._size)) for linear in (self.k_proj, self.v_proj))
+        return turned(key, angles), value
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output [..., D] for rows x and what their attention gives [..., H, d]."""
+        x = x + self.o_proj(mixed.flatten(-2))
+        normed = self.mlp_norm(x)
+        out: Tensor = x + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return out

@@ -1,0 +1,38 @@
+"""The layers of block heads, written out: a text, and the block of rows behind it, seen by itself."""
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+from tests.medusa.layer_by_hand import turned
+
+
+def recomputed(heads, base, text, path):
+    """Logits of the token behind a path below the last token of a text."""
+    config, layer, dim = heads.config, heads.config.layer, heads.config.hidden_size
+    end, depths, groups = len(text) - 1, config.num_heads, layer.num_attention_heads // layer.num_key_value_heads
+    hidden = base.tapped(config.feature_layers).hidden_states(torch.tensor([text]))[0, :end]
+    state = hidden
+    if heads.fusion is not None:
+        taps = hidden[:, dim:].unflatten(1, (-1, dim))
+        normed = rms_norm(taps, (dim,), eps=layer.rms_norm_eps) * heads.feature_norm
+        state = linear(normed.flatten(1), heads.fusion.weight)
+    root = linear(heads.root_norm(base.embed(torch.tensor(text[-1]))), heads.root_proj.weight)
+    rows = torch.stack([state[-1] + root + heads.depths[depth] for depth in range(depths)])
+    cosines, sines = (table[: end + depths, None] for table in layer.angles(end + depths, hidden))
+    for block in heads.layers:
+        read = torch.cat([heads.text_norm(state), block.input_norm(rows)])
+        query, key, value = (
+            linear(read, projection.weight).view(len(read), -1, layer.head_dim)
+            for projection in (block.q_proj, block.k_proj, block.v_proj)
+        )
+        query, key = (turned(x, cosines, sines)[first:] for x, first in ((query, end), (key, 0)))
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, dim=1)) * layer.head_dim**-0.5
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(groups, dim=1)).flatten(1)
+        rows = rows + linear(mixed, block.o_proj.weight)
+        normed = block.mlp_norm(rows)
+        gated = silu(linear(normed, block.gate_proj.weight)) * linear(normed, block.up_proj.weight)
+        rows = rows + linear(gated, block.down_proj.weight)
+    feature = heads.output_norm(rows[len(path)]) * (1 if heads.gain is None else heads.gain)
+    before = rms_norm(base.embed(torch.tensor([*text, *path][-1])), (dim,))
+    feature = feature + heads.up @ (heads.down @ before)
+    return linear(feature, base.lm_head_weight if heads.lm_heads is None else heads.lm_heads[0])

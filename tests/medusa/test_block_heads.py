@@ -1,0 +1,186 @@
+"""Heads that draft all depths in one pass: drafts are what the layers say of text and block, computed anew."""
+
+import pytest
+import torch
+
+from medusa import HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
+from medusa.cache import BLOCK
+from medusa.drafters import SampledHeadsDrafter
+from medusa.engine.config import EngineConfig
+from medusa.formats import load_heads
+from medusa.heads.layer import LayerConfig
+from medusa.tree import Tree
+from tests.medusa.block_by_hand import recomputed
+from tests.medusa.test_attention_heads import TEXTS, Watched, paths
+
+SHAPES = {
+    "one layer": {"own_lm_heads": True},
+    "two layers of features": {"num_layers": 2, "feature_layers": (1,)},
+    "as behind a soft cap": {"feature_layers": (1,)},
+    "a part of the vocabulary": {"feature_layers": (1,), "draft_vocab_size": 30},
+}
+
+
+def model_of(base, make_heads, **options):
+    return MedusaModel(base, make_heads(4, architecture="block", **{"feature_layers": (1,)} | options))
+
+
+@pytest.fixture(params=SHAPES)
+def model(request, base, make_heads):
+    heads = make_heads(4, architecture="block", rank=5, **SHAPES[request.param])
+    for parameter in heads.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    if heads.draft_ids is not None:
+        heads.draft_ids.copy_(torch.arange(30) * 3)
+    model = MedusaModel(base, heads)
+    if "cap" in request.param:
+        model.heads._low_rank = None  # as where the base's output layer has one
+    return model
+
+
+@torch.no_grad()
+def says(heads, base, text, path):
+    """Log-probabilities of all tokens that heads can draft, by their columns."""
+    logits = recomputed(heads, base, text, path)
+    drafted = len(logits) == heads.config.output_size
+    return (logits if drafted else logits[heads.draft_ids]).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"nodes": 9}, {"nodes": 1, "tree": Tree.full([2, 2, 1, 1])}], ids=["dynamic", "static"]
+)
+def test_every_node_is_what_the_layers_say_of_text_and_path(model, base, shape):
+    """In a batch of texts of several lengths, prompts in chunks: a score sums log-probabilities along the path."""
+    drafter = Watched(model.heads, model.base, host_decides=False, **shape)
+    batch, params = model.batch(config=EngineConfig(chunk=3)), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    requests = [batch.add(text, params, Speculation(drafter)) for text in TEXTS]
+    while len(batch):
+        batch.step()
+    assert max(draft.depth for _, draft, _ in drafter.seen) == 4 and len(drafter.seen) > 9
+    for text, draft, row in drafter.seen[::5]:
+        for path, score in zip(paths(draft, row), draft.scores[row].tolist(), strict=True):
+            expected = 0.0
+            for depth, token in enumerate(path):
+                column = int(model.heads.columns(torch.tensor([token])))
+                expected += float(says(model.heads, base, text, path[:depth])[column]) - 1e-4
+            assert score == pytest.approx(expected, abs=1e-4)
+    plain = model.generate(TEXTS, max_new_tokens=8, ignore_eos=True, nodes=1)
+    assert [request.output.tokens for request in requests] == [output.tokens for output in plain]
+
+
+def test_drawn_drafts_say_what_they_were_drawn_from(base, make_heads):
+    """Each node's distribution is that below its parent, without what its older siblings drew."""
+    model = model_of(base, make_heads, own_lm_heads=True)
+    seen = []
+
+    class Noted(SampledHeadsDrafter):
+        def propose(self, state, sequences=(), /):
+            draft = super().propose(state, sequences)
+            seen.append((state.history[0, : int(state.positions[0]) + 1].tolist(), draft))
+            return draft
+
+    drafter = Noted(model.heads, model.base, 8, temperature=0.7)
+    model.generate(TEXTS[0], max_new_tokens=6, temperature=0.7, drafter=drafter, acceptance="speculative")
+    compared = 0
+    for text, draft in seen:
+        below, parents = paths(draft, 0), draft.parents[0].tolist()
+        for node in range(1, len(parents)):
+            if parents[node] not in parents[1:node]:
+                expected = recomputed(model.heads, base, text, below[parents[node]]).div(0.7).softmax(-1)
+                torch.testing.assert_close(draft.probs[0, node], expected, atol=1e-5, rtol=1e-4, check_dtype=False)
+                compared += 1
+    assert compared > 6
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["heads", "hybrid", None])
+def test_texts_are_the_bases_own(base, make_heads, sampling, drafter):
+    model, options = model_of(base, make_heads, num_layers=2), {"max_new_tokens": 20, "seed": [1, 2, 3], **sampling}
+    plain = model.generate(TEXTS, nodes=1, **options)
+    drafted = model.generate(TEXTS, drafter=drafter, **options)
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+
+
+def test_what_is_known_of_a_text_is_not_computed_again(base, make_heads, monkeypatch):
+    """Neither by the base nor by the layers, whose drafts are those of an empty cache."""
+    model, prefix = model_of(base, make_heads, own_lm_heads=True), Prefix()
+    computed, run = [], type(model.heads.memory).run
+    monkeypatch.setattr(
+        type(model.heads.memory), "run", lambda memory, pool, plan, states: computed.append(plan.rows)
+        or run(memory, pool, plan, states),
+    )  # fmt: skip
+    text, rows = list(range(3, 3 + 2 * BLOCK + 5)), []
+    for known in (0, 2 * BLOCK):
+        options = {"max_new_tokens": 12, "ignore_eos": True, "nodes": 6, "drafter": "heads"}
+        computed.clear()
+        output = model.generate(text, prefix=prefix, **options)
+        rows.append(sum(computed))
+        alone = model.generate(text, **options)
+        assert output.cached_tokens == known
+        assert (output.tokens, output.steps, output.draft_tokens) == (alone.tokens, alone.steps, alone.draft_tokens)
+    assert rows[0] - rows[1] == 2 * BLOCK
+
+
+def test_the_output_layer_is_read_once(base, make_heads, monkeypatch):
+    """All levels come from one product with it and one pass of the layers."""
+    model = model_of(base, make_heads)
+    read, drafted = [], []
+    joined, draft = model.heads.head_logits, model.heads.memory.draft
+    monkeypatch.setattr(model.heads, "head_logits", lambda *arguments: read.append(1) or joined(*arguments))
+    monkeypatch.setattr(model.heads.memory, "draft", lambda *arguments: drafted.append(1) or draft(*arguments))
+    drafter = Watched(model.heads, model.base, 9, host_decides=False)
+    model.generate(TEXTS[0], max_new_tokens=8, ignore_eos=True, drafter=drafter)
+    assert len(read) == len(drafted) == len(drafter.seen)
+    assert all(draft.depth == 4 for _, draft, _ in drafter.seen)
+
+
+def test_requests_choose_heads_of_all_kinds(base, make_heads):
+    kinds = {"attention": make_heads(3, architecture="attention"), "recurrent": make_heads(2, feature_layers=(1,))}
+    model = model_of(base, make_heads).with_heads(kinds)
+    batch, params = model.batch(), SamplingParams(max_new_tokens=14, ignore_eos=True)
+    requests = [
+        batch.add(TEXTS[0], params, Speculation("heads", nodes=nodes, heads=heads))
+        for heads in (None, *kinds) for nodes in (1, 5)
+    ]  # fmt: skip
+    while len(batch):
+        batch.step()
+    assert len({tuple(request.output.tokens) for request in requests}) == 1
+
+
+def test_bases_of_chains_get_chains(base, make_heads):
+    model = MedusaModel(base.with_traits(decoding="chain"), make_heads(4, architecture="block", own_lm_heads=True))
+    plain = model.generate(TEXTS, max_new_tokens=15, nodes=1)
+    drafted = model.generate(TEXTS, max_new_tokens=15, nodes=4, drafter="heads")
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+
+
+def test_they_are_saved_with_the_shape_of_their_layers(base, make_heads, tmp_path):
+    heads = make_heads(4, architecture="block", feature_layers=(1,), draft_vocab_size=30, num_layers=2, rank=3)
+    MedusaModel(base, heads).save_pretrained(tmp_path)
+    loaded = load_heads(tmp_path, dtype=None)
+    assert (loaded.config.layer, loaded.config.num_layers, loaded.config.rank) == (heads.config.layer, 2, 3)
+    ours, theirs = (MedusaModel(base, each).generate(TEXTS[0], max_new_tokens=12, nodes=6) for each in (heads, loaded))
+    assert (ours.tokens, ours.steps) == (theirs.tokens, theirs.steps)
+
+
+def test_fresh_heads_say_what_the_state_names(base):
+    """And layers are different layers."""
+    sizes = []
+    for layers in (1, 2, 3):
+        layer = LayerConfig.of(base.config)
+        config = HeadsConfig(32, base.vocab_size, 3, architecture="block", num_layers=layers, layer=layer)
+        heads = build_heads(config).to(base.dtype)
+        heads.init_from_base(base.lm_head_weight, base.last_norm)
+        hidden, path = torch.randn(5, 32, dtype=base.dtype), torch.randint(1, 90, (5, 3))
+        for features in heads(hidden, path, base):
+            expected = torch.nn.functional.rms_norm(hidden, (32,), eps=layer.rms_norm_eps) * heads.gain
+            torch.testing.assert_close(features, expected)
+        sizes.append(sum(parameter.numel() for parameter in heads.parameters()))
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64
+
+
+def test_without_a_text_they_say_what_to_do(base, make_heads):
+    with pytest.raises(ValueError, match="draft behind what is cached of a text; decode with MedusaModel or Batch"):
+        model_of(base, make_heads).heads.begin(torch.zeros(1, base.hidden_size), base)
+    with pytest.raises(ValueError, match=r"layer \(None\) must be given for the architecture block"):
+        build_heads(HeadsConfig(32, 50, architecture="block"))
