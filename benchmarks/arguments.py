@@ -9,7 +9,7 @@ from serve.model_options import ATTENTION
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
-ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra", "attention")
+ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra", "attention", "block")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 

@@ -33,6 +33,10 @@ class BaseRecipe:
     """4bit: load the base through bitsandbytes (QLoRA); its answers change, and so do the heads that fit it."""
 
 
+REMEMBERING = ("attention", "block")
+"""Architectures whose heads see the text before a position, made of layers of the base's kind."""
+
+
 @dataclass(frozen=True)
 class HeadsRecipe:
     """The trained heads."""
@@ -40,15 +44,16 @@ class HeadsRecipe:
     architecture: str = "medusa"
     """Name in medusa.heads.ARCHITECTURES."""
     num_heads: int = _limits(4, low=1, high=16)
-    """Number of heads; head k predicts token t+1+k. Attention: passes of its layer, each from the one before."""
+    """Number of heads; head k predicts token t+1+k. Attention: passes of its layer, each from the one before.
+    Block: rows of its only pass."""
     num_layers: int = _limits(1, low=1, high=8)
-    """Residual blocks per head."""
+    """Residual blocks per head; block: decoder layers."""
     own_lm_heads: bool = False
-    """Train one vocabulary matrix per head (attention: for all heads) instead of sharing the base's frozen one."""
+    """Train one vocabulary matrix per head (attention, block: for all) instead of sharing the base's frozen one."""
     feature_layers: int = _limits(0, low=0, high=8)
-    """Layers of the base, spread evenly below the last, whose outputs the heads read too; attention: instead (3)."""
+    """Layers of the base, spread evenly below the last, whose outputs heads read too; attention, block: instead (3)."""
     rank: int = _limits(64, low=1, high=4096)
-    """Rank of the correction by the token before; architecture markov only."""
+    """Rank of the correction by the token before; architectures markov and block only."""
     norm_features: bool = True
     """Norm what each feature layer gives, with weights of its own (EAGLE 3.1); architecture attention only."""
     norm_output: bool = True

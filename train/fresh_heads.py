@@ -13,7 +13,7 @@ from data.packing import PackedRows
 from medusa.base.model import BaseModel
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.heads.layer import LayerConfig
-from train.config import Recipe
+from train.config import REMEMBERING, Recipe
 from train.workers import Workers
 
 LOGGER = logging.getLogger("train")
@@ -31,7 +31,7 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
     torch.manual_seed(recipe.optim.seed)
     shape = recipe.heads
     layer: LayerConfig | None = None
-    if shape.architecture == "attention":
+    if shape.architecture in REMEMBERING:
         layer = LayerConfig.of(base.config, norm_features=shape.norm_features, norm_output=shape.norm_output)
     heads = build_heads(
         HeadsConfig(

@@ -14,7 +14,7 @@ import yaml
 
 from data.files import common_files
 from data.hub import is_saved
-from train.config import DataRecipe, Recipe
+from train.config import REMEMBERING, DataRecipe, Recipe
 
 
 class RecipeError(ValueError):
@@ -80,7 +80,7 @@ def build_recipe(values: Mapping[str, Any], also: Check | None = None) -> Recipe
 def _conflicts(recipe: Recipe) -> list[str]:
     """Values that are right alone and wrong together."""
     joint, shard, cache = recipe.lora.rank > 0, recipe.base.shard, recipe.cache.mode
-    mix, stage, attention = recipe.optim.mix_steps, recipe.engine.zero_stage, recipe.heads.architecture == "attention"
+    mix, stage, heads = recipe.optim.mix_steps, recipe.engine.zero_stage, recipe.heads.architecture
     rules = [
         (joint and cache != "online",
          f"cache.mode ({cache}) keeps hidden states that adapters change; set it to online, or lora.rank to 0"),
@@ -88,10 +88,10 @@ def _conflicts(recipe: Recipe) -> list[str]:
          f"optim.mix_steps ({mix}) needs a base that stays the same; set it to 1, or lora.rank to 0"),
         (not joint and not mix and cache == "online",
          "optim.mix_steps (0) mixes all states, which cache.mode (online) does not keep; set cache.mode to offline"),
-        (attention and recipe.heads.num_layers > 1,
+        (heads == "attention" and recipe.heads.num_layers > 1,
          f"heads.num_layers ({recipe.heads.num_layers}) is not for attention heads, which are one layer; set it to 1"),
-        (attention and mix != 1,
-         f"optim.mix_steps ({mix}) takes documents apart, which attention heads read whole; set it to 1"),
+        (heads in REMEMBERING and mix != 1,
+         f"optim.mix_steps ({mix}) takes documents apart, which {heads} heads read whole; set it to 1"),
         (joint and stage == 3, "engine.zero_stage (3) cannot split adapters; set it to 0, 1 or 2, or lora.rank to 0"),
         (joint and shard, "base.shard holds a frozen base; set it to false, or lora.rank to 0"),
         (shard and cache != "online",

@@ -23,7 +23,7 @@ from medusa.loading.self_test import choose_decoding
 from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
 from train.base import load_base
-from train.config import Recipe
+from train.config import REMEMBERING, Recipe
 from train.engine import Engine
 from train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
 from train.fresh_heads import fresh_heads
@@ -95,7 +95,7 @@ class Trainer:
                 "without a row; raise it or start fewer processes"
             )
         base = choose_decoding(load_base(recipe.base, workers))  # heads of a base that verifies nothing are of no use
-        choose_layers = outer_layers if recipe.heads.architecture == "attention" else spread_layers
+        choose_layers = outer_layers if recipe.heads.architecture in REMEMBERING else spread_layers
         base = base.tapped(choose_layers(recipe.heads.feature_layers, base.num_layers))
         if vocabulary > base.vocab_size:
             raise RecipeError(
