@@ -297,9 +297,10 @@ class MedusaModel:
 
 
 def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:
-    """Heads in the base's dtype on its device, which know its vocabulary: not all formats tell it."""
+    """Heads in the base's dtype on its device, which know its vocabulary and layers: not all formats tell these."""
     heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
-    return heads.with_config(vocab_size=base.vocab_size).to(device=base.device, dtype=base.dtype)
+    known = heads.with_config(vocab_size=base.vocab_size, feature_layers=heads.config.layers_of(base.num_layers))
+    return known.to(device=base.device, dtype=base.dtype)
 
 
 def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:

@@ -39,7 +39,7 @@ class AttentionHeads(DraftHeads):
 
     g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]), s = g_{k-1} (normed with ``norm_output``), and
     s = W [norm(h_1); ..; norm(h_n)] for the first head, h the outputs of the base's feature layers (the last hidden
-    state where there are none). Keys and values are those of the first pass at all positions up to t, which read the
+    state where there are none). ``LayerConfig`` has what drafts of others do otherwise. Keys and values are those of the first pass at all positions up to t, which read the
     base's states, and of the passes between at t itself. A vocabulary matrix reads norm(g_k), the base's a multiple of
     each of its numbers. Both branches start at 0, and W takes the last of the layers.
     """
@@ -62,18 +62,21 @@ class AttentionHeads(DraftHeads):
         self.token_norm, self.state_norm, self.mlp_norm, self.output_norm = (
             nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(4)
         )
-        self.q_proj = nn.Linear(2 * dim, queries, bias=False)
-        self.k_proj = nn.Linear(2 * dim, keys, bias=False)
-        self.v_proj = nn.Linear(2 * dim, keys, bias=False)
-        self.o_proj = nn.Linear(queries, dim, bias=False)
+        self.query_norm, self.key_norm = (
+            nn.RMSNorm(layer.head_dim, layer.rms_norm_eps) if layer.norm_heads else nn.Identity() for _ in range(2)
+        )
+        self.q_proj = nn.Linear(2 * dim, queries, bias=layer.attention_bias)
+        self.k_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
+        self.v_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
+        self.o_proj = nn.Linear(queries, dim, bias=layer.attention_bias)
         self.gate_proj = nn.Linear(dim, inner, bias=False)
         self.up_proj = nn.Linear(dim, inner, bias=False)
         self.down_proj = nn.Linear(inner, dim, bias=False)
         # The base's output layer reads numbers that its last norm multiplied, often far from 1: states that are handed
         # down must not be. A matrix of the heads' own holds the factors.
         self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
-        nn.init.zeros_(self.o_proj.weight)
-        nn.init.zeros_(self.down_proj.weight)
+        for parameter in (*self.o_proj.parameters(), self.down_proj.weight):
+            nn.init.zeros_(parameter)
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
@@ -95,7 +98,8 @@ class AttentionHeads(DraftHeads):
         if self.fusion is None:
             return last
         if self.feature_norm is not None:
-            layers = functional.rms_norm(layers, layers.shape[-1:], eps=self._layer.rms_norm_eps) * self.feature_norm
+            normed = layers.shape[-2 if self._layer.norm_jointly else -1 :]
+            layers = functional.rms_norm(layers, normed, eps=self._layer.rms_norm_eps) * self.feature_norm
         fused: Tensor = self.fusion(layers.flatten(-2))
         return fused
 
@@ -184,10 +188,11 @@ class AttentionHeads(DraftHeads):
             linear(both).unflatten(-1, (-1, self._layer.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         cosines, sines = (table[positions_R, None] for table in self.angles(reach, query))
-        return _turned(query, cosines, sines), _turned(key, cosines, sines), value
+        return _turned(self.query_norm(query), cosines, sines), _turned(self.key_norm(key), cosines, sines), value
 
     def finish(self, state_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
         """The layer's output [R, D] behind its attention."""
+        state_RD = self.state_norm(state_RD) if self._layer.norm_before_residual else state_RD
         state_RD = state_RD + self.o_proj(mixed_RHd.flatten(1))
         normed_RD = self.mlp_norm(state_RD)
         out: Tensor = state_RD + self.down_proj(functional.silu(self.gate_proj(normed_RD)) * self.up_proj(normed_RD))
@@ -241,10 +246,12 @@ def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayer | None:
     """The layer as one call, where it is known."""
     if vocabulary.matrices is None or vocabulary.attention.name != "exact":
         return None
+    layer = heads._layer
+    if layer.norm_before_residual or layer.norm_heads or layer.attention_bias:
+        return None
     names = ("q", "k", "v", "o", "gate", "up", "down")
     linears = [getattr(heads, f"{name}_proj") for name in names]
     norms = [norm.weight for norm in (heads.state_norm, heads.mlp_norm, heads.token_norm)]
-    layer = heads._layer
     try:
         return FusedLayer(
             linears, norms, vocabulary.matrices[0], heads=layer.num_attention_heads,

@@ -65,7 +65,7 @@ class HeadsConfig:
     """Directory of the adapter that the base was changed by in joint training (Medusa-2); "" = it was frozen."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state ("attention", "block":
-    in its place)."""
+    in its place). 0 = the middle one, -3 = the last but three; see ``layers_of``."""
     rank: int = 64
     """Rank of the correction by the drafted token before; architectures "markov" and "block" only."""
     draft_vocab_size: int = 0
@@ -104,6 +104,11 @@ class HeadsConfig:
                     f"heads' {what} ({ours}) is not the base's ({theirs}, {name}); these heads belong to"
                     f" {self.base or 'another base'}: give that one as the base"
                 )
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """``feature_layers`` of a base of so many layers, all counted from 1: files of others may leave that to it."""
+        counted = (layer + num_layers if layer < 0 else layer for layer in self.feature_layers)
+        return tuple(layer or num_layers // 2 for layer in counted)
 
     @property
     def output_size(self) -> int:

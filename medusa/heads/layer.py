@@ -25,8 +25,16 @@ class LayerConfig:
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
     norm_features: bool = True
     """Norm what each feature layer gives, with weights of its own (EAGLE 3.1: ``fc_norm``)."""
+    norm_jointly: bool = False
+    """With ``norm_features``: norm them all as one vector (``norm_before_fc`` elsewhere)."""
     norm_output: bool = True
     """The next depth reads the layer's output after its last norm (EAGLE 3.1), not before."""
+    norm_before_residual: bool = False
+    """What attention adds to is the normed state, not the state."""
+    norm_heads: bool = False
+    """Norm queries and keys head by head, as Qwen 3 does."""
+    attention_bias: bool = False
+    """The projections of its attention have biases."""
 
     def __post_init__(self) -> None:
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
@@ -49,7 +57,7 @@ class LayerConfig:
 
         Args:
             config: Of the base.
-            **options: ``norm_features`` and ``norm_output``.
+            **options: Norms and biases.
         """
         rope = getattr(config, "rope_parameters", None) or {}
         rope = rope.get("full_attention", rope)  # where kinds of layers differ

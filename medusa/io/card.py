@@ -48,6 +48,16 @@ LORAX = """LoRAX:
 ```bash
 lorax-launcher --model-id {base} --adapter-id {name}
 ```"""
+EAGLE3 = """vLLM (SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path {name}`):
+
+```bash
+vllm serve {base} --speculative-config '{{"method": "eagle3", "model": "{name}", "num_speculative_tokens": {heads}}}'
+```"""
+SPECULATORS = """vLLM, which finds the base by itself:
+
+```bash
+vllm serve {name}
+```"""
 CUSTOM = """Plain transformers, with nothing else installed (it runs `custom_generate/generate.py` of this repository):
 
 ```python
@@ -60,6 +70,7 @@ output = model.generate(**inputs, custom_generate="{name}", trust_remote_code=Tr
 ```"""
 READERS = {
     "tgi": (TGI,), "lorax": (LORAX,), "vllm": (VLLM,), "universal": (VLLM, TGI, LORAX), "custom-generate": (CUSTOM,),
+    "eagle3": (EAGLE3,), "speculators": (SPECULATORS,),
 }  # fmt: skip
 """How others than this project read a format."""
 

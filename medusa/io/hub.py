@@ -14,12 +14,13 @@ from medusa.base.names import is_path, near
 from medusa.base.on_hub import HUB_NAME, at_hand, is_hub_id, one_sentence
 from medusa.files import peek_object
 from medusa.formats.base import CONFIG
+from medusa.formats.eagle3 import is_draft
 from medusa.formats.native import FORMAT
 from medusa.io.published import published_file
 
 CARD = "README.md"
 CARD_MARK = "<!-- Written by medusa-export. The next push writes it again, unless this line is removed. -->"
-READ = ("*.json", "*.safetensors", "*.pt", "custom_generate/*")
+READ = ("*.json", "*.safetensors", "*.pt", "pytorch_model.bin", "custom_generate/*")
 """What heads of any format consist of; a repository may also hold a base, in files that nobody needs here."""
 WRITTEN = (
     "heads.safetensors", "medusa_lm_head.*", "model.safetensors", "lm_head.safetensors", "provenance.json",
@@ -150,4 +151,5 @@ def _files(directory: Path) -> dict[str, Path]:
 
 def _is_of_heads(config: dict[str, Any]) -> bool:
     """Whether a ``config.json`` is that of heads, in any format."""
-    return "medusa_num_heads" in config or config.get("model_type") == "medusa" or config.get("format") == FORMAT
+    known = "medusa_num_heads" in config or config.get("model_type") == "medusa" or config.get("format") == FORMAT
+    return known or bool(is_draft(config))

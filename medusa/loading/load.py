@@ -41,7 +41,7 @@ def load_base_and_heads(
 
     def load(dtype: torch.dtype | None) -> BaseModel:
         loaded_base = BaseModel.load(name, dtype, pack=True, adapter=config.base_adapter, **how)
-        return fuse(choose_decoding(loaded_base).tapped(config.feature_layers))
+        return fuse(choose_decoding(loaded_base).tapped(config.layers_of(loaded_base.num_layers)))
 
     base_model = load(dtype)
     if dtype is None and (faster := faster_dtype(base_model)) != base_model.dtype:

@@ -17,7 +17,7 @@ from medusa import BaseModel, DraftHeads, Tree, build_heads
 from medusa.drafters import HeadsDrafter
 from medusa.engine.step import decode_step
 from medusa.formats import Export, export_heads, load_heads
-from tests.engines.environment import UnavailableError, vllm_python
+from tests.engines.environment import UnavailableError, python_with
 from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.train.jobs import ROOT, write_recipe
@@ -34,7 +34,7 @@ EXPORTS = ("vllm", "universal", "own-output-layers", "draft-vocabulary")
 @pytest.fixture(scope="module")
 def python() -> Path:
     try:
-        return vllm_python()
+        return python_with("vllm")
     except UnavailableError as reason:
         pytest.skip(f"vLLM cannot be installed here: {reason}")
 

@@ -14,7 +14,9 @@ def recomputed(heads, base, text, path):
     else:
         state = hidden[:, dim:]
         if layer.norm_features:
-            state = rms_norm(state, (dim,), eps=layer.rms_norm_eps) * heads.feature_norm[0]
+            parts = [state] if layer.norm_jointly else state.split(dim, dim=-1)
+            normed = [rms_norm(part, part.shape[-1:], eps=layer.rms_norm_eps) for part in parts]
+            state = torch.cat(normed, dim=-1) * heads.feature_norm.flatten()
         state = linear(state, heads.fusion.weight)
     groups = layer.num_attention_heads // layer.num_key_value_heads
     cosines, sines = layer.angles(len(ids), hidden)
@@ -23,9 +25,12 @@ def recomputed(heads, base, text, path):
         embedded = base.embed(torch.tensor(ids[first + 1 : end]))
         both = torch.cat([heads.token_norm(embedded), heads.state_norm(state)], dim=-1)
         query, key, value = (
-            linear(both, projection.weight).view(len(both), -1, layer.head_dim)
+            linear(both, projection.weight, projection.bias).view(len(both), -1, layer.head_dim)
             for projection in (heads.q_proj, heads.k_proj, heads.v_proj)
         )
+        if layer.norm_heads:
+            query = rms_norm(query, query.shape[-1:], heads.query_norm.weight, layer.rms_norm_eps)
+            key = rms_norm(key, key.shape[-1:], heads.key_norm.weight, layer.rms_norm_eps)
         places = torch.arange(first, end - 1)
         query, key = (turned(x, cosines[places, None], sines[places, None]) for x in (query, key))
         keys.append(key.repeat_interleave(groups, dim=1))
@@ -33,7 +38,8 @@ def recomputed(heads, base, text, path):
         scores = torch.einsum("lhd,thd->hlt", query, torch.cat(keys)) * layer.head_dim**-0.5
         scores = scores.masked_fill(torch.arange(end - 1) > places[:, None], -torch.inf)
         mixed = torch.einsum("hlt,thd->lhd", scores.softmax(-1), torch.cat(values)).flatten(1)
-        state = state + linear(mixed, heads.o_proj.weight)
+        state = heads.state_norm(state) if layer.norm_before_residual else state
+        state = state + linear(mixed, heads.o_proj.weight, heads.o_proj.bias)
         normed = heads.mlp_norm(state)
         gated = silu(linear(normed, heads.gate_proj.weight)) * linear(normed, heads.up_proj.weight)
         out = (state + linear(gated, heads.down_proj.weight))[-1:]

@@ -18,7 +18,11 @@ from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
 
 TEXTS = [[5, 6, 7, 9, 4, 4, 8], [9, 8], [11, 3] * 40]
 LAYERS = {"last": (), "one": (1,)}
-NORMS = {"3": {"norm_features": False, "norm_output": False}, "3.1": {}}
+NORMS = {
+    "3": {"norm_features": False, "norm_output": False},
+    "3.1": {},
+    "others": {"norm_jointly": True, "norm_before_residual": True, "norm_heads": True, "attention_bias": True},
+}
 
 
 @pytest.fixture(params=[(layers, norms) for layers in LAYERS for norms in NORMS], ids=str)

@@ -1,0 +1,160 @@
+"""The decoder layer of EAGLE-3 drafts under the names of others: its tensors, and what configs say of its shape.
+
+D is the hidden size, n the number of the base's layers that it reads, V its vocabulary:
+
+``fc.weight`` [D, n D]; ``layers.0`` with the names of a Llama or Qwen 3 layer, whose q, k and v projections read
+[``input_layernorm``(embedding); ``hidden_norm``(state)]; ``norm.weight``; ``lm_head.weight`` [V, D]; and where V is a
+part of the vocabulary, ``d2t`` int64 [V], token id minus place, and ``t2d`` bool [vocabulary]. With
+``norm_before_fc``: ``input_norm.weight`` [n D]; with ``fc_norm``: n times ``fc_norm.{i}.weight`` [D].
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from medusa.formats.base import Export
+from medusa.formats.vllm import base_output
+from medusa.heads.layer import ROTARY, LayerConfig
+
+NAMES = {
+    "fusion": "fc",
+    "token_norm": "layers.0.input_layernorm",
+    "state_norm": "layers.0.hidden_norm",
+    "mlp_norm": "layers.0.post_attention_layernorm",
+    "output_norm": "norm",
+    **{f"{name}_proj": f"layers.0.self_attn.{name}_proj" for name in "qkvo"},
+    **{f"{name}_proj": f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Our modules by theirs."""
+SIZES = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias",
+)  # fmt: skip
+"""Keys of the layer, the same in both configs."""
+
+
+def _names(layer: LayerConfig) -> Iterator[tuple[str, str]]:
+    """Our tensors that they have too, and their names for them."""
+    for ours, theirs in NAMES.items():
+        yield f"{ours}.weight", f"{theirs}.weight"
+    if layer.norm_heads:
+        yield "query_norm.weight", "layers.0.self_attn.q_norm.weight"
+        yield "key_norm.weight", "layers.0.self_attn.k_norm.weight"
+    if layer.attention_bias:
+        yield from ((f"{name}_proj.bias", f"layers.0.self_attn.{name}_proj.bias") for name in "qkvo")
+
+
+def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
+    """The heads under their names; a vocabulary matrix of the base becomes the draft's own, times the heads' gain.
+
+    Args:
+        export: Attention heads that read layers of the base.
+        name: Of the format, for errors.
+    """
+    heads, layer = export.heads, export.heads.config.layer
+    assert layer is not None, "attention heads have one"
+    state, ids_V = heads.state_dict(), heads.draft_ids
+    tensors = {theirs: state[ours] for ours, theirs in _names(layer)}
+    if layer.norm_features and layer.norm_jointly:
+        tensors["input_norm.weight"] = state["feature_norm"].flatten()
+    elif layer.norm_features:
+        tensors |= {f"fc_norm.{index}.weight": norm.clone() for index, norm in enumerate(state["feature_norm"])}
+    if heads.lm_heads is not None:
+        tensors["lm_head.weight"] = state["lm_heads"][0]
+    else:
+        output = base_output(export, name)
+        rows = output if ids_V is None else output[ids_V.to(output.device)]
+        tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"]
+    if ids_V is not None:
+        tensors["d2t"] = ids_V - torch.arange(len(ids_V), device=ids_V.device)
+        known = torch.zeros(heads.config.vocab_size, dtype=torch.bool, device=ids_V.device)
+        tensors["t2d"] = known.index_fill_(0, ids_V, True)
+    return tensors
+
+
+def state_of(tensors: Mapping[str, Tensor], layer: LayerConfig, vocab_size: int) -> dict[str, Tensor]:
+    """The state dict of ``AttentionHeads`` from their tensors.
+
+    Embeddings are those of the base, and left out. Without an output layer, heads share the base's. Columns are put in
+    the order of tokens.
+
+    Raises:
+        KeyError: A tensor is missing.
+        ValueError: There are others than such a layer has.
+    """
+    known = {name.replace("midlayer.", "layers.0."): tensor.clone() for name, tensor in tensors.items()}
+    for base in ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
+        known.pop(base, None)
+    state = {ours: known.pop(theirs) for ours, theirs in _names(layer)}
+    if layer.norm_features:
+        layers = state["fusion.weight"].shape[1] // len(state["fusion.weight"])
+        if layer.norm_jointly:
+            state["feature_norm"] = known.pop("input_norm.weight").unflatten(0, (layers, -1))
+        else:
+            state["feature_norm"] = torch.stack([known.pop(f"fc_norm.{index}.weight") for index in range(layers)])
+    output, offsets_V = known.pop("lm_head.weight", None), known.pop("d2t", None)
+    if known:
+        raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not speak of")
+    if offsets_V is not None and len(offsets_V) < vocab_size:
+        state["draft_ids"], order_V = (torch.arange(len(offsets_V)) + offsets_V).sort()
+        output = None if output is None else output[order_V]
+    if output is None:
+        state["gain"] = torch.ones_like(state["output_norm.weight"])
+    else:
+        state["lm_heads"] = output[None]
+    return state
+
+
+def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[LayerConfig, PreTrainedConfig]:
+    """The layer that a config of transformers describes, and that config with its defaults.
+
+    Args:
+        values: Of the decoder.
+        norms: Options of ``LayerConfig`` that such a config does not know.
+
+    Raises:
+        ValueError: It is of a kind that heads here cannot be.
+    """
+    kind = values.get("model_type", "llama")
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"its layer is of the kind {kind!r}, and only 'llama' and 'qwen3' can be loaded")
+    config = AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"})
+    rope = config.rope_parameters or {}
+    for told, what in (
+        (config.num_hidden_layers != 1, f"{config.num_hidden_layers} layers"),
+        (config.hidden_act != "silu", f"the activation {config.hidden_act!r}"),
+        (getattr(config, "mlp_bias", False), "biases in its MLP"),
+        ("sliding_attention" in (getattr(config, "layer_types", None) or ()), "a sliding window"),
+        (values.get("target_hidden_size") not in (None, config.hidden_size), "a hidden size of its own"),
+        (
+            rope.get("rope_type") not in ROTARY or rope.get("partial_rotary_factor", 1.0) != 1.0,
+            f"positions of another kind ({rope.get('rope_type')})",
+        ),
+    ):
+        if told:
+            raise ValueError(f"it has {what}, which heads here cannot have")
+    bias = bool(config.attention_bias)
+    return LayerConfig.of(config, attention_bias=bias, norm_heads=kind == "qwen3", **norms), config
+
+
+def decoder_values(export: Export) -> dict[str, Any]:
+    """The layer as a config of transformers.
+
+    Positions go as far as the base's: engines do not draft behind ``max_position_embeddings``.
+    """
+    config, layer = export.heads.config, export.heads.config.layer
+    assert layer is not None, "attention heads have one"
+    context = export.base.context_length if export.base else 0
+    return {
+        "model_type": "qwen3" if layer.norm_heads else "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        **{name: getattr(layer, name) for name in SIZES},
+        "max_position_embeddings": max(context, layer.max_position_embeddings),
+        "rope_parameters": layer.rope_parameters,
+    }

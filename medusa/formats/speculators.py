@@ -1,0 +1,72 @@
+"""EAGLE-3 drafts as the ``speculators`` package writes them, for itself and for vLLM (``vllm serve DIR``).
+
+Source: speculators/models/eagle3 of 0.9, and vllm/transformers_utils/configs/speculators/algos.py of vLLM 0.32. The two
+take another value where ``norm_before_residual`` is not given: a config without it is refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from medusa.base.model import BaseModel
+from medusa.formats.base import Export
+from medusa.formats.eagle3 import DEFAULT_LAYERS, TAPS, Eagle3, Told, layers_read, norm_values
+from medusa.formats.eagle3_layer import decoder_values, tensors_of
+from medusa.formats.foreign import shape_values
+
+
+class Speculators(Eagle3):
+    """The same layer under a config of its own."""
+
+    name = "speculators"
+    summary = "the speculators package, and vLLM: vllm serve DIR"
+
+    def tensors(self, export: Export) -> dict[str, Tensor]:
+        """The weights, the base's embeddings among them: without these the package computes with any numbers."""
+        tensors, embeddings = tensors_of(export, self.name), _base(export).model.get_input_embeddings().weight
+        return tensors | {"embed_tokens.weight": embeddings.to(tensors["fc.weight"])}
+
+    def values(self, export: Export) -> dict[str, Any]:
+        """The config."""
+        config, shape = export.heads.config, shape_values(export)
+        verifier = {
+            "name_or_path": shape["base_model_name_or_path"],
+            "architectures": _base(export).model.config.architectures or [],
+        }
+        return norm_values(config) | {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": decoder_values(export),
+            "draft_vocab_size": config.output_size,
+            TAPS: layers_read(export),
+            "tie_word_embeddings": False,
+            "embed_requires_grad": False,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
+                "verifier": verifier,
+            },
+        }
+
+    def told(self, values: Mapping[str, Any]) -> Told:
+        """What a config says."""
+        if values.get("embed_requires_grad"):
+            raise ValueError("its embeddings were trained, and heads here read the base's")
+        if values.get("norm_before_residual") is None:
+            raise ValueError("its config does not say norm_before_residual, which vLLM then takes for true")
+        told, decoder = values["speculators_config"], values["transformer_layer_config"]
+        return Told(
+            decoder=decoder | {"target_hidden_size": values.get("target_hidden_size")},
+            norms=values,
+            layers=tuple(sorted(values.get(TAPS) or ())) or DEFAULT_LAYERS,
+            depth=told["proposal_methods"][0]["speculative_tokens"],
+            base=str(told["verifier"].get("name_or_path") or ""),
+        )
+
+
+def _base(export: Export) -> BaseModel:
+    if export.base is None:
+        raise ValueError("format 'speculators' ships the embeddings of the base and no base is given; give it too")
+    return export.base

@@ -1,0 +1,198 @@
+"""EAGLE-3 drafts: ours come back as they were, and those of others are read as the layer that they are."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa import HeadsConfig, MedusaModel, build_heads
+from medusa.formats import Export, export_heads, find_format, load_heads, refusal
+from medusa.heads.layer import LayerConfig
+from medusa.io.hub import is_model
+from tests.medusa.formats.stored import change_config
+from tests.medusa.test_model_drafter import tiny
+
+KINDS = {
+    "3": {"norm_features": False, "norm_output": False},
+    "3.1": {},
+    "joint": {"norm_jointly": True, "norm_output": False},
+    "qwen3": {"norm_features": False, "norm_heads": True, "norm_before_residual": True, "attention_bias": True},
+}
+FORMS = ("eagle3", "speculators")
+TEXT = [5, 6, 7, 9, 4]
+
+
+@pytest.fixture(scope="module")
+def base():
+    """Of nine layers."""
+    return tiny("llama", num_hidden_layers=9, dtype=torch.float32)
+
+
+@pytest.fixture
+def new_heads(base):
+    def new(kind="3", **options):
+        torch.manual_seed(1)
+        layer = LayerConfig.of(base.config, **KINDS[kind])
+        shape = {"architecture": "attention", "feature_layers": (2, 4, 6), "layer": layer, "own_lm_heads": True}
+        heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 4, **shape | options))
+        heads.init_from_base(base.lm_head_weight, base.last_norm)
+        for parameter in heads.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        if heads.draft_ids is not None:
+            heads.draft_ids.mul_(2).add_(3)
+        return heads.eval().requires_grad_(False)
+
+    return new
+
+
+def written(base, heads):
+    """What a text becomes, and in which steps."""
+    output = MedusaModel(base, heads).generate(TEXT, max_new_tokens=20, nodes=6, drafter="heads")
+    return output.tokens, output.steps, output.draft_tokens
+
+
+def stored(directory):
+    return load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+
+
+@pytest.mark.parametrize("part", [0, 20], ids=["whole", "part"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_round_trips_are_exact(base, new_heads, tmp_path, form, kind, part):
+    heads = new_heads(kind, draft_vocab_size=part)
+    export_heads(Export(heads, base), form, tmp_path)
+    loaded = load_heads(tmp_path)
+    assert find_format(tmp_path).name == form and not is_model(tmp_path)
+    assert dataclasses.replace(loaded.config, base="") == heads.config
+    assert loaded.state_dict().keys() == heads.state_dict().keys()
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    assert written(base, heads) == written(base, loaded)
+
+
+@pytest.mark.parametrize("part", [0, 20], ids=["whole", "part"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_base_s_output_layer_travels_along(base, new_heads, tmp_path, form, part):
+    heads = new_heads("3.1", own_lm_heads=False, draft_vocab_size=part)
+    export_heads(Export(heads, base), form, tmp_path)
+    tensors, config = stored(tmp_path)
+    ids = torch.arange(base.vocab_size)
+    if part:
+        ids = torch.arange(part) + tensors["d2t"]
+        assert torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
+    assert torch.equal(tensors["lm_head.weight"], base.lm_head_weight[ids] * heads.gain)
+    assert config["draft_vocab_size"] == len(ids)
+    assert ("d2t" in tensors) == bool(part)
+    assert written(base, heads) == written(base, load_heads(tmp_path))
+
+
+def test_layers_are_told_to_each_reader_in_its_own_way(base, new_heads, tmp_path):
+    key = "eagle_aux_hidden_state_layer_ids"
+    export_heads(Export(new_heads(feature_layers=(1, 4, 7)), base), "eagle3", tmp_path)
+    config = stored(tmp_path)[1]
+    assert config[key] == [1, 4, 7] and config["eagle_config"][key] == [0, 3, 6]
+    assert load_heads(tmp_path).config.feature_layers == (1, 4, 7)
+    change_config(tmp_path, **{key: None})
+    assert load_heads(tmp_path).config.feature_layers == (1, 4, 7)
+    change_config(tmp_path, eagle_config=None)
+    loaded = load_heads(tmp_path)
+    assert MedusaModel(base, loaded).heads.config.feature_layers == (2, 4, 6)
+    export_heads(Export(loaded, base), "speculators", tmp_path / "again")
+    assert stored(tmp_path / "again")[1][key] == [2, 4, 6]
+
+
+def test_drafts_reach_as_far_as_the_base(base, new_heads, tmp_path):
+    heads = new_heads()
+    heads = heads.with_config(layer=dataclasses.replace(heads.config.layer, max_position_embeddings=7))
+    export_heads(Export(heads, base), "eagle3", tmp_path)
+    assert stored(tmp_path)[1]["max_position_embeddings"] == base.context_length > 7
+
+
+def test_drafts_of_others(base, new_heads, tmp_path):
+    """Tokens in any order, an embedding, the older names of rotary positions and of the model, a pickle."""
+    heads = new_heads(draft_vocab_size=20)
+    export_heads(Export(heads, base), "eagle3", tmp_path)
+    tensors, config = stored(tmp_path)
+    mixed = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    ids = (torch.arange(20) + tensors["d2t"])[mixed]
+    tensors |= {"d2t": ids - torch.arange(20), "lm_head.weight": tensors["lm_head.weight"][mixed].contiguous()}
+    torch.save(tensors | {"embed_tokens.weight": torch.zeros(50, 32)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    for name in ("rope_parameters", "head_dim", "num_speculative_tokens", "fc_norm", "norm_before_residual"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    loaded = load_heads(tmp_path)
+    assert loaded.config.num_heads == 5
+    assert written(base, heads) == written(base, loaded.with_config(num_heads=4))
+
+
+def test_a_draft_without_an_output_layer_has_the_base_s(base, new_heads, tmp_path):
+    heads = new_heads(own_lm_heads=False)
+    heads.gain.fill_(1.0)
+    export_heads(Export(heads, base), "eagle3", tmp_path)
+    tensors, _ = stored(tmp_path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load_heads(tmp_path)
+    assert not loaded.config.own_lm_heads
+    assert written(base, heads) == written(base, loaded)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"feature_layers": ()}, "these read the last hidden state"),
+        ({"feature_layers": (4, 2, 6)}, "in rising order, and these heads read them in another"),
+        ({"architecture": "recurrent"}, "cannot hold heads of the architecture 'recurrent'"),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_they_cannot_hold_is_refused(new_heads, form, options, reason):
+    config = dataclasses.replace(new_heads().config, **options)
+    assert reason in refusal(form, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2}, "it has 2 layers"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu'"),
+        ({"mlp_bias": True}, "biases in its MLP"),
+        ({"target_hidden_size": 64}, "a hidden size of its own"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8}, "a sliding window"),
+        ({"model_type": "gemma"}, "of the kind 'gemma'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, r"positions .* \(dynamic\)"),
+        ({"fc_norm": True}, "'fc_norm.0.weight' is missing"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, "does not read 2 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "the base's embeddings as a layer"),
+    ],
+)
+def test_what_heads_cannot_be_is_refused(base, new_heads, tmp_path, changes, message):
+    export_heads(Export(new_heads(), base), "eagle3", tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=rf"EAGLE-3 draft .* cannot be loaded: .*{message}"):
+        load_heads(tmp_path)
+
+
+def test_tensors_that_nobody_spoke_of_are_refused(base, new_heads, tmp_path):
+    export_heads(Export(new_heads("qwen3"), base), "eagle3", tmp_path)
+    change_config(tmp_path, attention_bias=False)
+    with pytest.raises(ValueError, match=r"it holds layers.0.self_attn.k_proj.bias, .* which its config does not"):
+        load_heads(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed_requires_grad": True}, "its embeddings were trained"),
+        ({"norm_before_residual": None}, "does not say norm_before_residual"),
+        ({"speculators_config": None}, "is missing or wrong"),
+    ],
+)
+def test_speculators_configs_that_cannot_be_followed(base, new_heads, tmp_path, changes, message):
+    export_heads(Export(new_heads(), base), "speculators", tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path)
