@@ -23,6 +23,7 @@ from medusa.formats.native import fill_heads
 from medusa.formats.tensor_files import read_tensors, write_tensors
 from medusa.heads import DraftHeads, HeadsConfig
 
+MODELS = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 WEIGHTS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -100,21 +101,20 @@ class Eagle3(Format):
 
     def values(self, export: Export) -> dict[str, Any]:
         """The config."""
-        config, shape = export.heads.config, shape_values(export)
-        decoder = decoder_values(export)
-        rope, layers = decoder["rope_parameters"], layers_read(export)
+        config, decoder, layers = export.heads.config, decoder_values(export), layers_read(export)
+        rope = decoder["rope_parameters"]
         older = {"rope_theta": rope["rope_theta"]}  # who reads these keys does not read rope_parameters
         if rope["rope_type"] != "default":
             older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-        values = shape | decoder | older | norm_values(config) | {
-            "architectures": ["Eagle3Qwen3ForCausalLM" if decoder["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"],
+        own = {
+            "architectures": [MODELS[decoder["model_type"]]],
             "draft_vocab_size": config.output_size,
             TAPS: layers,
             "num_aux_hidden_states": len(layers),
             "eagle_config": {TAPS: [layer - 1 for layer in layers], "use_aux_hidden_state": True},
             DEPTH: config.num_heads,
-        }  # fmt: skip
-        return values
+        }
+        return shape_values(export) | decoder | older | norm_values(config) | own
 
     def told(self, values: Mapping[str, Any]) -> Told:
         """What a config says."""

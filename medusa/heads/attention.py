@@ -39,9 +39,10 @@ class AttentionHeads(DraftHeads):
 
     g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]), s = g_{k-1} (normed with ``norm_output``), and
     s = W [norm(h_1); ..; norm(h_n)] for the first head, h the outputs of the base's feature layers (the last hidden
-    state where there are none). ``LayerConfig`` has what drafts of others do otherwise. Keys and values are those of the first pass at all positions up to t, which read the
-    base's states, and of the passes between at t itself. A vocabulary matrix reads norm(g_k), the base's a multiple of
-    each of its numbers. Both branches start at 0, and W takes the last of the layers.
+    state where there are none). ``LayerConfig`` has what drafts of others do otherwise. Keys and values are those of
+    the first pass at all positions up to t, which read the base's states, and of the passes between at t itself. A
+    vocabulary matrix reads norm(g_k), the base's a multiple of each of its numbers. Both branches start at 0, and W
+    takes the last of the layers.
     """
 
     remembers = True

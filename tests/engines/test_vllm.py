@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa import BaseModel, DraftHeads, Tree, build_heads
+from medusa import BaseModel, DraftHeads, MedusaModel, SamplingParams, Speculation, Tree, build_heads
 from medusa.drafters import HeadsDrafter
 from medusa.engine.step import decode_step
 from medusa.formats import Export, export_heads, load_heads
@@ -29,6 +29,7 @@ MAX_NEW_TOKENS = 64
 DRAFTED = 3
 DRAFT_VOCABULARY = 256
 EXPORTS = ("vllm", "universal", "own-output-layers", "draft-vocabulary")
+ATTENTION = ("eagle3", "speculators")
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +67,33 @@ def prompts(answers: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def heads(answers: Path, directory: Path) -> DraftHeads:
+    return trained(answers, directory / "medusa", {"num_heads": DRAFTED}, lr=3e-3)
+
+
+@pytest.fixture(scope="module")
+def attention_heads(answers: Path, directory: Path) -> DraftHeads:
+    """Likewise, with the norms of EAGLE 3.1."""
+    shape = {"num_heads": DRAFTED, "architecture": "attention", "feature_layers": 3}
+    return trained(answers, directory / "attention", shape, lr=1e-3)
+
+
+def trained(answers: Path, directory: Path, shape: dict[str, Any], lr: float) -> DraftHeads:
     """Heads that know these very answers half by heart: often right, often wrong, and trained in seconds."""
     sections = {
-        "heads": {"num_heads": DRAFTED},
+        "heads": shape,
         "data": {"row_tokens": 256, "cache": str(directory / "rows")},
-        "optim": {"lr": 3e-3, "steps": 40, "rows_per_step": 4, "micro_rows": 4},
+        "optim": {"lr": lr, "steps": 40, "rows_per_step": 4, "micro_rows": 4},
     }
+    directory.mkdir()
     recipe = write_recipe(directory / "recipe.yaml", Path("embedded"), answers, sections)
     run(sys.executable, "-m", "train", "--recipe", recipe, "--recipe.run", directory / "run")
     return load_heads(directory / "run" / "heads")
 
 
 @pytest.fixture(scope="module")
-def exports(heads: DraftHeads, base: BaseModel, answers: Path, directory: Path) -> dict[str, Path]:
+def exports(
+    heads: DraftHeads, attention_heads: DraftHeads, base: BaseModel, answers: Path, directory: Path
+) -> dict[str, Path]:
     """The heads as vLLM reads them, in all shapes that it knows."""
     own = reshaped(heads, own_lm_heads=True)
     own.init_from_base(base.lm_head_weight)
@@ -89,9 +104,10 @@ def exports(heads: DraftHeads, base: BaseModel, answers: Path, directory: Path) 
     part = reshaped(heads, draft_vocab_size=DRAFT_VOCABULARY)
     part.draft_ids.copy_(torch.tensor(sorted(token for token, _ in frequent)))
     shapes = ((heads, "vllm"), (heads, "universal"), (own, "universal"), (part, "vllm"))
+    shapes += tuple((attention_heads, form) for form in ATTENTION)
     return {
         name: export_heads(Export(shape, base), form, directory / name)
-        for name, (shape, form) in zip(EXPORTS, shapes, strict=True)
+        for name, (shape, form) in zip((*EXPORTS, *ATTENTION), shapes, strict=True)
     }
 
 
@@ -102,7 +118,8 @@ def theirs(
     """What vLLM writes and accepts, plainly and with each export."""
     engines: dict[str, dict[str, Any]] = {"plain": {}}
     for name, path in exports.items():
-        speculative = {"method": "medusa", "model": str(path), "num_speculative_tokens": DRAFTED}
+        method = "eagle3" if name in ATTENTION else "medusa"
+        speculative = {"method": method, "model": str(path), "num_speculative_tokens": DRAFTED}
         engines[name] = {"speculative_config": speculative}
     # vLLM 0.32 forgets that it has read the token map: without this it refuses any draft vocabulary.
     engines["draft-vocabulary"]["model_loader_extra_config"] = {"enable_weights_track": False}
@@ -114,7 +131,7 @@ def theirs(
     return json.loads(result.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", [*EXPORTS, *ATTENTION])
 def test_the_text_is_that_of_plain_decoding(theirs: dict[str, Any], name: str) -> None:
     assert theirs[name]["tokens"] == theirs["plain"]["tokens"]
 
@@ -125,6 +142,16 @@ def test_as_many_draft_tokens_are_accepted_as_here(
 ) -> None:
     drafts, accepted = count_accepted(load_heads(exports[name]), base, prompts, theirs["plain"]["tokens"])
     assert min(accepted) > 50 and max(accepted) < 0.9 * drafts  # right and wrong often enough to tell heads apart
+    assert theirs[name]["drafts"] == pytest.approx(drafts, rel=0.05)
+    assert theirs[name]["accepted"] == pytest.approx(accepted, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_as_many_tokens_of_the_layer_are_accepted_as_here(
+    theirs: dict[str, Any], exports: dict[str, Path], base: BaseModel, prompts: list[list[int]], name: str
+) -> None:
+    drafts, accepted = count_steps(load_heads(exports[name]), base, prompts, theirs["plain"]["tokens"])
+    assert min(accepted) > 50 and max(accepted) < 0.95 * drafts
     assert theirs[name]["drafts"] == pytest.approx(drafts, rel=0.05)
     assert theirs[name]["accepted"] == pytest.approx(accepted, rel=0.05)
 
@@ -165,3 +192,19 @@ def count_accepted(
             lengths.update([len(new) - 1] if new else [])
     assert all(ours[: len(text) - 1] == text[1:] for ours, text in zip(written, texts, strict=True))
     return lengths.total(), [sum(lengths[n] for n in lengths if n >= least) for least in range(1, 1 + DRAFTED)]
+
+
+def count_steps(
+    heads: DraftHeads, base: BaseModel, prompts: Sequence[list[int]], texts: Sequence[list[int]]
+) -> tuple[int, list[int]]:
+    """As ``count_accepted``, of heads that remember; vLLM has their first drafts checked with the first token."""
+    batch, lengths = MedusaModel(base, heads).batch(), list[int]()
+    sampling, chain = SamplingParams(max_new_tokens=MAX_NEW_TOKENS), Tree.chain(DRAFTED)
+    requests = [batch.add(prompt, sampling, Speculation("heads", tree=chain)) for prompt in prompts]
+    while len(batch):
+        before = [len(request.output.tokens) for request in requests]
+        batch.step()
+        grown = [len(request.output.tokens) - length for request, length in zip(requests, before, strict=True)]
+        lengths += [new - 1 for new, length in zip(grown, before, strict=True) if new and length]
+    assert [request.output.tokens for request in requests] == list(texts)
+    return len(lengths), [sum(length >= least for length in lengths) for least in range(1, 1 + DRAFTED)]
