@@ -18,11 +18,9 @@ from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisi
 from medusa.cpu.fused import FusedLayer, UnusualBlockError
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
+from medusa.heads.decoder import Rotary, turned
 from medusa.heads.unrolled import Text
 from medusa.tree import Draft
-
-POSITIONS = 1024
-"""Rows of the table of angles at first; it doubles."""
 
 
 class Growth(NamedTuple):
@@ -78,7 +76,7 @@ class AttentionHeads(DraftHeads):
         self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
         for parameter in (*self.o_proj.parameters(), self.down_proj.weight):
             nn.init.zeros_(parameter)
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self.rotary = Rotary(layer)
 
     def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
         """Besides, what the vocabulary matrix reads starts at the scale of what the base's reads."""
@@ -188,8 +186,8 @@ class AttentionHeads(DraftHeads):
         query, key, value = (
             linear(both).unflatten(-1, (-1, self._layer.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cosines, sines = (table[positions_R, None] for table in self.angles(reach, query))
-        return _turned(self.query_norm(query), cosines, sines), _turned(self.key_norm(key), cosines, sines), value
+        angles = self.rotary.at(positions_R, reach, query)
+        return turned(self.query_norm(query), angles), turned(self.key_norm(key), angles), value
 
     def finish(self, state_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
         """The layer's output [R, D] behind its attention."""
@@ -198,16 +196,6 @@ class AttentionHeads(DraftHeads):
         normed_RD = self.mlp_norm(state_RD)
         out: Tensor = state_RD + self.down_proj(functional.silu(self.gate_proj(normed_RD)) * self.up_proj(normed_RD))
         return out
-
-    def angles(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of so many positions at least."""
-        known = self._angles
-        if known is None or len(known[0]) < reach or known[0].dtype != like.dtype or known[0].device != like.device:
-            positions = POSITIONS
-            while positions < reach:
-                positions *= 2
-            known = self._angles = self._layer.angles(positions, like)
-        return known
 
 
 class LayerMemory(Follower):
@@ -235,7 +223,7 @@ class LayerMemory(Follower):
         """A pass of the layer over rows of trees; on a CPU one call of C++."""
         heads = self._heads
         if self.fused is not None:
-            return self.fused(pool, plan, heads.angles(plan.kv_length, states_RD), states_RD)
+            return self.fused(pool, plan, heads.rotary.tables(plan.kv_length, states_RD), states_RD)
         embedded_RD = self._vocabulary.embed(plan.tokens).to(states_RD.dtype)
         query_RHd, key_RGd, value_RGd = heads.project(states_RD, embedded_RD, plan.positions, plan.kv_length)
         with pool.cache.running(plan) as cache:
@@ -260,9 +248,3 @@ def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayer | None:
         )  # fmt: skip
     except UnusualBlockError:
         return None
-
-
-def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Heads [R, heads, d] turned by their rows' positions."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat([-right, left], dim=-1) * sines

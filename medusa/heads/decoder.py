@@ -24,21 +24,25 @@ class Rotary:
         self._layer = layer
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def at(self, positions: Tensor, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., 1, d] of positions [...], in the dtype and on the device of ``like``.
-
-        Args:
-            positions: int64.
-            reach: Above all of them.
-            like: Floating point.
-        """
+    def tables(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, d] of at least so many positions, in the dtype and on the device of another."""
         known = self._tables
         if known is None or len(known[0]) < reach or known[0].dtype != like.dtype or known[0].device != like.device:
             rows = POSITIONS
             while rows < reach:
                 rows *= 2
             known = self._tables = self._layer.angles(rows, like)
-        cosines, sines = (table[positions].unsqueeze(-2) for table in known)
+        return known
+
+    def at(self, positions: Tensor, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, d] of positions [...].
+
+        Args:
+            positions: int64.
+            reach: Above all of them.
+            like: See ``tables``.
+        """
+        cosines, sines = (table[positions].unsqueeze(-2) for table in self.tables(reach, like))
         return cosines, sines
 
 
