@@ -3,7 +3,10 @@
 import asyncio
 import logging
 import math
+import os
+import signal
 import socket
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -72,3 +75,10 @@ class Server(uvicorn.Server):
         if self.force_exit:
             stopping.cancel()
         logger.info("ended")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal asks for the end; a second Ctrl-C is it, before every open connection reports a traceback."""
+        if self.should_exit and sig == signal.SIGINT:
+            logger.info("ended at once")
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)

@@ -91,3 +91,22 @@ def test_it_says_when_and_where_it_is_ready_and_ctrl_c_ends_it_in_good_order(spe
         rest = process.communicate(timeout=60)[1]
         assert process.returncode == (0 if ready else -signal.SIGINT)
         assert "Traceback" not in rest
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_busy_process_without_a_traceback(speaker, tmp_path):
+    heads = str(speaker.save_pretrained(tmp_path / "heads"))
+    command = [sys.executable, "-c", LAUNCH, "--heads", heads, "--port", "0", "--drain", "60", "--name", "small"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (found := re.search(r"ready at (http://\S+)", process.stderr.readline())):
+        assert process.poll() is None, "it ends before it is ready"
+    body = {"model": "small", "prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with suppress(httpx.HTTPError), httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        process.send_signal(signal.SIGINT)
+        while "Ctrl-C once more" not in process.stderr.readline():
+            assert process.poll() is None, "it ends at once"
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in rest
