@@ -183,7 +183,7 @@ class BlockMemory(Follower):
 
     def new_pool(self) -> BlockPool:
         """An empty cache."""
-        return BlockPool(self._heads.config.num_layers, self._device, owner=self)
+        return BlockPool(self._heads.config.num_layers, self._device)
 
     def states(self, hidden: Tensor) -> Tensor:
         """See ``BlockHeads.fuse``."""
