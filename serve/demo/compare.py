@@ -89,7 +89,11 @@ def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
 
 
 def medusa_engine(model: MedusaModel, max_new_tokens: int, **options: Any) -> Engine:
-    """Our decoding with these options of ``generate``, greedy without any; ``nodes=1`` is plain decoding."""
+    """Our decoding with these options of ``generate``, greedy without any; ``nodes=1`` is plain decoding.
+
+    All draw with the same seed, so that their texts can be compared.
+    """
+    options = {"seed": 0, **options}
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
         output = model.generate(prompt, max_new_tokens=max_new_tokens, **options)
