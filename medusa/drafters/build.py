@@ -161,7 +161,7 @@ def _early_exit(context: Context, nodes: int) -> Drafter:
 
 
 def _memory(parts: Parts) -> Sequence[Observer]:
-    return [parts.heads.memory] if parts.heads is not None and parts.heads.memory is not None else []
+    return parts.heads.observers if parts.heads is not None else []
 
 
 def _layer(parts: Parts) -> Sequence[Observer]:

@@ -85,7 +85,7 @@ class HeadsDrafter(Drafter):
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
         self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
         self.recordable = not heads.remembers and (tree is not None or not host_decides)
-        self.observers = [heads.memory] if heads.memory is not None else []
+        self.observers = heads.observers
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None

@@ -73,7 +73,7 @@ class SampledHeadsDrafter(Drafter):
         if not temperature > 0:
             raise ValueError(f"temperature ({temperature}) must be above 0 to draw drafts; raise it, or draft the best")
         self.recordable = not heads.remembers
-        self.observers = [heads.memory] if heads.memory is not None else []
+        self.observers = heads.observers
         self.heads, self.vocabulary, self.tree = heads, vocabulary, tree
         self.temperature, self.nodes = temperature, tree.nodes
         device = next(heads.parameters()).device

@@ -16,9 +16,11 @@ from torch.nn import functional
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisional
 from medusa.cpu.fused import FusedLayer, UnusualBlockError
-from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
+from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
-from medusa.heads.decoder import Rotary, turned
+from medusa.heads.decoder import turned
+from medusa.heads.documents import Documents
+from medusa.heads.remembering import RememberingHeads
 from medusa.heads.unrolled import Text
 from medusa.tree import Draft
 
@@ -32,7 +34,7 @@ class Growth(NamedTuple):
     out: Tensor
 
 
-class AttentionHeads(DraftHeads):
+class AttentionHeads(RememberingHeads):
     """Head k is the layer's k-th pass; g_k is its output, e_k the base's embedding of the k-th token after position t.
 
     g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]), s = g_{k-1} (normed with ``norm_output``), and
@@ -43,24 +45,11 @@ class AttentionHeads(DraftHeads):
     takes the last of the layers.
     """
 
-    remembers = True
-    one_output = True
-
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
-        if config.layer is None:
-            raise ValueError(
-                "heads' layer (None) must be given for the architecture attention; correct the heads' config"
-            )
-        self._layer = layer = config.layer
-        dim, inner, layers = config.hidden_size, layer.intermediate_size, len(config.feature_layers)
+        dim, layer = config.hidden_size, self._layer
         queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-        self.feature_norm = nn.Parameter(torch.ones(layers, dim)) if layers and layer.norm_features else None
-        if self.fusion is not None:
-            nn.init.eye_(self.fusion.weight[:, -dim:])
-        self.token_norm, self.state_norm, self.mlp_norm, self.output_norm = (
-            nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(4)
-        )
+        self.token_norm, self.state_norm, self.mlp_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(3))
         self.query_norm, self.key_norm = (
             nn.RMSNorm(layer.head_dim, layer.rms_norm_eps) if layer.norm_heads else nn.Identity() for _ in range(2)
         )
@@ -68,75 +57,38 @@ class AttentionHeads(DraftHeads):
         self.k_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
         self.v_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
         self.o_proj = nn.Linear(queries, dim, bias=layer.attention_bias)
-        self.gate_proj = nn.Linear(dim, inner, bias=False)
-        self.up_proj = nn.Linear(dim, inner, bias=False)
-        self.down_proj = nn.Linear(inner, dim, bias=False)
-        # The base's output layer reads numbers that its last norm multiplied, often far from 1: states that are handed
-        # down must not be. A matrix of the heads' own holds the factors.
-        self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
+        self.gate_proj = nn.Linear(dim, layer.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(dim, layer.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(layer.intermediate_size, dim, bias=False)
         for parameter in (*self.o_proj.parameters(), self.down_proj.weight):
             nn.init.zeros_(parameter)
-        self.rotary = Rotary(layer)
-
-    def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
-        """Besides, what the vocabulary matrix reads starts at the scale of what the base's reads."""
-        super().init_from_base(lm_head_weight, last_norm_D)
-        scaled = self.lm_heads if self.gain is None else self.gain
-        if last_norm_D is not None and scaled is not None:
-            with torch.no_grad():
-                scaled.mul_(last_norm_D)
 
     def join(self, vocabulary: Vocabulary) -> None:
         """The layer gets its cache."""
         super().join(vocabulary)
         self.memory = LayerMemory(self, vocabulary)
 
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """What the first pass reads [..., D] of the base's hidden states [..., F]."""
-        last, layers = self.split(hidden)
-        if self.fusion is None:
-            return last
-        if self.feature_norm is not None:
-            normed = layers.shape[-2 if self._layer.norm_jointly else -1 :]
-            layers = functional.rms_norm(layers, normed, eps=self._layer.rms_norm_eps) * self.feature_norm
-        fused: Tensor = self.fusion(layers.flatten(-2))
-        return fused
-
-    def forward(
-        self,
-        hidden_MF: Tensor,
-        path_MK: Tensor,
-        vocabulary: Vocabulary,
-        places_M: Tensor | None = None,
-        wanted_M: Tensor | None = None,
-    ) -> Tensor:
-        """Features [K, M, D] on the given path, at all positions of documents that do not see each other."""
-        if places_M is None:
-            places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
-        if wanted_M is None:
-            wanted_M = torch.ones_like(places_M, dtype=torch.bool)
-        text, state, features = Text(places_M, wanted_M), self.fuse(hidden_MF), []
-        rows, places_R = torch.arange(len(places_M), device=places_M.device), places_M
+    def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
+        """Pass by pass."""
+        text, state, features = Text(documents), state_MD, []
+        rows, places_R = torch.arange(len(state), device=state.device), documents.text_places
         for ahead, tokens_M in enumerate(path_MK.unbind(1)):
             embedded = vocabulary.embed(tokens_M[rows]).to(state.dtype)
-            query, key, value = self.project(state, embedded, places_R + ahead, text.longest + path_MK.shape[1])
+            query, key, value = self.project(state, embedded, places_R + ahead, documents.longest + path_MK.shape[1])
             if not ahead:  # keys and values of all positions are there: passes go on where it is wanted
-                rows, query, state, places_R = text.wanted, query[text.wanted], state[text.wanted], text.places
+                rows, places_R = documents.wanted, documents.places
+                query, state = query[rows], state[rows]
             text.keys.append(key)
             text.values.append(value)
             out = self.finish(state, text.attend(query))
             normed = self.output_norm(out)
             features.append(self.scaled(normed))
             state = self.handed_down(out, normed)
-        features_KRD = torch.stack(features)
-        shape = (len(features), len(places_M), features_KRD.shape[2])
-        return features_KRD.new_zeros(shape).index_copy(1, text.wanted, features_KRD)
+        return torch.stack(features)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Growth:
         """The roots' own rows, computed from what the base has committed."""
-        if self.memory is None or not sequences:
-            raise ValueError("attention heads draft behind what is cached of a text; decode with MedusaModel or Batch")
-        own, out_BD = self.memory.read(sequences)
+        own, out_BD = self.remembered(sequences)
         nothing_B1 = torch.zeros(len(own), 1, dtype=torch.int64, device=out_BD.device)
         return Growth(own, nothing_B1, nothing_B1, out_BD[:, None])
 
@@ -162,10 +114,6 @@ class AttentionHeads(DraftHeads):
             plan = plan_pass([(draft, tree.own)], self.memory.attention, computed=computed)
         out_RD = self.memory.run(tree.own[0].pool, plan, states_BmD.flatten(0, 1))
         return Growth(tree.own, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
-
-    def scaled(self, normed: Tensor) -> Tensor:
-        """What a vocabulary matrix reads of the normed output."""
-        return normed if self.gain is None else normed * self.gain
 
     def handed_down(self, out: Tensor, normed: Tensor) -> Tensor:
         """What the next pass reads of the layer's output."""

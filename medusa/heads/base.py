@@ -164,6 +164,11 @@ class DraftHeads(nn.Module, ABC):
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)
 
+    @property
+    def observers(self) -> list[Follower]:
+        """What must see all that the base commits: the memory of frozen heads that remember."""
+        return [] if self.memory is None else [self.memory]
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """The hidden state [..., D] that heads start from, out of the base's [..., F]; fresh heads take its first D.
 

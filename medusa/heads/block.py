@@ -19,10 +19,12 @@ from medusa.attention import Scoring, TreePlan, attend
 from medusa.attention.contract import BlockTable
 from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass
 from medusa.cpu.native import LinearFunction, native_linear
-from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
+from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
-from medusa.heads.decoder import DecoderLayer, Rotary
+from medusa.heads.decoder import DecoderLayer
+from medusa.heads.documents import Documents
 from medusa.heads.markov import behind_output
+from medusa.heads.remembering import RememberingHeads
 from medusa.tree import Draft
 
 
@@ -33,7 +35,7 @@ class Beginning(NamedTuple):
     state: Tensor
 
 
-class BlockHeads(DraftHeads):
+class BlockHeads(RememberingHeads):
     """Head k's feature is ``norm(x_k) + Q P e_k``; x_k is row k of the block behind position t, through all layers.
 
     x_k starts as ``s + W norm(e_1) + d_k``: s fuses the outputs of the base's feature layers at t (the last hidden
@@ -48,37 +50,18 @@ class BlockHeads(DraftHeads):
         up: [D, R] Q.
     """
 
-    remembers = True
-    one_output = True
-
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
-        if config.layer is None:
-            raise ValueError("heads' layer (None) must be given for the architecture block; correct the heads' config")
-        self._layer = layer = config.layer
-        dim, taps, rank = config.hidden_size, len(config.feature_layers), config.rank
-        self.feature_norm = nn.Parameter(torch.ones(taps, dim)) if taps and layer.norm_features else None
-        if self.fusion is not None:
-            nn.init.eye_(self.fusion.weight[:, -dim:])
-        self.text_norm, self.root_norm, self.output_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(3))
+        dim, rank, layer = config.hidden_size, config.rank, self._layer
+        self.text_norm, self.root_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
         self.root_proj = nn.Linear(dim, dim, bias=False)
         nn.init.zeros_(self.root_proj.weight)
         self.depths = nn.Parameter(torch.zeros(config.num_heads, dim))
         layers = nn.ModuleList(DecoderLayer(dim, layer) for _ in range(config.num_layers))
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
-        self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
         self.down = nn.Parameter(torch.empty(rank, dim).uniform_(-1, 1) / math.sqrt(dim))
         self.up = nn.Parameter(torch.zeros(dim, rank))
-        self.rotary = Rotary(layer)
         self._low_rank: tuple[LinearFunction, LinearFunction] | None = None  # P and W Q of frozen heads
-
-    def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
-        """Besides, what the vocabulary matrix reads starts at the scale of what the base's reads."""
-        super().init_from_base(lm_head_weight, last_norm_D)
-        scaled = self.lm_heads if self.gain is None else self.gain
-        if last_norm_D is not None and scaled is not None:
-            with torch.no_grad():
-                scaled.mul_(last_norm_D)
 
     def join(self, vocabulary: Vocabulary) -> None:
         """Besides, the layers get their cache, and the correction has the output layer behind it."""
@@ -86,16 +69,6 @@ class BlockHeads(DraftHeads):
         self.memory = BlockMemory(self, vocabulary)
         if self.lm_heads is not None or vocabulary.linear:
             self._low_rank = native_linear(self.down), native_linear(behind_output(self, self.up, vocabulary))
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """s [..., D] of the base's hidden states [..., F]."""
-        last, layers = self.split(hidden)
-        if self.fusion is None:
-            return last
-        if self.feature_norm is not None:
-            layers = functional.rms_norm(layers, layers.shape[-1:], eps=self._layer.rms_norm_eps) * self.feature_norm
-        fused: Tensor = self.fusion(layers.flatten(-2))
-        return fused
 
     def rows(self, state_RD: Tensor, roots_R: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The blocks' rows [R, K, D] in front of the layers, from s and the tokens behind it."""
@@ -105,47 +78,30 @@ class BlockHeads(DraftHeads):
 
     def finish(self, x: Tensor) -> Tensor:
         """What a vocabulary matrix reads [..., D] of rows behind the layers, but for the correction."""
-        normed: Tensor = self.output_norm(x)
-        return normed if self.gain is None else normed * self.gain
+        return self.scaled(self.output_norm(x))
 
     def correction(self, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
         """[..., D]: Q P e of the tokens [...] just before."""
         embedded = unit_embeddings(tokens, vocabulary, self.down.dtype)
         return functional.linear(functional.linear(embedded, self.down), self.up)
 
-    def forward(
-        self,
-        hidden_MF: Tensor,
-        path_MK: Tensor,
-        vocabulary: Vocabulary,
-        places_M: Tensor | None = None,
-        wanted_M: Tensor | None = None,
-    ) -> Tensor:
-        """Features [K, M, D] on the given path: every position that is wanted is the anchor of a block of its own."""
-        if places_M is None:
-            places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
-        if wanted_M is None:
-            wanted_M = torch.ones_like(places_M, dtype=torch.bool)
-        anchors_R, ahead_K = wanted_M.nonzero()[:, 0], torch.arange(path_MK.shape[1], device=places_M.device)
-        state_MD, places_RK = self.fuse(hidden_MF), places_M[anchors_R, None] + 1 + ahead_K
-        text_MD, documents = self.text_norm(state_MD), _Documents(places_M, wanted_M)
+    def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
+        """Every position that is wanted is the anchor of a block of its own."""
+        anchors_R, ahead_K = documents.wanted, torch.arange(path_MK.shape[1], device=state_MD.device)
+        text_MD, places_RK = self.text_norm(state_MD), documents.places[:, None] + 1 + ahead_K
         x_RKD = self.rows(state_MD[anchors_R], path_MK[anchors_R, 0], vocabulary)
         reach = documents.longest + path_MK.shape[1]
-        of_text, of_rows = (self.rotary.at(places, reach, x_RKD) for places in (places_M, places_RK))
+        of_text, of_rows = (self.rotary.at(places, reach, x_RKD) for places in (documents.text_places, places_RK))
         for layer in self.layers:
             normed_RKD = layer.input_norm(x_RKD)
             text, block = layer.key_value(text_MD, of_text), layer.key_value(normed_RKD, of_rows)
-            x_RKD = layer.finish(x_RKD, documents.attend(layer.query(normed_RKD, of_rows), *block, *text))
+            x_RKD = layer.finish(x_RKD, _attend(documents, layer.query(normed_RKD, of_rows), *block, *text))
         features_RKD = self.finish(x_RKD) + self.correction(path_MK[anchors_R], vocabulary)
-        features_KRD = features_RKD.transpose(0, 1)
-        shape = (len(features_KRD), len(places_M), features_KRD.shape[2])
-        return features_KRD.new_zeros(shape).index_copy(1, anchors_R, features_KRD)
+        return features_RKD.transpose(0, 1)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Beginning:
         """What the base has committed, in the layers' cache."""
-        if self.memory is None or not sequences:
-            raise ValueError("block heads draft behind what is cached of a text; decode with MedusaModel or Batch")
-        return Beginning(*self.memory.read(sequences))
+        return Beginning(*self.remembered(sequences))
 
     def level(
         self, head: int, state: Beginning | Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
@@ -224,33 +180,16 @@ class BlockMemory(Follower):
         return x_RD.view(batch, depths, -1)
 
 
-class _Documents:
-    """Which positions of several documents in a row belong together.
-
-    Args:
-        places_M: Of all positions, each document's counted from 0.
-        wanted_M: Where blocks begin.
-
-    Attributes:
-        longest: Positions of the longest document.
-    """
-
-    def __init__(self, places_M: Tensor, wanted_M: Tensor) -> None:
-        begins = [0, *(places_M[1:] == 0).nonzero()[:, 0].add(1).tolist()]
-        self._lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
-        self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
-        self._places_R, self.longest = places_M[wanted_M], max(self._lengths)
-
-    def attend(
-        self, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_MGd: Tensor, value_MGd: Tensor
-    ) -> Tensor:
-        """[R, K, H, d]: blocks see the text of their document up to their anchors, and themselves."""
-        blocks = [rows.split(self._counts) for rows in (self._places_R, query_RKHd, key_RKGd, value_RKGd)]
-        texts = [rows.split(self._lengths) for rows in (key_MGd, value_MGd)]
-        return torch.cat([_attend(*parts) for parts in zip(*blocks, *texts, strict=True)])
-
-
 def _attend(
+    documents: Documents, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_MGd: Tensor, value_MGd: Tensor
+) -> Tensor:
+    """[R, K, H, d]: blocks see the text of their document up to their anchors, and themselves."""
+    blocks = documents.of_wanted(documents.places, query_RKHd, key_RKGd, value_RKGd)
+    texts = documents.of_text(key_MGd, value_MGd)
+    return torch.cat([_attend_one(*block, *text) for block, text in zip(blocks, texts, strict=True)])
+
+
+def _attend_one(
     places_R: Tensor, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_LGd: Tensor, value_LGd: Tensor
 ) -> Tensor:
     """The same of one document."""

@@ -7,38 +7,32 @@ positions of a document.
 import torch
 from torch import Tensor
 
+from medusa.heads.documents import Documents
+
 
 class Text:
     """What unrolled passes see: of the first one all positions up to their own, of later ones their own alone.
 
     Args:
-        places_M: Of all positions of some documents, each counted from 0.
-        wanted_M: Where passes go on.
+        documents: Of all positions; passes go on where heads guess.
 
     Attributes:
-        wanted: int64 [R], these positions.
-        places: [R].
-        longest: Positions of the longest document.
         keys: [M, G, d] of the first pass, [R, G, d] of each later one.
         values: Likewise.
     """
 
-    def __init__(self, places_M: Tensor, wanted_M: Tensor) -> None:
-        begins = [0, *(places_M[1:] == 0).nonzero()[:, 0].add(1).tolist()]
-        self._lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(places_M)], strict=True)]
-        self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
-        self.wanted, self.longest = wanted_M.nonzero()[:, 0], max(self._lengths)
-        self.places = places_M[self.wanted]
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
         self.keys, self.values = list[Tensor](), list[Tensor]()
 
     def attend(self, query_RHd: Tensor) -> Tensor:
         """[R, H, d] for queries of the latest pass; each document by itself."""
-        texts = zip(self.keys[0].split(self._lengths), self.values[0].split(self._lengths), strict=True)
-        rows = [tensor.split(self._counts) for tensor in (query_RHd, self.places, *self.keys[1:], *self.values[1:])]
+        texts = self._documents.of_text(self.keys[0], self.values[0])
+        rows = self._documents.of_wanted(query_RHd, self._documents.places, *self.keys[1:], *self.values[1:])
         passes = len(self.keys) - 1
         return torch.cat([
-            _attend(query, places, *text, own[:passes], own[passes:])
-            for text, (query, places, *own) in zip(texts, zip(*rows, strict=True), strict=True)
+            _attend(query, places, key, value, own[:passes], own[passes:])
+            for (key, value), (query, places, *own) in zip(texts, rows, strict=True)
         ])  # fmt: skip
 
 

@@ -1,0 +1,107 @@
+"""What heads with a KV cache of their own have in common; the layers behind it are each architecture's own.
+
+Legend: M positions, R of them that are wanted, K heads, D hidden size, F width of the base's hidden states, B
+sequences.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from medusa.cache import CachedSequence
+from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
+from medusa.heads.decoder import Rotary
+from medusa.heads.documents import Documents
+
+
+class RememberingHeads(DraftHeads):
+    """Heads that fuse the outputs of the base's feature layers, see the text before a position, and end in a norm.
+
+    Fresh ones take the last of the layers. A vocabulary matrix reads the normed output; the base's, a multiple of each
+    of its numbers: those that it reads of the base were multiplied by the last norm, often far from 1.
+    """
+
+    remembers = True
+    one_output = True
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        if config.layer is None:
+            name = config.architecture
+            raise ValueError(
+                f"heads' layer (None) must be given for the architecture {name}; correct the heads' config"
+            )
+        self._layer = layer = config.layer
+        dim, taps = config.hidden_size, len(config.feature_layers)
+        self.feature_norm = nn.Parameter(torch.ones(taps, dim)) if taps and layer.norm_features else None
+        if self.fusion is not None:
+            nn.init.eye_(self.fusion.weight[:, -dim:])
+        self.output_norm = nn.RMSNorm(dim, layer.rms_norm_eps)
+        self.gain = nn.Parameter(torch.ones(dim)) if self.lm_heads is None else None
+        self.rotary = Rotary(layer)
+
+    @abstractmethod
+    def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
+        """Features [K, R, D] on the given path, where they are wanted.
+
+        Args:
+            state_MD: What ``fuse`` gives.
+            path_MK: See ``forward``.
+            vocabulary: Embeds tokens.
+            documents: Of the M positions.
+        """
+
+    def forward(
+        self,
+        hidden_MF: Tensor,
+        path_MK: Tensor,
+        vocabulary: Vocabulary,
+        places_M: Tensor | None = None,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """Features [K, M, D] on the given path, at all positions of documents that do not see each other."""
+        if places_M is None:
+            places_M = torch.arange(len(hidden_MF), device=hidden_MF.device)
+        if wanted_M is None:
+            wanted_M = torch.ones_like(places_M, dtype=torch.bool)
+        documents = Documents(places_M, wanted_M)
+        features_KRD = self.drafted(self.fuse(hidden_MF), path_MK, vocabulary, documents)
+        shape = (len(features_KRD), len(hidden_MF), features_KRD.shape[2])
+        return features_KRD.new_zeros(shape).index_copy(1, documents.wanted, features_KRD)
+
+    def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
+        """Besides, what the vocabulary matrix reads starts at the scale of what the base's reads."""
+        super().init_from_base(lm_head_weight, last_norm_D)
+        scaled = self.lm_heads if self.gain is None else self.gain
+        if last_norm_D is not None and scaled is not None:
+            with torch.no_grad():
+                scaled.mul_(last_norm_D)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """What the layers start from [..., D] of the base's hidden states [..., F]."""
+        last, layers = self.split(hidden)
+        if self.fusion is None:
+            return last
+        if self.feature_norm is not None:
+            normed = layers.shape[-2 if self._layer.norm_jointly else -1 :]
+            layers = functional.rms_norm(layers, normed, eps=self._layer.rms_norm_eps) * self.feature_norm
+        fused: Tensor = self.fusion(layers.flatten(-2))
+        return fused
+
+    def scaled(self, normed: Tensor) -> Tensor:
+        """What a vocabulary matrix reads of the normed output."""
+        return normed if self.gain is None else normed * self.gain
+
+    def remembered(self, sequences: Sequence[CachedSequence]) -> tuple[list[CachedSequence], Tensor]:
+        """The layers' sequences beside the base's, and the outputs [B, D] at the last positions.
+
+        Raises:
+            ValueError: They are not frozen, or nothing is cached.
+        """
+        if self.memory is None or not sequences:
+            name = self.config.architecture
+            raise ValueError(f"{name} heads draft behind what is cached of a text; decode with MedusaModel or Batch")
+        return self.memory.read(sequences)
