@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data.mixture import Mixture, MixtureSource
-from data.overlap import Overlap
+from data.overlap import Overlap, as_whole
 
 KEPT = "kept"
 COLUMNS = (KEPT, "duplicate", "evaluation", "held out", "too long", "long", "beyond most")
@@ -55,7 +55,7 @@ class Mixer:
         self, mixture: Mixture, directory: Path, evaluations: Iterable[str], length: Callable[[str], int], seed: int = 0
     ) -> None:
         self._mixture, self._directory, self._length, self._seed = mixture, directory, length, seed
-        self._evaluations, self._heldout, self._seen = Overlap(evaluations), Overlap(), Overlap()
+        self._evaluations, self._heldout, self._seen = Overlap(evaluations), Overlap(), set[int]()
         self.counts: dict[str, Counter[str]] = {}
         """What became of each source's prompts, by `COLUMNS`."""
 
@@ -79,7 +79,7 @@ class Mixer:
             outcome, tokens = self._judged(text, source, counts)
             counts[outcome] += 1
             if outcome == KEPT:
-                self._seen.add(text)
+                self._seen.add(as_whole(text))
                 if source.heldout:
                     self._heldout.add(text)
                 yield Conversation(turns, source.name, source.kind, tokens)
@@ -88,7 +88,7 @@ class Mixer:
         """What becomes of a prompt, and its tokens where they were counted."""
         if source.most and counts[KEPT] >= source.most:
             return "beyond most", 0
-        if self._seen.holds(text):
+        if as_whole(text) in self._seen:
             return "duplicate", 0
         if text in self._evaluations:
             return "evaluation", 0

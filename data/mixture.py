@@ -10,7 +10,7 @@ from typing import Any, get_origin
 import yaml
 
 from data.files import file_records
-from data.shapes import conversation, present
+from data.shapes import present, questions
 
 FIELD = re.compile(r"\{(\w+)\}")
 SENTENCE = "# text = "
@@ -51,7 +51,7 @@ class MixtureSource:
             for place, record in _records(file):
                 if self.asks:
                     yield [_filled(self.asks[number % len(self.asks)], record, place)]
-                elif said := [turn["content"] for turn in _turns(record) if turn["role"] == "user"]:
+                elif said := [turn["content"] for turn in questions(record) or () if turn["role"] == "user"]:
                     yield said
                 else:
                     raise ValueError(f"{place}: nobody asks in it; give its source (asks)")
@@ -121,11 +121,6 @@ def _made(kind: type[Any], given: Any, place: str) -> Any:
         if not isinstance(value, YAML_TYPES[plain]):
             raise ValueError(f"{place}: {name} ({value!r:.60}) must be {YAML_TYPES[plain]}; correct it")
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-
-
-def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a conversation, or of a question without an answer."""
-    return conversation(record) or conversation({"response": "", "output": "", **present(record)}) or []
 
 
 def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

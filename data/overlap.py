@@ -28,17 +28,18 @@ class Overlap:
     def add(self, text: str) -> None:
         """One more text."""
         words = WORD.findall(text.lower())
-        self._whole.add(hash(tuple(words)))
+        self._whole.add(as_whole(text))
         self._grams.update(_grams(words))
 
     def __contains__(self, text: str) -> bool:
         """Whether it is one of the texts, or shares ``WORDS`` words in a row with one."""
         words = WORD.findall(text.lower())
-        return hash(tuple(words)) in self._whole or any(gram in self._grams for gram in _grams(words))
+        return as_whole(text) in self._whole or any(gram in self._grams for gram in _grams(words))
 
-    def holds(self, text: str) -> bool:
-        """Whether it is one of the texts as a whole, but for case and punctuation."""
-        return hash(tuple(WORD.findall(text.lower()))) in self._whole
+
+def as_whole(text: str) -> int:
+    """Equal for texts that are the same but for case and punctuation."""
+    return hash(tuple(WORD.findall(text.lower())))
 
 
 def _grams(words: list[str]) -> Iterator[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from data.chat import NoAnswerError
 from data.exchange import Message, Prompt, named
-from data.shapes import conversation, present
+from data.shapes import questions
 from data.sources import Source
 from data.stdlib import Split, chat_pairs, completion_prompts
 from medusa import MedusaModel
@@ -76,8 +76,7 @@ def asked(record: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
     Raises:
         ValueError: It is no conversation, or nobody asks in it (NoAnswerError).
     """
-    # A pair's question is a prompt without the answer, too.
-    turns = conversation(record) or conversation({"response": "", "output": "", **present(record)})
+    turns = questions(record)
     if turns is None:
         raise ValueError("no prompt; give messages that begin with a user turn, or prompt")
     if not (found := _questions(turns)):

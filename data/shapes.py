@@ -56,6 +56,18 @@ def conversation(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return found
 
 
+def questions(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The turns of a conversation whose answers may be missing: a pair's question is one without the answer, too.
+
+    Returns:
+        The turns; None where the record holds none of the known keys.
+
+    Raises:
+        ValueError: See ``conversation``.
+    """
+    return conversation(record) or conversation({"response": "", "output": "", **present(record)})
+
+
 def _pair(record: Mapping[str, Any], question: str, answer: str) -> list[Any]:
     asked, said = record[question], record[answer]
     if question == "instruction" and record.get("input"):
