@@ -106,7 +106,7 @@ class Block:
         assert self._hidden_MF is not None
         device, positions = self._hidden_MF.device, self.positions
         batch = (
-            self._hidden_MF[index_M].float(),
+            self._hidden_MF[index_M, :].float(),
             positions.path[start + index_M].to(device),
             positions.targets[start + index_M, 1:].to(device),
         )
@@ -116,7 +116,7 @@ class Block:
         num_heads = positions.path.shape[1]
         ahead_MK = index_M[:, None] + torch.arange(1, num_heads + 1)
         teachers, teacher_MK = ahead_MK.clamp(max=len(self._hidden_MF) - 1).unique(return_inverse=True)
-        teacher_UD = self._hidden_MF[teachers][:, : self._hidden_size].float()
+        teacher_UD = self._hidden_MF[teachers, : self._hidden_size].float()
         return MicroBatch(*batch, teacher_UD, teacher_MK.to(device), places_M)
 
 

@@ -61,8 +61,8 @@ class Gathered(Protocol):
     def __len__(self) -> int:
         """M."""
 
-    def __getitem__(self, index_N: Tensor, /) -> Tensor:
-        """The states [N, F] of some positions, int64 [N]."""
+    def __getitem__(self, at: tuple[Tensor, slice], /) -> Tensor:
+        """Some of the states' numbers [N, f] at some positions, int64 [N]."""
 
 
 class HiddenStates(Protocol):

@@ -198,15 +198,16 @@ class Mapped:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index_N: Tensor) -> Tensor:
+    def __getitem__(self, at: tuple[Tensor, slice]) -> Tensor:
+        index_N, numbers = at
         part_N = torch.searchsorted(self._ends, index_N, right=True)
         order_N = part_N.argsort(stable=True)
         touched, counts = part_N[order_N].unique_consecutive(return_counts=True)
-        taken_NF = torch.empty(len(index_N), self._parts[0].shape[1], dtype=self._parts[0].dtype)
+        taken_Nf = self._parts[0].new_empty(len(index_N), self._parts[0][:0, numbers].shape[1])
         for part, places in zip(touched.tolist(), order_N.split(counts.tolist()), strict=True):
             states = self._parts[part]
-            taken_NF[places] = states[index_N[places] - int(self._ends[part]) + len(states)]
-        return taken_NF.to(self.device)
+            taken_Nf[places] = states[index_N[places] - int(self._ends[part]) + len(states), numbers]
+        return taken_Nf.to(self.device)
 
 
 @lru_cache(maxsize=64)
