@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# medusa-serve on a machine with an NVIDIA GPU: torch's wheels bring CUDA, the host brings the driver.
+# medusa serve on a machine with an NVIDIA GPU: torch's wheels bring CUDA, the host brings the driver.
 #   docker build -t medusa .
 #   docker run --gpus all -p 127.0.0.1:8000:8000 -v medusa:/home/medusa medusa --base smollm2
 FROM python:3.12-slim
@@ -18,8 +18,10 @@ WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt ".[serve,smollm2]"
 COPY medusa medusa
+COPY benchmarks benchmarks
 COPY data data
 COPY serve serve
+COPY train train
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps .
 
 USER 1000
@@ -28,5 +30,5 @@ VOLUME /home/medusa
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["medusa-serve", "--host", "0.0.0.0"]
+ENTRYPOINT ["medusa", "serve", "--host", "0.0.0.0"]
 CMD ["--base", "smollm2"]

@@ -101,28 +101,10 @@ setup() (
 
 run() { setup; exec "$PY" "$@"; }
 
-train() {
-    setup
-    case " $* " in *" -h "* | *" --help "* | *" --check "*) run -m train "$@" ;; esac
-    "$PY" -m train --check "$@" # wrong use ends here, with one message and status 2
-    local nproc cores rendezvous=(--standalone)
-    read -r nproc cores < <(
-        "$PY" -c 'import torch; from medusa.clock import cores; print(torch.cuda.device_count() or 1, cores())'
-    )
-    nproc=${NPROC:-$nproc}
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
-    if [ "${NNODES:-1}" != 1 ]; then
-        if [ -z "${MASTER_ADDR:-}" ]; then say "NNODES=$NNODES needs MASTER_ADDR, the machine with NODE_RANK=0" && exit 2; fi
-        rendezvous=(--node_rank "${NODE_RANK:-0}" --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
-    fi
-    run -m train.launch --nproc_per_node "$nproc" --nnodes "${NNODES:-1}" "${rendezvous[@]}" \
-        --log_dir "$CACHE/torchrun" -m train "$@"
-}
-
 # Without a network there may be no .venv: then the machine's own Python runs it, with its own torch.
 gpu_check() {
     if [ -z "${MEDUSA_PYTHON:-}" ] && ! ready; then PY=$(find_python); fi
-    exec "$PY" -m benchmarks.gpu "$@"
+    exec "$PY" -m medusa.benchmarks.gpu "$@"
 }
 
 cd "$ROOT"
@@ -131,16 +113,8 @@ shift $(($# > 0))
 case $command in
     help | -h | --help) usage ;;
     setup) setup ;;
-    demo) run -m serve.demo "$@" ;;
     test) run -m pytest -n auto --maxprocesses 8 --dist loadfile "$@" ;; # later arguments win: -n 0 for one process
-    data) run -m data "$@" ;;
-    train) train "$@" ;;
-    report) run -m train.report "$@" ;;
-    study) run -m benchmarks.study "$@" ;;
-    chat) run -m serve.chat "$@" ;;
-    serve) run -m serve.server "$@" ;;
-    export) run -m medusa "$@" ;;
-    bench) run -m benchmarks "$@" ;;
+    demo | chat | serve | data | train | report | study | export | bench) run -m medusa "$command" "$@" ;;
     gpu-check) gpu_check "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

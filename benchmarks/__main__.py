@@ -1,12 +1,12 @@
-"""``medusa-bench``: what a decode step costs on this machine, beside what it could cost at best."""
+"""``medusa bench``: what a decode step costs on this machine, beside what it could cost at best."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.arguments import build_parser
-from data.arguments import exit_status, show_messages
+from medusa.benchmarks.arguments import build_parser
+from medusa.data.arguments import exit_status, show_messages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_messages()
 
     def run() -> None:
-        from benchmarks.accept.command import accept  # imports torch, which help and wrong use do without
-        from benchmarks.run.command import run as compare
-        from benchmarks.run.command import tune
-        from benchmarks.step.command import attention, step
+        from medusa.benchmarks.accept.command import accept  # imports torch, which help and wrong use do without
+        from medusa.benchmarks.run.command import run as compare
+        from medusa.benchmarks.run.command import tune
+        from medusa.benchmarks.step.command import attention, step
 
         for name in ("json", "picture", "markdown", "out"):
             if path := getattr(options, name, None):

@@ -1,11 +1,11 @@
-"""The command line of ``medusa-bench``; flags that other commands have too mean the same there."""
+"""The command line of ``medusa bench``; flags that other commands have too mean the same there."""
 
 import argparse
 
-from data import EMBEDDED
-from data.arguments import at_least
+from medusa.data import EMBEDDED
+from medusa.data.arguments import at_least
 from medusa.sampling import sources
-from serve.model_options import ATTENTION
+from medusa.serve.model_options import ATTENTION
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTIONS = "a question file of Spec-Bench or MT-bench, or JSON lines of prompt; --count questions of each category"
@@ -13,11 +13,11 @@ ARCHITECTURES = ("recurrent", "medusa", "markov", "hydra", "attention", "block")
 EPILOG = """\
 OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is measured alternately in one run.
 
-  medusa-bench tune --drafters hybrid,heads,prompt-lookup --out tuned.json
-  medusa-bench run --batch 1,8 --temperature 0 0.8 --picture run.png
-  medusa-bench run --shape llama-1b --peers peers
-  medusa-bench accept --questions question.jsonl --count 4 --drafters heads,hybrid --picture accept.png
-  medusa-bench step --shape qwen3-0.6b --json step.json --picture step.png
+  medusa bench tune --drafters hybrid,heads,prompt-lookup --out tuned.json
+  medusa bench run --batch 1,8 --temperature 0 0.8 --picture run.png
+  medusa bench run --shape llama-1b --peers peers
+  medusa bench accept --questions question.jsonl --count 4 --drafters heads,hybrid --picture accept.png
+  medusa bench step --shape qwen3-0.6b --json step.json --picture step.png
 """
 
 
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands."""
     text = "Drafters beside plain decoding and other engines; what a decode step costs beside what it could at best."
     parser = argparse.ArgumentParser(
-        "medusa-bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "medusa bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{run,accept,tune,step,attention}")
     for name, text, add_flags in (

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table as Shown
 
-from benchmarks.picture import Field, draw
+from medusa.benchmarks.picture import Field, draw
 from medusa.files import replace_file, write_json
-from train.provenance import device_name, software
+from medusa.train.provenance import device_name, software
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.study`: trains variants of a recipe, and compares what the trainer's evaluation says of them.
+"""`medusa study`: trains variants of a recipe, and compares what the trainer's evaluation says of them.
 
 All share base, data, order of rows and steps; a variant names the keys in which it differs, as a line of a YAML file.
 A study that was stopped goes on with the same command: the trainer goes on with runs that are not finished.
@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import Table, environment, machine, publish
-from data.arguments import at_least
+from medusa.benchmarks.report import Table, environment, machine, publish
+from medusa.data.arguments import at_least
 from medusa.formats import load_provenance
 from medusa.io.inspect import inspect_heads
-from train.__main__ import main as train
-from train.recipe_file import RecipeError, parse_overrides, read_recipe
-from train.run_directory import RunDirectory
+from medusa.train.__main__ import main as train
+from medusa.train.recipe_file import RecipeError, parse_overrides, read_recipe
+from medusa.train.run_directory import RunDirectory
 
 DECISIVE = ("base.", "data.", "heads.num_heads", "heads.feature_layers")
 """Keys that decide which hidden states of the base a run reads."""
@@ -112,14 +112,14 @@ def _publish(
             "figures": found,
         })  # fmt: skip
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = environment("python -m benchmarks.study", words, device) | {"variants": variants, "rows": rows}
+    report = environment("medusa study", words, device) | {"variants": variants, "rows": rows}
     options.json, options.markdown = options.out / "report.json", options.out / "report.md"
     publish(options, report, [Table.of(f"study: {options.recipe}, {machine(report)}", COLUMNS, rows)])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.study", description=f"{__doc__}\n--recipe.KEY VALUE changes the recipe of all.",
+        prog="medusa study", description=f"{__doc__}\n--recipe.KEY VALUE changes the recipe of all.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument

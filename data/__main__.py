@@ -1,4 +1,4 @@
-"""``python -m data regenerate ...``: make training data; ``prompts``, ``mix``: what to ask; ``inspect``: look at it."""
+"""``medusa data regenerate ...``: make training data; ``prompts``, ``mix``: what to ask; ``inspect``: look at it."""
 
 import argparse
 import json
@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data import EMBEDDED, load_tokenizer
-from data.arguments import base_arguments
-from data.exchange import Answerer, EndpointSettings, Prompt, Settings
-from data.options import CHAT_COUNT, EMBEDDED_COUNT, parser
+from medusa.data import EMBEDDED, load_tokenizer
+from medusa.data.arguments import base_arguments
+from medusa.data.exchange import Answerer, EndpointSettings, Prompt, Settings
+from medusa.data.options import CHAT_COUNT, EMBEDDED_COUNT, parser
 
 if TYPE_CHECKING:
-    from data.local import LocalAnswerer
-    from data.stdlib import Split
+    from medusa.data.local import LocalAnswerer
+    from medusa.data.stdlib import Split
 
 SPLITS = ("train", "heldout")
 CHAT: dict[str, "Split"] = {"chat": "train", "chat-heldout": "heldout"}
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-    logger = logging.getLogger("data")
+    logger = logging.getLogger("medusa.data")
     options = parser().parse_args(arguments)
     try:
         COMMANDS[options.command](options, logger)
@@ -58,7 +58,7 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
     _check(options)
     if _is_there(options.out, logger):
         return
-    from data.regenerate import regenerate
+    from medusa.data.regenerate import regenerate
 
     prompts, answerer, base = (_endpoint if options.endpoint else _local)(options)
     report = regenerate(prompts, answerer, options.out, {"base": base, **vars(_settings(options))})
@@ -68,8 +68,8 @@ def _regenerate(options: argparse.Namespace, logger: logging.Logger) -> None:
 def _write_prompts(options: argparse.Namespace, logger: logging.Logger) -> None:
     if _is_there(options.out, logger):
         return
-    from data.own_prompts import OwnPrompts, openings
-    from data.regenerate import regenerate
+    from medusa.data.own_prompts import OwnPrompts, openings
+    from medusa.data.regenerate import regenerate
 
     answerer = _answerer(options)
     own, begun = OwnPrompts(answerer.model, answerer), openings(answerer.model, options.count, options.seed)
@@ -93,8 +93,8 @@ def _answerer(options: argparse.Namespace) -> "LocalAnswerer":
     """The base, which runs in this process."""
     from transformers.utils.logging import disable_progress_bar
 
-    from data.local import LocalAnswerer
     from medusa import MedusaModel, load_settings
+    from medusa.data.local import LocalAnswerer
 
     disable_progress_bar()
     options.base = options.base or (None if options.heads else EMBEDDED)
@@ -105,7 +105,7 @@ def _answerer(options: argparse.Namespace) -> "LocalAnswerer":
 
 def _local(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
     """Prompts, who answers them, and the name of the base: it runs in this process."""
-    from data.prompts import embedded_prompts, fitting
+    from medusa.data.prompts import embedded_prompts, fitting
 
     answerer = _answerer(options)
     model = answerer.model
@@ -119,8 +119,8 @@ def _local(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
 
 def _endpoint(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
     """Prompts, who answers them, and the name of the base: a server runs it."""
-    from data.chat_completions import ChatClient
-    from data.endpoint import EndpointAnswerer
+    from medusa.data.chat_completions import ChatClient
+    from medusa.data.endpoint import EndpointAnswerer
 
     model = options.model or options.base
     key = os.environ[options.api_key_env].strip() if options.api_key_env else None
@@ -152,12 +152,12 @@ def _check(options: argparse.Namespace) -> None:
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
     """The conversations of a source."""
     if options.prompts in CHAT:
-        from data.chat_prompts import chat_prompts
+        from medusa.data.chat_prompts import chat_prompts
 
         found = chat_prompts(CHAT[options.prompts], options.count or CHAT_COUNT, options.seed)
         return [Prompt(prompt.asked) for prompt in found]
-    from data.prompts import conversations
-    from data.sources import Source
+    from medusa.data.prompts import conversations
+    from medusa.data.sources import Source
 
     return list(
         conversations(Source(options.prompts, options.split, options.subset, options.streaming, options.count or 0))
@@ -165,7 +165,7 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 
 
 def _inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
-    from data.inspect import inspect
+    from medusa.data.inspect import inspect
 
     if options.streaming and not options.limit:
         raise UsageError("--streaming needs --limit, the number of records to read; give it")
@@ -176,9 +176,9 @@ def _mix(options: argparse.Namespace, logger: logging.Logger) -> None:
     out = Path(options.out)
     if _is_there(options.out, logger):
         return
-    from data.mix import Mixer, report, table, write
-    from data.mixture import Mixture
-    from data.overlap import evaluation_texts
+    from medusa.data.mix import Mixer, report, table, write
+    from medusa.data.mixture import Mixture
+    from medusa.data.overlap import evaluation_texts
 
     mixture, tokenizer = Mixture.read(Path(options.mixture)), load_tokenizer(options.base)
     texts = [text for path in options.without for text in evaluation_texts(path)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from data import resolve_base_name
+from medusa.data import resolve_base_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Of a base's weights; auto = the checkpoint's, or what is faster here."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
-from data.exchange import EndpointSettings, Message, Settings, UnansweredError
-from data.shapes import visible
+from medusa.data.exchange import EndpointSettings, Message, Settings, UnansweredError
+from medusa.data.shapes import visible
 
 logger = logging.getLogger(__name__)
 

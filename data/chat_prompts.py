@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.exchange import Message
-from data.stdlib import Split
+from medusa.data.exchange import Message
+from medusa.data.stdlib import Split
 
 LISTS = Path(__file__).parent / "chat"
 SUBJECTS = frozenset(

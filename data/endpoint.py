@@ -8,9 +8,9 @@ from itertools import islice
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import render
-from data.chat_completions import GIVE_UP_AFTER, ChatClient, Completion, EndpointError
-from data.exchange import Answered, Exchange, Message, Prompt, UnansweredError, named, warn_of_ends
+from medusa.data.chat import render
+from medusa.data.chat_completions import GIVE_UP_AFTER, ChatClient, Completion, EndpointError
+from medusa.data.exchange import Answered, Exchange, Message, Prompt, UnansweredError, named, warn_of_ends
 
 
 class EndpointAnswerer:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.shapes import KNOWN
+from medusa.data.shapes import KNOWN
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 PARQUET_ROWS = 1024

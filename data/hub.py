@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data.files import SUFFIXES, Placed
+from medusa.data.files import SUFFIXES, Placed
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a directory of `save_to_disk` is known."""

@@ -1,4 +1,4 @@
-"""Shows samples as the trainer sees them: what is masked, what is trained on (`medusa-data inspect`)."""
+"""Shows samples as the trainer sees them: what is masked, what is trained on (`medusa data inspect`)."""
 
 import argparse
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data import load_tokenizer
-from data.chat import special_tokens
-from data.shapes import visible
-from data.sources import Source, samples
+from medusa.data import load_tokenizer
+from medusa.data.chat import special_tokens
+from medusa.data.shapes import visible
+from medusa.data.sources import Source, samples
 
 TRAINED, MASKED, SPECIAL, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 

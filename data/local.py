@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Generator, Sequence
 
-from data.exchange import BATCH, Answered, Exchange, Message, Prompt, Settings, named, warn_of_ends
 from medusa import MedusaModel, Output, Request, SamplingParams, Speculation
+from medusa.data.exchange import BATCH, Answered, Exchange, Message, Prompt, Settings, named, warn_of_ends
 
 JOIN = 8
 """Places that must be free before further conversations join."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.mixture import Mixture, MixtureSource
-from data.overlap import Overlap, as_whole
+from medusa.data.mixture import Mixture, MixtureSource
+from medusa.data.overlap import Overlap, as_whole
 
 KEPT = "kept"
 COLUMNS = (KEPT, "duplicate", "evaluation", "held out", "too long", "long", "beyond most")

@@ -9,8 +9,8 @@ from typing import Any, get_origin
 
 import yaml
 
-from data.files import file_records
-from data.shapes import present, questions
+from medusa.data.files import file_records
+from medusa.data.shapes import present, questions
 
 FIELD = re.compile(r"\{(\w+)\}")
 SENTENCE = "# text = "

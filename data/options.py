@@ -1,12 +1,12 @@
-"""What ``python -m data`` takes."""
+"""What ``medusa data`` takes."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
-from data import EMBEDDED
-from data.arguments import add_base_flags, at_least
-from data.exchange import BATCH, EndpointSettings, Settings
+from medusa.data import EMBEDDED
+from medusa.data.arguments import add_base_flags, at_least
+from medusa.data.exchange import BATCH, EndpointSettings, Settings
 
 EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
@@ -17,7 +17,7 @@ A_SOURCE = "a file, a directory of files or a Hub data set"
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; ``command`` is the name of the one that was chosen."""
-    top = argparse.ArgumentParser(prog="medusa-data", description="Make training data for draft heads.")
+    top = argparse.ArgumentParser(prog="medusa data", description="Make training data for draft heads.")
     commands = top.add_subparsers(dest="command", required=True)
     for name, what, add_flags in (
         ("inspect", "show samples with what is trained on marked, and count tokens", _add_inspect),
@@ -103,7 +103,7 @@ def _add_sampling(parser: Any, default: Settings) -> None:
 def _add_here(parser: Any) -> None:
     parser.add_argument("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
     add_base_flags(parser)
-    what = "drafter and nodes that medusa-bench tune has found; default: several prompts are decoded plainly"
+    what = "drafter and nodes that medusa bench tune has found; default: several prompts are decoded plainly"
     parser.add_argument("--settings", metavar="FILE", help=what)
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data.files import file_records
-from data.shapes import conversation
+from medusa.data.files import file_records
+from medusa.data.shapes import conversation
 
 WORDS = 13
 """Words in a row that two texts may not share; a shorter text counts as a whole."""

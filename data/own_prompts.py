@@ -8,10 +8,10 @@ import random
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from data.chat import special_tokens
-from data.chat_prompts import chat_prompts
-from data.exchange import Answered, Answerer, Exchange, Prompt, UnansweredError
 from medusa import MedusaModel
+from medusa.data.chat import special_tokens
+from medusa.data.chat_prompts import chat_prompts
+from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, UnansweredError
 
 SHARE = 0.5
 """Of the prompts that begin with words of ``chat`` prompts; the others begin with nothing."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.sources import Sample
+from medusa.data.sources import Sample
 
 IGNORE = -100
 """Label where there is nothing to predict (the value that torch's losses ignore)."""

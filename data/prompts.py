@@ -8,12 +8,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data.chat import NoAnswerError
-from data.exchange import Message, Prompt, named
-from data.shapes import questions
-from data.sources import Source
-from data.stdlib import Split, chat_pairs, completion_prompts
 from medusa import MedusaModel
+from medusa.data.chat import NoAnswerError
+from medusa.data.exchange import Message, Prompt, named
+from medusa.data.shapes import questions
+from medusa.data.sources import Source
+from medusa.data.stdlib import Split, chat_pairs, completion_prompts
 
 logger = logging.getLogger(__name__)
 

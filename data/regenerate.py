@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.exchange import Answerer, Exchange, Prompt, UnansweredError, named, samples
+from medusa.data.exchange import Answerer, Exchange, Prompt, UnansweredError, named, samples
 
 logger = logging.getLogger(__name__)
 

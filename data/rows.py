@@ -23,11 +23,11 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.packing import PackedRows, pack_window
-from data.sources import Sample, Source, samples
+from medusa.data.packing import PackedRows, pack_window
+from medusa.data.sources import Sample, Source, samples
 from medusa.files import sweep
 
-LOGGER = logging.getLogger("data")
+LOGGER = logging.getLogger("medusa.data")
 
 FORMAT = 3
 """Version of the files and of all that decides what is in them: shapes, masks, packing."""

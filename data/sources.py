@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import NoAnswerError, Tokens, documents
-from data.files import Placed, file_records, sample_files
-from data.hub import HubData, means_files
-from data.shapes import KNOWN, conversation, plain_text, present, visible
+from medusa.data.chat import NoAnswerError, Tokens, documents
+from medusa.data.files import Placed, file_records, sample_files
+from medusa.data.hub import HubData, means_files
+from medusa.data.shapes import KNOWN, conversation, plain_text, present, visible
 
 Item = TypeVar("Item")
 
-LOGGER = logging.getLogger("data")
+LOGGER = logging.getLogger("medusa.data")
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from data import EMBEDDED, resolve_base_name
-from data.prompts import embedded_prompts, file_prompts
 from medusa import MedusaModel
 from medusa.acceptance.logits import NO_NOISE, Warper
+from medusa.data import EMBEDDED, resolve_base_name
+from medusa.data.prompts import embedded_prompts, file_prompts
 from medusa.drafters import ModelDrafter, SmallModel
-from serve.demo.compare import Timing, compare, identical, medusa_engine
+from medusa.serve.demo.compare import Timing, compare, identical, medusa_engine
 
 
 def parse() -> argparse.Namespace:

@@ -196,7 +196,7 @@ class MedusaModel:
     ) -> str:
         """Put the heads on the Hub, in the native format with a model card, in one commit; returns the page's address.
 
-        They go in the dtype that they compute in; ``medusa-export`` pushes them as they are stored.
+        They go in the dtype that they compute in; ``medusa export`` pushes them as they are stored.
 
         Args:
             repo: "user/heads"; created where it is missing.

@@ -18,11 +18,11 @@ import torch
 from medusa import BaseModel, Batch, EngineConfig, MedusaModel, Piece, Request
 from medusa.cache import BLOCK, CachedSequence
 from medusa.clock import machine_memory
+from medusa.serve.jobs import Job
+from medusa.serve.metrics import Metrics
+from medusa.serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
+from medusa.serve.settings import EngineSettings
 from medusa.tree import Draft
-from serve.jobs import Job
-from serve.metrics import Metrics
-from serve.request import Asked, BusyError, Delta, EngineError, LateError, StoppingError, Ticket
-from serve.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

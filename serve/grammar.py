@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa import BaseModel
 from medusa.engine.constraint import Constraint
-from serve.schema import check_schema
+from medusa.serve.schema import check_schema
 
 if TYPE_CHECKING:
     import xgrammar

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import medusa
-from serve.request import Asked, Ticket
+from medusa.serve.request import Asked, Ticket
 
 
 @dataclass(eq=False)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from serve.request import BusyError
+from medusa.serve.request import BusyError
 
 if TYPE_CHECKING:
-    from serve.jobs import Job
+    from medusa.serve.jobs import Job
 
 PREFIX = "medusa:"
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.arguments import DTYPES, base_arguments
 from medusa.budget.plan import in_words
-from serve.flags import flag
+from medusa.data.arguments import DTYPES, base_arguments
+from medusa.serve.flags import flag
 
 if TYPE_CHECKING:
     from medusa import MedusaModel
@@ -50,8 +50,8 @@ class ModelOptions:
     )
     tensor_parallel: bool = flag(
         False,
-        "divide the base among the processes that torchrun has started: torchrun --nproc_per_node 4 -m serve.server"
-        " --tensor-parallel (default: off)",
+        "divide the base among the processes that torchrun has started: torchrun --nproc_per_node 4 -m medusa serve "
+        "--tensor-parallel (default: off)",
     )
 
     def load(self) -> "MedusaModel":
@@ -90,7 +90,7 @@ class ModelOptions:
 
     def heads_or_default(self) -> str | None:
         """The heads that are loaded where none are named; None = none."""
-        from data import EMBEDDED, shipped_heads
+        from medusa.data import EMBEDDED, shipped_heads
 
         alone = self.draft_model or self.base not in (None, EMBEDDED)
         return self.heads or shipped_heads(self.base or "") or (None if alone else DEFAULT_HEADS)

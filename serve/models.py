@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads
 from medusa.io.hub import fetch_heads
-from serve.engine import Engine
+from medusa.serve.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``medusa-serve --dry-run``: what a device's memory would hold, from a config alone."""
+"""``medusa serve --dry-run``: what a device's memory would hold, from a config alone."""
 
 import argparse
 import sys
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data import resolve_base_name, shipped_heads
-from data.arguments import memory_size
 from medusa.budget.plan import Limits, make_plan
 from medusa.budget.shape import read_shape
-from serve.flags import flag, from_flags
-from serve.settings import EngineSettings
+from medusa.data import resolve_base_name, shipped_heads
+from medusa.data.arguments import memory_size
+from medusa.serve.flags import flag, from_flags
+from medusa.serve.settings import EngineSettings
 
 SMOLLM2: dict[str, Any] = {
     "model_type": "llama", "name_or_path": "smollm2", "dtype": "bfloat16", "vocab_size": 49_152, "hidden_size": 576,
@@ -39,7 +39,7 @@ class DryRun:
 
 
 def show_plan(args: argparse.Namespace) -> int:
-    """Print the plan for the base, the heads and the limits that the flags of ``medusa-serve`` name.
+    """Print the plan for the base, the heads and the limits that the flags of ``medusa serve`` name.
 
     Returns:
         Exit status 0.
@@ -54,7 +54,7 @@ def show_plan(args: argparse.Namespace) -> int:
     from medusa.clock import machine_memory
     from medusa.cpu.native import expands_quickly
     from medusa.cpu.packed import DTYPE
-    from serve.engine import MEMORY
+    from medusa.serve.engine import MEMORY
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     file = gguf_names.find(resolve_base_name(args.base), download=False) if args.base else None

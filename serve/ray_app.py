@@ -1,6 +1,8 @@
-"""Several servers behind one address with Ray Serve: ``python -m serve.ray_app``, or ``serve run serve.ray_app:app``.
+"""Several servers behind one address with Ray Serve: ``python -m medusa.serve.ray_app``.
 
-    client > Ray's proxy, one on each node (Retries) > replica: the application of medusa-serve, engine included
+``serve run medusa.serve.ray_app:app``, Ray's own command, does the same.
+
+    client > Ray's proxy, one on each node (Retries) > replica: the application of medusa serve, engine included
 
 There is one hop, and each replica batches for itself. The proxy sends a request to the less busy of two replicas
 chosen by chance. Routing by prefix is left out: the proxy does not read bodies. So each replica has a prefix cache of
@@ -28,10 +30,10 @@ from ray import serve
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from data.arguments import at_least, show_messages
-from serve.flags import add_flags, flag
-from serve.model_options import ModelOptions
-from serve.server import build_app, build_parser
+from medusa.data.arguments import at_least, show_messages
+from medusa.serve.flags import add_flags, flag
+from medusa.serve.model_options import ModelOptions
+from medusa.serve.server import build_app, build_parser
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -47,14 +49,14 @@ BESIDE = 16
 OPENINGS = (b'"role":"assistant"', b"event: response.created", b"event: response.in_progress")
 """The events that begin a stream bring one of these, and no text."""
 EPILOG = """\
-  python -m serve.ray_app --base smollm2 --replicas 2
-  serve run serve.ray_app:app base=smollm2 replicas=2
+  python -m medusa.serve.ray_app --base smollm2 --replicas 2
+  serve run medusa.serve.ray_app:app base=smollm2 replicas=2
 
 Ray runs on this machine alone unless RAY_ADDRESS names a cluster. There set
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.ray_app:middleware on every node before 'ray start', so that requests
 of a replica that dies go to another one; directories of heads and bases must be on every node.
 
-API keys are read from the environment here, as by medusa-serve. Heads cannot be loaded at run time.
+API keys are read from the environment here, as by medusa serve. Heads cannot be loaded at run time.
 """
 
 
@@ -85,9 +87,10 @@ class Scale:
 
 
 def build_ray_parser() -> argparse.ArgumentParser:
-    """The command line: that of medusa-serve, and how many."""
+    """The command line: that of medusa serve, and how many."""
     parser = build_parser()
-    parser.prog, parser.description, parser.epilog = "python -m serve.ray_app", "Serve from several replicas.", EPILOG
+    parser.prog, parser.epilog = "python -m medusa.serve.ray_app", EPILOG
+    parser.description = "Serve from several replicas."
     add_flags(parser.add_argument_group("scale"), Scale)
     return parser
 
@@ -233,7 +236,9 @@ def _start_ranks(args: argparse.Namespace) -> None:
     group |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(args.cpus)}
     for rank in range(1, args.processes):
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = subprocess.Popen([sys.executable, "-m", "serve.server", *words], env=os.environ | group | numbers)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "medusa.serve.server", *words], env=os.environ | group | numbers
+        )
         threading.Thread(target=lambda one: one.wait() and os._exit(1), args=(process,), daemon=True).start()
     os.environ.update(group, RANK="0", LOCAL_RANK="0")
 

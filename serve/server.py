@@ -1,4 +1,4 @@
-"""Serve a base and its heads over HTTP, as OpenAI's API: ``medusa-serve``."""
+"""Serve a base and its heads over HTTP, as OpenAI's API: ``medusa serve``."""
 
 import argparse
 import gc
@@ -10,19 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.arguments import ending_at_once, show_messages
-from serve.flags import add_flags, from_flags
-from serve.model_options import ModelOptions, describe
-from serve.plan import DryRun, show_plan
-from serve.settings import ApiSettings, EngineSettings, Network
+from medusa.data.arguments import ending_at_once, show_messages
+from medusa.serve.flags import add_flags, from_flags
+from medusa.serve.model_options import ModelOptions, describe
+from medusa.serve.plan import DryRun, show_plan
+from medusa.serve.settings import ApiSettings, EngineSettings, Network
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-logger = logging.getLogger("serve.server")  # __name__ is another one where this file is the program
+logger = logging.getLogger("medusa.serve.server")  # __name__ is another one where this file is the program
 
 EPILOG = """\
-  medusa-serve --base smollm2 --port 8000
+  medusa serve --base smollm2 --port 8000
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "stream": true}'
 
@@ -34,7 +34,7 @@ separated by commas (none = everyone), MEDUSA_ADMIN_KEY of who may load and remo
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="medusa-serve",
+        prog="medusa serve",
         description="Serve a base model and its heads over HTTP, as OpenAI's API.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,12 +57,12 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
         OSError: The heads or the base are not there or cannot be read.
         ValueError: They do not fit together, or a flag is wrong.
     """
-    from serve.api.app import create_app
-    from serve.api.service import Service
-    from serve.engine import Engine
-    from serve.grammar import Grammars
-    from serve.metrics import Metrics
-    from serve.models import Models, read_heads
+    from medusa.serve.api.app import create_app
+    from medusa.serve.api.service import Service
+    from medusa.serve.engine import Engine
+    from medusa.serve.grammar import Grammars
+    from medusa.serve.metrics import Metrics
+    from medusa.serve.models import Models, read_heads
 
     api = from_flags(
         ApiSettings, args, api_keys=read_keys(args.api_key), admin_key=os.environ.get("MEDUSA_ADMIN_KEY", "")
@@ -114,13 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flags(parser.add_argument_group("plan"), DryRun)
     args = parser.parse_args(argv)
     show_messages("%(asctime)s %(message)s")
-    logging.getLogger("serve").setLevel(logging.INFO)
+    logging.getLogger("medusa.serve").setLevel(logging.INFO)
     try:
         if args.dry_run:
             return show_plan(args)
         with ending_at_once():
             logger.info("loading")
-            from serve.listening import Server, bind
+            from medusa.serve.listening import Server, bind
 
             listening = bind(args.host, args.port)
             app = build_app(args)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.arguments import at_least
-from serve.flags import flag
+from medusa.data.arguments import at_least
+from medusa.serve.flags import flag
 
 
 @dataclass(frozen=True)

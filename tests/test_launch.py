@@ -16,10 +16,7 @@ case "$*" in
     "-c import sys; sys.exit(sys.version_info"*) exit "${FAKE_TOO_OLD:-0}" ;;
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     *" pip "*" install "*) exit "${FAKE_PIP_EXIT:-0}" ;;
-    "-c import torch"*) echo 4 8 ;;
-    "-m train --check"*) exit "${FAKE_CHECK:-0}" ;;
-    *"-m train"*) echo "OMP_NUM_THREADS=$OMP_NUM_THREADS" ;;
-    "-m data"*) printf '<%s>' "$@" && echo && env ;;
+    "-m medusa data"*) printf '<%s>' "$@" && echo && env ;;
 esac
 """
 
@@ -77,7 +74,7 @@ def test_unknown_command(clone):
 
 def test_no_argument_runs_the_demo(clone):
     assert clone.launch().returncode == 0
-    assert clone.calls("-m serve.demo")
+    assert clone.calls("-m medusa demo")
 
 
 def test_second_setup_calls_no_pip(clone):
@@ -88,11 +85,6 @@ def test_second_setup_calls_no_pip(clone):
     assert clone.launch("test", "-x").returncode == 0
     assert len(clone.calls(" pip --disable")) == 2
     assert clone.calls("-m pytest -n auto --maxprocesses 8 --dist loadfile -x")
-
-
-def test_the_ground_floor_has_a_command(clone):
-    assert clone.launch("export", "inspect", "a heads").returncode == 0
-    assert clone.calls("-m medusa") == ["-m medusa inspect a heads"]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -144,7 +136,7 @@ def test_arguments_and_caches_from_another_directory_through_a_link(clone, tmp_p
     link = tmp_path / "link"
     link.symlink_to(clone.root / "launch.sh")
     result = clone.launch("data", "a b", "*", script=link, cwd="/", XDG_CACHE_HOME="/elsewhere")
-    assert result.stdout.startswith("<-m><data><a b><*>\n")
+    assert result.stdout.startswith("<-m><medusa><data><a b><*>\n")
     assert f"XDG_CACHE_HOME={clone.root}/.cache\n" in result.stdout
     assert f"HF_HOME={clone.root}/.cache/huggingface\n" in result.stdout
     assert f"PWD={clone.root}\n" in result.stdout
@@ -154,54 +146,21 @@ def test_hugging_face_cache_of_the_user(clone):
     assert "HF_HOME=/models\n" in clone.launch("data", HF_HOME="/models").stdout
 
 
-def test_train_on_one_machine(clone):
-    result = clone.launch("train", "--recipe", "x.yaml", NPROC="2", OMP_NUM_THREADS="3")
-    assert result.stdout == "OMP_NUM_THREADS=3\n"
-    check, call = clone.calls("-m train")
-    assert check == "-m train --check --recipe x.yaml"
-    torchrun = f"--nproc_per_node 2 --nnodes 1 --standalone --log_dir {clone.root}/.cache/torchrun"
-    assert call == f"-m train.launch {torchrun} -m train --recipe x.yaml"
-
-
-def test_train_divides_the_cores(clone):
-    assert clone.launch("train", NPROC="3").stdout == "OMP_NUM_THREADS=2\n"
-    assert clone.launch("train", NPROC="100000").stdout == "OMP_NUM_THREADS=1\n"
-
-
-def test_train_uses_all_gpus(clone):
-    clone.launch("train")
-    assert clone.calls("train.launch --nproc_per_node 4")
-
-
-def test_train_refuses_a_wrong_recipe_before_torchrun(clone):
-    assert clone.launch("train", "--recipe", "x.yaml", FAKE_CHECK="2").returncode == 2
-    assert not clone.calls("train.launch")
-
-
-@pytest.mark.parametrize("flag", ["--help", "--check"])
-def test_train_needs_no_torchrun_to_talk(clone, flag):
-    clone.launch("train", flag)
-    assert clone.calls("-m train") == [f"-m train {flag}"]
-
-
-def test_train_on_several_machines(clone):
-    result = clone.launch("train", NPROC="8", NNODES="2")
-    assert result.returncode == 2
-    assert "MASTER_ADDR" in result.stderr
-    clone.launch("train", NPROC="8", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
-    (call,) = clone.calls("train.launch")
-    assert "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500 --log_dir" in call
+@pytest.mark.parametrize("command", ["demo", "chat", "serve", "data", "train", "report", "study", "export", "bench"])
+def test_commands_are_those_of_the_package(clone, command):
+    assert clone.launch(command, "a b", "--c").returncode == 0
+    assert clone.calls("-m medusa") == [f"-m medusa {command} a b --c"]
 
 
 def test_gpu_check_without_a_venv_uses_the_machines_python(clone):
     assert clone.launch("gpu-check", "--limit", "9").returncode == 0
-    assert clone.calls("-m benchmarks.gpu") == ["-m benchmarks.gpu --limit 9"]
+    assert clone.calls("-m medusa.benchmarks.gpu") == ["-m medusa.benchmarks.gpu --limit 9"]
     assert not clone.calls(" pip --disable")
     assert not (clone.root / ".venv").exists()
 
 
 def test_a_given_interpreter_is_taken_as_it_is(clone):
     assert clone.launch("train", "--recipe", "x.yaml", MEDUSA_PYTHON=str(clone.python)).returncode == 0
-    assert clone.calls("-m train.launch")
+    assert clone.calls("-m medusa train")
     assert not clone.calls(" pip --disable")
     assert not (clone.root / ".venv").exists()

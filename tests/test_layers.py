@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from medusa.__main__ import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 GROUND_FLOOR = {"medusa", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tqdm"}
 GROUND_FLOOR |= {"jinja2"}  # transformers cannot render a chat template without it
-PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
+LINKED = ("data", "train", "serve", "benchmarks")
+"""Folders of the top level that are packages of `medusa` by a link."""
 OPTIONAL = {"flash_attn", "gguf", "peft", "triton"}
 
 
@@ -31,6 +34,7 @@ def test_ground_floor_needs_torch_and_transformers_only():
     foreign = {
         f"{source.relative_to(ROOT)} imports {package}"
         for source in (ROOT / "medusa").rglob("*.py")
+        if source.relative_to(ROOT / "medusa").parts[0] not in LINKED
         for package in {name.partition(".")[0] for name in imported(source)} - sys.stdlib_module_names
         if package not in GROUND_FLOOR | OPTIONAL
     }
@@ -40,21 +44,32 @@ def test_ground_floor_needs_torch_and_transformers_only():
 @pytest.mark.parametrize(("script", "target"), PROJECT["scripts"].items())
 def test_console_script_has_its_function(script, target):
     module, _, function = target.partition(":")
+    assert function in functions(module), script
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_has_its_function(name):
+    assert "main" in functions(f"medusa.{COMMANDS[name].module}")
+
+
+def functions(module):
     tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
-    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, script
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_is_typed_and_regular(package):
-    assert (ROOT / package / "py.typed").exists()
-    assert (ROOT / package / "__init__.py").exists()
+@pytest.mark.parametrize("package", LINKED)
+def test_folders_of_the_top_level_are_packages_of_medusa_only(package):
+    link = ROOT / "medusa" / package
+    assert (link / "__init__.py").exists()
+    assert link.resolve() == (ROOT / package).resolve()
 
 
 def test_no_circle_of_files():
-    sources = [source for package in PACKAGES for source in (ROOT / package).rglob("*.py")]
-    files = {
-        ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): source for source in sources
-    }
+    files = {}
+    for package in ("medusa", *(f"medusa/{name}" for name in LINKED)):
+        for source in (ROOT / package).rglob("*.py"):
+            files[".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = source
+    assert "medusa.train.trainer" in files
     graph = {}
     for file, source in files.items():
         modules = {name if name in files else name.rpartition(".")[0] for name in imported(source)}
@@ -71,7 +86,9 @@ def test_acceptance_and_attention_know_no_drafter(package):
         assert "medusa.drafters" not in source.read_text(), source
 
 
-@pytest.mark.parametrize("module", ["train.__main__", "train.recipe_file", "benchmarks.gpu.__main__"])
+@pytest.mark.parametrize(
+    "module", ["medusa.train.__main__", "medusa.train.recipe_file", "medusa.benchmarks.gpu.__main__"]
+)
 def test_what_starts_at_once_does_not_import_torch(module):
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -7,14 +7,16 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("medusa", "data", "train", "serve", "benchmarks")
+LINKED = ("data", "train", "serve", "benchmarks")
+"""Folders of the top level that are packages of `medusa` by a link."""
 
 
 def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
     """They run no import hooks, which setuptools would install otherwise."""
     clone, out = tmp_path / "clone", tmp_path / "out"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, clone / package, ignore=shutil.ignore_patterns("embedded", "pretrained"))
+    for package in ("medusa", *LINKED):
+        ignore = shutil.ignore_patterns("embedded", "pretrained")
+        shutil.copytree(ROOT / package, clone / package, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     out.mkdir()
@@ -24,4 +26,5 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
         assert archive.read(path).decode().strip() == str(clone)
-    assert all((clone / package / "py.typed").is_file() for package in PACKAGES)
+    assert (clone / "medusa" / "py.typed").is_file()
+    assert all((clone / "medusa" / package / "__init__.py").is_file() for package in LINKED)

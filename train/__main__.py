@@ -1,4 +1,4 @@
-"""`python -m train --recipe FILE [--recipe.KEY VALUE ...]`: trains draft heads; torchrun starts several of it."""
+"""`medusa train --recipe FILE [--recipe.KEY VALUE ...]`: trains draft heads; torchrun starts several of it."""
 
 import argparse
 import logging
@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from train.check import mistakes
-from train.recipe_file import RecipeError, describe, parse_overrides, read_recipe
-from train.stop import Stopped, StopRequest
+from medusa.train.check import mistakes
+from medusa.train.recipe_file import RecipeError, describe, parse_overrides, read_recipe
+from medusa.train.stop import Stopped, StopRequest
 
 GRACE = 10.0
 """Seconds that torchrun has to end a process whose error is only the echo of another one's."""
@@ -23,11 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     talks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    for name in ("train", "medusa.base.smollm2"):
+    for name in ("medusa.train", "medusa.base.smollm2"):
         logging.getLogger(name).setLevel(logging.INFO if talks else logging.CRITICAL)
     if not talks:
         logging.getLogger("medusa").setLevel(logging.ERROR)  # what it says of the base is the same everywhere
-    logger = logging.getLogger("train")
+    logger = logging.getLogger("medusa.train")
     options, rest = _parser().parse_known_args(arguments)
     stop = StopRequest()
     try:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = read_recipe(options.recipe, parse_overrides(rest), mistakes if alone else None)
         if not options.check:
             with stop.listening():
-                from train.trainer import train
+                from medusa.train.trainer import train
 
                 train(recipe, stop)
     except KeyboardInterrupt:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, stop: StopRequest) -> None:
     """Say what went wrong, once: an error that comes from process 0's, or that all processes share, is told there."""
-    logger = logging.getLogger("train")
+    logger = logging.getLogger("medusa.train")
     if os.environ.get("RANK", "0") != "0" or isinstance(error, ConnectionError):
         if stop.number:
             return
@@ -62,7 +62,7 @@ def _report(error: Exception, stop: StopRequest) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="medusa-train",
+        prog="medusa train",
         description="Trains draft heads on a frozen base; a run directory that has a checkpoint is resumed.",
         epilog=f"recipe keys, each also a flag (--recipe.KEY VALUE), with defaults:\n{describe()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from medusa.base.model import BaseModel
-from train.config import LoraRecipe
+from medusa.train.config import LoraRecipe
 
 
 class Adapters:

@@ -10,13 +10,13 @@ import torch
 from torch.nn.functional import linear
 from transformers import BitsAndBytesConfig
 
-from data import resolve_base_name
 from medusa.base.model import BaseModel
 from medusa.clock import alternate, seconds
-from train.config import BaseRecipe
-from train.workers import Workers
+from medusa.data import resolve_base_name
+from medusa.train.config import BaseRecipe
+from medusa.train.workers import Workers
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 
 ROUNDS = 5
 ROWS, WIDTH, COLUMNS = 512, 512, 2048
@@ -35,7 +35,7 @@ def load_base(recipe: BaseRecipe, workers: Workers) -> BaseModel:
         dtype = torch.float32
     if not recipe.shard:
         return BaseModel.load(name, dtype=dtype, device=device, load_options=_load_options(recipe, device))
-    from train.sharded_base import load_sharded
+    from medusa.train.sharded_base import load_sharded
 
     LOGGER.info("base is divided among the processes: held-out tokens per step are left out, as decoding may part them")
     return load_sharded(name, dtype, device)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.packing import IGNORE, PackedRows
-from train.config import OptimRecipe
-from train.features import Gathered, HiddenStates, Positions
-from train.schedule import mixed_seed, rows_of_step
+from medusa.data.packing import IGNORE, PackedRows
+from medusa.train.config import OptimRecipe
+from medusa.train.features import Gathered, HiddenStates, Positions
+from medusa.train.schedule import mixed_seed, rows_of_step
 
 
 class MicroBatch(NamedTuple):

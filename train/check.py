@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.files import sample_files
-from data.hub import means_files
 from medusa.base import gguf_names, smollm2
 from medusa.base.names import HUB_ID, full_name
 from medusa.base.on_hub import kept_directory
+from medusa.data.files import sample_files
+from medusa.data.hub import means_files
 from medusa.files import peek_object
-from train.config import Recipe
-from train.run_directory import RunDirectory
+from medusa.train.config import Recipe
+from medusa.train.run_directory import RunDirectory
 
 CONTEXT = "max_position_embeddings", "n_positions", "max_seq_len"
 LAYERS = "num_hidden_layers", "n_layer"

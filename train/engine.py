@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.config import EngineRecipe, OptimRecipe
+from medusa.train.config import EngineRecipe, OptimRecipe
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps per parameter, beside the count of its steps."""

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from data.packing import PackedRows
-from data.sources import Sample
 from medusa.acceptance import build_rule
 from medusa.base.model import BaseModel
+from medusa.data.packing import PackedRows
+from medusa.data.sources import Sample
 from medusa.engine.replay import read, replay, tally
 from medusa.heads import DraftHeads, Vocabulary
 from medusa.model import MedusaModel
 from medusa.sampling import Speculation
-from train.features import BasePass, Positions
+from medusa.train.features import BasePass, Positions
 
 TOP = (1, 5, 10)
 """Figures tell how often the label is among so many of a head's best tokens."""

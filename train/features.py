@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from data.packing import IGNORE, PackedRows
 from medusa.base.model import BaseModel
+from medusa.data.packing import IGNORE, PackedRows
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ import logging
 import torch
 from torch import Tensor
 
-from data import resolve_base_name
-from data.packing import PackedRows
 from medusa.base.model import BaseModel
+from medusa.data import resolve_base_name
+from medusa.data.packing import PackedRows
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.heads.layer import LayerConfig
-from train.config import REMEMBERING, Recipe
-from train.workers import Workers
+from medusa.train.config import REMEMBERING, Recipe
+from medusa.train.workers import Workers
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 
 
 def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Workers) -> DraftHeads:

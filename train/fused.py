@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from data.packing import IGNORE
-from train.row_losses import LmHead, Targets, replace_by_gradient
+from medusa.data.packing import IGNORE
+from medusa.train.row_losses import LmHead, Targets, replace_by_gradient
 
 
 def fused_loss(

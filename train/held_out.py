@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from data.packing import PackedRows, pack, sample_digest
-from data.sources import Sample, Source, read_samples
 from medusa.base.model import BaseModel
-from train.config import DataRecipe, EvaluateRecipe
-from train.evaluate import held_out_prompts, held_out_rows
-from train.recipe_file import RecipeError
+from medusa.data.packing import PackedRows, pack, sample_digest
+from medusa.data.sources import Sample, Source, read_samples
+from medusa.train.config import DataRecipe, EvaluateRecipe
+from medusa.train.evaluate import held_out_prompts, held_out_rows
+from medusa.train.recipe_file import RecipeError
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 LARGEST_OVERLAP = 0.1
 """Share of the held-out samples that may be trained on too, by accident; they are left out of the evaluation."""
 

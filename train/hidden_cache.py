@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from data.packing import PackedRows
 from medusa.base.model import BaseModel
+from medusa.data.packing import PackedRows
 from medusa.files import read_object, replace_file, sweep, write_json
-from train.features import BasePass, Positions
-from train.run_directory import disk_errors_named
+from medusa.train.features import BasePass, Positions
+from medusa.train.run_directory import disk_errors_named
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 FORMAT = 2
 """Grows when the files or the choice of kept positions change."""
 ROWS_AT_A_TIME = 64

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from medusa.base.model import BaseModel
 from medusa.heads import DraftHeads
-from train.adapters import Adapters
-from train.fused import fused_loss
-from train.losses import HeadsLoss, chunk_rows
-from train.row_losses import Targets
+from medusa.train.adapters import Adapters
+from medusa.train.fused import fused_loss
+from medusa.train.losses import HeadsLoss, chunk_rows
+from medusa.train.row_losses import Targets
 
 
 class JointLoss(HeadsLoss):

@@ -1,4 +1,4 @@
-"""torchrun with an honest end: ``python -m train.launch [torchrun flags] -m train --recipe FILE``.
+"""torchrun with an honest end: ``python -m medusa.train.launch [torchrun flags] -m medusa.train --recipe FILE``.
 
 torchrun answers a failed worker with a page about the processes and the exit status 1. Here the worker's own message
 stays the last word, and its exit status is handed on (Ctrl-C included). What a killed worker cannot say is said here.
@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for a checkpoint; torchrun's own 30 may be too few
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the workers

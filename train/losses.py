@@ -6,10 +6,10 @@ Shapes: M positions, K heads, U teachers, D hidden size, F width of the base's h
 import torch
 from torch import Tensor, nn
 
-from data.packing import IGNORE
+from medusa.data.packing import IGNORE
 from medusa.heads import DraftHeads, Vocabulary
-from train.fused import fused_loss
-from train.row_losses import Targets
+from medusa.train.fused import fused_loss
+from medusa.train.row_losses import Targets
 
 CHUNK_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits that exist at a time: enough rows for a fast matrix product, whatever the size of the vocabulary."""

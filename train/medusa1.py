@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import PackedRows
 from medusa.base.model import BaseModel
+from medusa.data.packing import PackedRows
 from medusa.heads import DraftHeads
-from train.blocks import Block
-from train.config import Recipe
-from train.features import BasePass, HiddenStates
-from train.hidden_cache import HiddenCache
-from train.losses import HeadsLoss
-from train.workers import Workers
+from medusa.train.blocks import Block
+from medusa.train.config import Recipe
+from medusa.train.features import BasePass, HiddenStates
+from medusa.train.hidden_cache import HiddenCache
+from medusa.train.losses import HeadsLoss
+from medusa.train.workers import Workers
 
 
 class Medusa1:

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.packing import IGNORE, PackedRows
 from medusa.base.model import BaseModel
+from medusa.data.packing import IGNORE, PackedRows
 from medusa.formats.native import ADAPTER
 from medusa.heads import DraftHeads
-from train.adapters import Adapters
-from train.config import Recipe
-from train.features import Positions
-from train.joint import JointLoss
-from train.schedule import mixed_seed, rows_of_step
-from train.workers import Workers
+from medusa.train.adapters import Adapters
+from medusa.train.config import Recipe
+from medusa.train.features import Positions
+from medusa.train.joint import JointLoss
+from medusa.train.schedule import mixed_seed, rows_of_step
+from medusa.train.workers import Workers
 
 
 class Medusa2:

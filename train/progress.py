@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 LINE_SECONDS = 10.0
 """Time between two lines where there is no terminal for a bar."""
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from data.packing import PackedRows
 from medusa.base.model import BaseModel
-from train.config import Recipe
-from train.report import read_report
-from train.workers import Workers
+from medusa.data.packing import PackedRows
+from medusa.train.config import Recipe
+from medusa.train.report import read_report
+from medusa.train.workers import Workers
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "safetensors")
 """Packages that may change a result."""

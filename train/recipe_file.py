@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from data.files import common_files
-from data.hub import is_saved
-from train.config import REMEMBERING, DataRecipe, Recipe
+from medusa.data.files import common_files
+from medusa.data.hub import is_saved
+from medusa.train.config import REMEMBERING, DataRecipe, Recipe
 
 
 class RecipeError(ValueError):

@@ -19,8 +19,8 @@ import yaml
 from safetensors import SafetensorError
 
 from medusa.files import replace_file, sweep
-from train.config import Recipe
-from train.recipe_file import RecipeError, differences
+from medusa.train.config import Recipe
+from medusa.train.recipe_file import RecipeError, differences
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from train.config import LoraRecipe, OptimRecipe, Recipe
+from medusa.train.config import LoraRecipe, OptimRecipe, Recipe
 
 ROUNDING = 0.2
 """Share of the epochs by which whole steps may miss them unmentioned."""

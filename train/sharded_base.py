@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from medusa.base import gguf, smollm2
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
-from train.engine import import_deepspeed
+from medusa.train.engine import import_deepspeed
 
 WHOLE_ROWS = 16
 """Parameters of up to so many times the hidden size (norms, biases) stay whole: it costs more to gather them."""

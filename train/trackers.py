@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from train.config import Recipe
-from train.run_directory import RunDirectory
+from medusa.train.config import Recipe
+from medusa.train.run_directory import RunDirectory
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 START_SECONDS = 90.0
 """Longest wait for the Weights & Biases server at the start."""
 

@@ -14,35 +14,35 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from data.rows import open_rows
-from data.sources import Source
 from medusa.base.taps import outer_layers, spread_layers
+from medusa.data.rows import open_rows
+from medusa.data.sources import Source
 from medusa.formats.native import save_heads
 from medusa.heads import DraftHeads, build_heads
 from medusa.loading.self_test import choose_decoding
 from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
-from train.base import load_base
-from train.config import REMEMBERING, Recipe
-from train.engine import Engine
-from train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
-from train.fresh_heads import fresh_heads
-from train.held_out import read_held_out
-from train.medusa1 import Medusa1
-from train.progress import Progress
-from train.provenance import provenance
-from train.recipe_file import RecipeError
-from train.report import write_report
-from train.run_directory import Position, RunDirectory
-from train.schedule import column_weights, doubts, learning_rates, mixed_seed, total_steps
-from train.stop import StopRequest
-from train.trackers import Trackers
-from train.workers import Workers, check_same, failures_named
+from medusa.train.base import load_base
+from medusa.train.config import REMEMBERING, Recipe
+from medusa.train.engine import Engine
+from medusa.train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
+from medusa.train.fresh_heads import fresh_heads
+from medusa.train.held_out import read_held_out
+from medusa.train.medusa1 import Medusa1
+from medusa.train.progress import Progress
+from medusa.train.provenance import provenance
+from medusa.train.recipe_file import RecipeError
+from medusa.train.report import write_report
+from medusa.train.run_directory import Position, RunDirectory
+from medusa.train.schedule import column_weights, doubts, learning_rates, mixed_seed, total_steps
+from medusa.train.stop import StopRequest
+from medusa.train.trackers import Trackers
+from medusa.train.workers import Workers, check_same, failures_named
 
 if TYPE_CHECKING:
-    from train.medusa2 import Medusa2
+    from medusa.train.medusa2 import Medusa2
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 
 
 def train(recipe: Recipe, stop: StopRequest) -> None:
@@ -117,7 +117,7 @@ class Trainer:
         parts = recipe, base, heads, packed, workers, self.total
         self.method: Medusa1 | Medusa2
         if recipe.lora.rank:
-            from train import medusa2  # peft takes seconds to import
+            from medusa.train import medusa2  # peft takes seconds to import
 
             self.method = medusa2.Medusa2(*parts)
         else:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from train.config import Recipe
-from train.recipe_file import RecipeError, flatten
-from train.stop import StopRequest
+from medusa.train.config import Recipe
+from medusa.train.recipe_file import RecipeError, flatten
+from medusa.train.stop import StopRequest
 
 Value = TypeVar("Value")
 

@@ -1,16 +1,16 @@
-"""``medusa-bench accept``: from flags to the report."""
+"""``medusa bench accept``: from flags to the report."""
 
 import argparse
 from pathlib import Path
 
-from benchmarks.accept.figures import figures, grouped
-from benchmarks.accept.measure import measure
-from benchmarks.accept.shown import conclusion, fields, tables
-from benchmarks.accept.texts import known_answers, usual_file
-from benchmarks.report import environment, logger, publish
-from benchmarks.run.command import named_model
 from medusa import MedusaModel
-from serve.demo.questions import questions
+from medusa.benchmarks.accept.figures import figures, grouped
+from medusa.benchmarks.accept.measure import measure
+from medusa.benchmarks.accept.shown import conclusion, fields, tables
+from medusa.benchmarks.accept.texts import known_answers, usual_file
+from medusa.benchmarks.report import environment, logger, publish
+from medusa.benchmarks.run.command import named_model
+from medusa.serve.demo.questions import questions
 
 LEAST_OWN = 0.99
 """Share of the answers' tokens that the base chooses itself, below which they are not its greedy texts."""
@@ -41,7 +41,7 @@ def accept(options: argparse.Namespace) -> None:
         "kind": "accept", "base": "/".join(Path(model.base.name).parts[-2:]), "source": model.base.source,
         "heads": options.heads, "draft_model": options.draft_model, "int8": options.int8,
         "dtype": str(model.base.dtype).removeprefix("torch."),
-        **environment("medusa-bench", options.words, model.base.device), "questions": len(prompts),
+        **environment("medusa bench", options.words, model.base.device), "questions": len(prompts),
         "max_new_tokens": options.max_new_tokens, "nodes": options.nodes, "full": options.full,
         "texts": {"file": str(path), "written": written, "tokens": tokens, "own": own}, "drafters": drafters,
         "conclusions": {name: conclusion(rows) for name, rows in drafters.items()},

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, Counts, stretches
-from benchmarks.run.measure import TAIL, draws
+from medusa.benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, Counts, stretches
+from medusa.benchmarks.run.measure import TAIL, draws
 
 LENGTHS = (0, 128, 256, 512, 1024, 2048)
 """Tokens of a prompt from which on a group counts."""

@@ -17,7 +17,7 @@ from medusa.drafters.choose import Drafters
 from medusa.engine.replay import Text, read, replay, tally
 from medusa.heads import DraftHeads
 from medusa.sampling import sources
-from serve.demo.progress import Progress
+from medusa.serve.demo.progress import Progress
 
 DEPTHS = 16
 """D, counted at most."""

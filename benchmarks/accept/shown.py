@@ -1,12 +1,12 @@
-"""What ``medusa-bench accept`` shows of its report: tables, what they say in words, and fields of a picture."""
+"""What ``medusa bench accept`` shows of its report: tables, what they say in words, and fields of a picture."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from benchmarks.accept.figures import CATEGORY, LENGTH, PLACE, Estimate
-from benchmarks.picture import Field, Line
-from benchmarks.report import Report, Table, machine
+from medusa.benchmarks.accept.figures import CATEGORY, LENGTH, PLACE, Estimate
+from medusa.benchmarks.picture import Field, Line
+from medusa.benchmarks.report import Report, Table, machine
 
 SHOWN_DEPTHS = 8
 """Depths that tables have columns for."""

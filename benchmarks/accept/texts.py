@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.exchange import Prompt, Settings, UnansweredError, samples
-from data.local import LocalAnswerer
-from data.sources import read_samples
 from medusa import MedusaModel
+from medusa.data.exchange import Prompt, Settings, UnansweredError, samples
+from medusa.data.local import LocalAnswerer
+from medusa.data.sources import read_samples
 from medusa.files import cache_directory
 
 Known = dict[tuple[int, ...], list[int]]

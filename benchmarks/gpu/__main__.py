@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.parts import Part, Report, parts
-from benchmarks.process import Process, last_words
+from medusa.benchmarks.gpu.parts import Part, Report, parts
+from medusa.benchmarks.process import Process, last_words
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".cache" / "gpu-check"
 NO_GPU = "skipped: no GPU"
 PROBE = """

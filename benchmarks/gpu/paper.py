@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.paper``: what a step of an 8B model is bound to take on GPUs, and what fits in them.
+"""``python -m medusa.benchmarks.gpu.paper``: what a step of an 8B model must take on GPUs, and what fits in them.
 
 Without a flag it prints the tables of docs/gpu.md, which are computed and not measured. ``--measure FILE`` times the
 same steps on the GPU that is here, as far as they fit, and writes each with its bound.
@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.arguments import exit_status
 from medusa.budget.bound import CARDS, FREE, MULTIPLIES, READS, Card, free_nodes, step_work
 from medusa.budget.plan import CONTEXTS, Plan, graph_bytes, in_words, make_plan, pass_bytes
 from medusa.budget.shape import Shape, read_shape
-from serve.plan import engine_limits
-from serve.settings import EngineSettings
+from medusa.data.arguments import exit_status
+from medusa.serve.plan import engine_limits
+from medusa.serve.settings import EngineSettings
 
 if TYPE_CHECKING:
     from medusa import MedusaModel
@@ -29,7 +29,7 @@ REQUESTS, NODES = (1, 16, 64), (1, 8, 16, 64)
 SIZES = [(requests, context) for requests in REQUESTS for context in CONTEXTS]
 HEADS, ROUNDS = 5, 3
 """Recurrent heads that draft in measured steps, and measured repetitions."""
-MARKS = ("<!-- python -m benchmarks.gpu.paper -->", "<!-- end -->")
+MARKS = ("<!-- python -m medusa.benchmarks.gpu.paper -->", "<!-- end -->")
 """Around the tables in docs/gpu.md."""
 
 Row = dict[str, Any]
@@ -103,8 +103,8 @@ def measured(
     """
     import torch
 
-    from benchmarks.step.rig import Sizes
-    from benchmarks.step.step import measure_steps
+    from medusa.benchmarks.step.rig import Sizes
+    from medusa.benchmarks.step.step import measure_steps
 
     shape = read_shape(model.base.config, model.base.dtype)
     for batch, context in sizes:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 done, 1 a failure, 2 wrong use.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.paper", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m medusa.benchmarks.gpu.paper", description=__doc__)
     text = "time steps on the GPU here; the report goes there"
     parser.add_argument("--measure", metavar="FILE", type=Path, help=text)
     path = parser.parse_args(arguments).measure
@@ -148,7 +148,7 @@ def card_of(device: str, memory: int, bandwidth: float) -> Card:
 def _paper_shape() -> Shape:
     import torch
 
-    from benchmarks.step.shapes import shape_config
+    from medusa.benchmarks.step.shapes import shape_config
 
     return read_shape(shape_config(SHAPE), getattr(torch, DTYPE))
 
@@ -156,9 +156,9 @@ def _paper_shape() -> Shape:
 def _measure(path: Path) -> None:
     import torch
 
-    from benchmarks.machine import bandwidth_samples, best_bandwidth, choose_device
-    from benchmarks.step.shapes import random_base, random_heads, shape_config
     from medusa import MedusaModel
+    from medusa.benchmarks.machine import bandwidth_samples, best_bandwidth, choose_device
+    from medusa.benchmarks.step.shapes import random_base, random_heads, shape_config
     from medusa.clock import alternate
     from medusa.files import write_json
 

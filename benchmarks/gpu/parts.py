@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.paper import beside, key_figure
+from medusa.benchmarks.gpu.paper import beside, key_figure
 
 Report = dict[str, Any]
 
@@ -43,15 +43,19 @@ def parts(work: Path) -> dict[str, Part]:
     """
     shape = ("--shape", "llama-8b", "--dtype", "bfloat16", "--device", "cuda")
     step, run, demo = (work / f"{name}.json" for name in ("step", "run", "demo/report"))
-    step_words = ("-m", "benchmarks.gpu.paper", "--measure", str(step))
+    step_words = ("-m", "medusa.benchmarks.gpu.paper", "--measure", str(step))
     small_run = ("--batch", "1,16", "--count", "16", "--rounds", "2", "--max-new-tokens", "64", "--json", str(run))
     small_demo = ("--fresh", "--train-prompts", "600", "--prompts", "4", "--rounds", "1")
     return {
         "tests": Part(("-m", "pytest", "-q", "tests/gpu", "-m", "gpu"), 120),
         "step": Part(step_words, 240, step, key_figure, beside),
-        "run": Part(("-m", "benchmarks", "run", *shape, *small_run), 120, run, _run_figure),
+        "run": Part(("-m", "medusa", "bench", "run", *shape, *small_run), 120, run, _run_figure),
         "demo": Part(
-            ("-m", "serve.demo", "--run", str(demo.parent), *small_demo), 200, demo, _demo_figure, needs_gpu=False
+            ("-m", "medusa.serve.demo", "--run", str(demo.parent), *small_demo),
+            200,
+            demo,
+            _demo_figure,
+            needs_gpu=False,
         ),
     }
 

@@ -1,6 +1,7 @@
-"""``python -m benchmarks.peers.copies DIRECTORY NAME...``: copies of a base for other engines, with the same weights.
+"""``python -m medusa.benchmarks.peers.copies DIRECTORY NAME...``: copies of a base for other engines.
 
-A name is that of a base ("smollm2", "embedded", a directory) or of a shape ("llama-1b"), which gets random weights.
+They hold the same weights. A name is that of a base ("smollm2", "embedded", a directory) or of a shape ("llama-1b"),
+which gets random weights.
 """
 
 import filecmp
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.step.shapes import SHAPES, random_model, shape_config
-from data import EMBEDDED, load_tokenizer, resolve_base_name
 from medusa.base import smollm2
+from medusa.benchmarks.step.shapes import SHAPES, random_model, shape_config
+from medusa.data import EMBEDDED, load_tokenizer, resolve_base_name
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def copy_base(environments: Path, name: str) -> Path:
     Raises:
         subprocess.CalledProcessError: OpenVINO's tool has failed; its messages are above.
     """
-    from benchmarks.peers.gguf_file import write_gguf  # its package is not everywhere where benchmarks run
+    from medusa.benchmarks.peers.gguf_file import write_gguf  # its package is not everywhere where benchmarks run
 
     directory = directory_of(environments, name)
     checkpoint = directory / CHECKPOINT

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.peers.copies import CHECKPOINT, GGUF, OPENVINO, copies_of
-from benchmarks.process import Process
+from medusa.benchmarks.peers.copies import CHECKPOINT, GGUF, OPENVINO, copies_of
+from medusa.benchmarks.process import Process
+from medusa.files import CLONE
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Engine:
             str(room),
             *([str(heads)] if heads else []),
         ]
-        path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        path = {"PYTHONPATH": str(CLONE)}
         self.process = Process(f"engine {name} ({mode})", words, log, _same_processors() | path, piped=True)
         self.version: str = self._answer()["version"]
         self.process.pause()

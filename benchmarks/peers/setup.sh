@@ -22,5 +22,5 @@ environment guidellm torch==2.13.0 guidellm==0.8.1
 CMAKE_ARGS=-DGGML_NATIVE=ON environment llamacpp llama-cpp-python==0.3.36
 
 [ $# -gt 1 ] || set -- "$1" smollm2 embedded
-"$python" -m benchmarks.peers.copies "$there" "${@:2}"
+"$python" -m medusa.benchmarks.peers.copies "$there" "${@:2}"
 echo "ready: $there"

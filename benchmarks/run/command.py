@@ -1,4 +1,4 @@
-"""``medusa-bench run`` and ``tune``: from flags to the report."""
+"""``medusa bench run`` and ``tune``: from flags to the report."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.machine import choose_device
-from benchmarks.peers.engine import BATCHING, MODES, Engine, engines
-from benchmarks.report import Report, environment, publish
-from benchmarks.run.measure import figures, measure
-from benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
-from benchmarks.run.shown import fields, tables
-from benchmarks.step.shapes import given_dtype, random_base, random_model, shape_config
-from data import resolve_base_name, shipped_heads
 from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
+from medusa.benchmarks.machine import choose_device
+from medusa.benchmarks.peers.engine import BATCHING, MODES, Engine, engines
+from medusa.benchmarks.report import Report, environment, publish
+from medusa.benchmarks.run.measure import figures, measure
+from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
+from medusa.benchmarks.run.shown import fields, tables
+from medusa.benchmarks.step.shapes import given_dtype, random_base, random_model, shape_config
+from medusa.data import resolve_base_name, shipped_heads
 from medusa.files import write_json
 from medusa.formats import Export, export_heads, refusal
 from medusa.io.settings_file import save_settings
-from serve.demo.compare import repeated_share, unpacked_copy
-from serve.demo.questions import Kinds, questions
+from medusa.serve.demo.compare import repeated_share, unpacked_copy
+from medusa.serve.demo.questions import Kinds, questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
 """Drafters that are measured where they are asked for: they are slower than plain decoding, or need texts of before."""
@@ -118,7 +118,7 @@ def _report(options: argparse.Namespace, model: MedusaModel, prompts: Sequence[l
     return {
         "kind": options.command, "base": options.shape or "/".join(Path(model.base.name).parts[-2:]),
         "source": model.base.source, "heads": options.heads, "dtype": str(model.base.dtype).removeprefix("torch."),
-        **environment("medusa-bench", options.words, model.base.device), "prompts": len(prompts),
+        **environment("medusa bench", options.words, model.base.device), "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "runs": [],
     }  # fmt: skip
 

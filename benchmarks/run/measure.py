@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.run.methods import PLAIN, Answers, Method
-from serve.demo.progress import Progress
+from medusa.benchmarks.run.methods import PLAIN, Answers, Method
+from medusa.serve.demo.progress import Progress
 
 DRAWS = 4000
 TAIL = 0.025

@@ -1,11 +1,11 @@
-"""What ``medusa-bench run`` and ``tune`` show of their report: tables, and fields of a picture."""
+"""What ``medusa bench run`` and ``tune`` show of their report: tables, and fields of a picture."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.picture import Field, Line
-from benchmarks.report import Report, Table, machine
-from benchmarks.run.methods import LOSSY
+from medusa.benchmarks.picture import Field, Line
+from medusa.benchmarks.report import Report, Table, machine
+from medusa.benchmarks.run.methods import LOSSY
 
 HEADINGS = ("method", "tokens/s", "95 %", "over plain", "95 %", "per pass", "equal to plain")
 DRAWN = 4

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.serving``: load on OpenAI-compatible servers."""
+"""``python -m medusa.benchmarks.serving``: load on OpenAI-compatible servers."""
 
 import argparse
 import json
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.picture import Field, Line, draw
-from benchmarks.report import Table, environment, publish
-from benchmarks.serving.client import Asking, first_model
-from benchmarks.serving.compare import Plan, compare, load, medians, read_prompts
-from benchmarks.serving.servers import NAMES, places
-from benchmarks.serving.watch import Watch, curves
-from data.arguments import at_least, exit_status
 from medusa.base import smollm2
+from medusa.benchmarks.picture import Field, Line, draw
+from medusa.benchmarks.report import Table, environment, publish
+from medusa.benchmarks.serving.client import Asking, first_model
+from medusa.benchmarks.serving.compare import Plan, compare, load, medians, read_prompts
+from medusa.benchmarks.serving.servers import NAMES, places
+from medusa.benchmarks.serving.watch import Watch, curves
+from medusa.data.arguments import at_least, exit_status
 
 SECONDS = 40
 """Length of a level's window, unless requests are counted."""
@@ -29,14 +29,14 @@ SECONDS = 40
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m medusa.benchmarks.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("load", help="load a server that runs")
     add = one.add_argument
     add("url", help="its address up to /v1")
     add("--model", help="name of the model in requests (default: the first that the server names)")
     add("--completions", action="store_true", help="ask /completions (default: /chat/completions)")
-    text = "ask for numbers of tokens with every chunk, as medusa-serve and vLLM tell them (default: at the end)"
+    text = "ask for numbers of tokens with every chunk, as medusa serve and vLLM tell them (default: at the end)"
     add("--continuous-usage", action="store_true", help=text)
     add("--body", type=_object, default={}, metavar="JSON", help="further fields of every request")
     add("--api-key-env", default="", metavar="NAME", help="environment variable that holds the key")
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
         read_prompts(options.prompts, options.count), options.levels, options.max_tokens, seconds, options.requests,
         options.temperature, options.rounds,
     )  # fmt: skip
-    report = environment("python -m benchmarks.serving", words, torch.device("cpu"))
+    report = environment("python -m medusa.benchmarks.serving", words, torch.device("cpu"))
     if options.command == "load":
         key = os.environ.get(options.api_key_env, "")
         asking = Asking(

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.serving.client import Asking, Client
-from benchmarks.serving.figures import summarize
-from benchmarks.serving.load import Level, run_level
-from benchmarks.serving.servers import Place, Server
-from data.chat_prompts import chat_prompts
+from medusa.benchmarks.serving.client import Asking, Client
+from medusa.benchmarks.serving.figures import summarize
+from medusa.benchmarks.serving.load import Level, run_level
+from medusa.benchmarks.serving.servers import Place, Server
+from medusa.data.chat_prompts import chat_prompts
 
 
 def read_prompts(path: str | None, count: int) -> list[str]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.serving.load import Level
+from medusa.benchmarks.serving.load import Level
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.serving.client import Answer
+from medusa.benchmarks.serving.client import Answer
 
 PAUSE = 1.0
 """Seconds that a client waits after a failure, so that a server which refuses is not flooded."""

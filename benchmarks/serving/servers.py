@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.process import Process
-from benchmarks.serving.client import Asking
+from medusa.benchmarks.process import Process
+from medusa.benchmarks.serving.client import Asking
+from medusa.files import CLONE
 
-ROOT = Path(__file__).parents[2]
 START_SECONDS = 600.0
 """Patience with a server that starts; vLLM on two cores takes 100 s."""
 WAKE_SECONDS = 0.5
@@ -46,7 +46,7 @@ def places(environments: Path, model: str, heads: str | None) -> dict[str, Place
         model: Directory of smollm2.
         heads: Trained heads; None = those that come with the clone.
     """
-    ours = [str(ROOT / "launch.sh"), "serve", "--base", "smollm2", *(["--heads", heads] if heads else [])]
+    ours = [str(CLONE / "launch.sh"), "serve", "--base", "smollm2", *(["--heads", heads] if heads else [])]
     vllm = [str(environments / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     transformers = [str(environments / "hfserve/bin/transformers"), "serve", model, "--continuous-batching"]
     transformers += ["--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"]  # else 13 of 24 GB: cache and mask

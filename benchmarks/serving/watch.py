@@ -8,7 +8,7 @@ from typing import Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.picture import Field, Line
+from medusa.benchmarks.picture import Field, Line
 
 SECONDS = 1.0
 """Between two looks."""

@@ -1,4 +1,4 @@
-"""``medusa-bench attention``: tree attention of one layer per backend, beside the bytes that no backend can avoid."""
+"""``medusa bench attention``: tree attention of one layer per backend, beside the bytes that no backend can avoid."""
 
 import logging
 import math
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from benchmarks.machine import bandwidth_samples, best_bandwidth, timed
-from benchmarks.step.rig import Sizes, typical_tree
-from benchmarks.step.shapes import key_heads
 from medusa.attention import BACKENDS, BackendUnavailableError, Scoring, TreeAttention, TreePlan, attend
 from medusa.attention.backends import build
 from medusa.attention.contract import BlockTable
+from medusa.benchmarks.machine import bandwidth_samples, best_bandwidth, timed
+from medusa.benchmarks.step.rig import Sizes, typical_tree
+from medusa.benchmarks.step.shapes import key_heads
 from medusa.cache import BLOCK
 from medusa.clock import alternate
 from medusa.tree import Draft

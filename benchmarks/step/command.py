@@ -1,4 +1,4 @@
-"""``medusa-bench step`` and ``attention``: from flags to the report."""
+"""``medusa bench step`` and ``attention``: from flags to the report."""
 
 import argparse
 from typing import Any
@@ -8,17 +8,17 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.machine import choose_device
-from benchmarks.picture import Field, Line
-from benchmarks.report import Report, Table, environment, machine, publish
-from benchmarks.step.attention import measure_attention
-from benchmarks.step.rig import PLAIN, Rig, Sizes
-from benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
-from benchmarks.step.step import measure_steps
-from data import resolve_base_name
 from medusa import BaseModel, Batch, MedusaModel
 from medusa.base import smollm2
 from medusa.base.checkpoint import choose_dtype
+from medusa.benchmarks.machine import choose_device
+from medusa.benchmarks.picture import Field, Line
+from medusa.benchmarks.report import Report, Table, environment, machine, publish
+from medusa.benchmarks.step.attention import measure_attention
+from medusa.benchmarks.step.rig import PLAIN, Rig, Sizes
+from medusa.benchmarks.step.shapes import given_dtype, random_base, random_heads, shape_config
+from medusa.benchmarks.step.step import measure_steps
+from medusa.data import resolve_base_name
 from medusa.loading.self_test import choose_decoding, fuse
 
 STEP = [
@@ -134,7 +134,7 @@ def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.devic
         "base": options.shape or options.base,
         "weights": "random" if options.shape else "real",
         "dtype": str(dtype).removeprefix("torch."),
-        **environment("medusa-bench", options.words, device),
+        **environment("medusa bench", options.words, device),
         **figures,
     }
 

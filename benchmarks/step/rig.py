@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.machine import SAMPLE_SECONDS
 from medusa import Batch, Draft, EngineConfig, MedusaModel, Request, SamplingParams, Speculation, Tree
+from medusa.benchmarks.machine import SAMPLE_SECONDS
 from medusa.cache import BLOCK, CachedSequence
 from medusa.clock import seconds
 from medusa.drafters import Drafter

@@ -1,4 +1,4 @@
-"""``medusa-bench step``: the cost of a step against the number of tree nodes, beside the bound that memory sets.
+"""``medusa bench step``: the cost of a step against the number of tree nodes, beside the bound that memory sets.
 
 Decoding reads all weights and the cached keys and values once per pass. A pass cannot be faster than these bytes
 divided by the bandwidth of the memory, which is measured in the same run. Up to some number of nodes a pass costs
@@ -10,9 +10,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import Key, bandwidth_samples, best_bandwidth, ratio
-from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
 from medusa import MedusaModel, Speculation
+from medusa.benchmarks.machine import Key, bandwidth_samples, best_bandwidth, ratio
+from medusa.benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
 from medusa.budget.bound import step_work
 from medusa.budget.shape import read_shape
 from medusa.clock import alternate

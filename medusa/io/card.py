@@ -247,7 +247,7 @@ def _use(config: HeadsConfig, format_name: str, name: str) -> str:
         texts.append("BASE is the base, which is not named by an address on the Hub.")
     others = [f"`{other}`" for other in holders(config) if other != format_name]
     if others:
-        command = f"medusa-export --heads {name} --format FORMAT --out DIR"
+        command = f"medusa export --heads {name} --format FORMAT --out DIR"
         texts.append(f"For other engines, `{command}` writes the heads in the formats {', '.join(others)}.")
     return "\n\n".join(texts)
 

@@ -19,7 +19,7 @@ from medusa.formats.native import FORMAT
 from medusa.io.published import published_file
 
 CARD = "README.md"
-CARD_MARK = "<!-- Written by medusa-export. The next push writes it again, unless this line is removed. -->"
+CARD_MARK = "<!-- Written by medusa export. The next push writes it again, unless this line is removed. -->"
 READ = ("*.json", "*.safetensors", "*.pt", "pytorch_model.bin", "custom_generate/*")
 """What heads of any format consist of; a repository may also hold a base, in files that nobody needs here."""
 WRITTEN = (

@@ -1,4 +1,4 @@
-"""What a directory of heads is, and what is wrong with it (``medusa-export inspect``)."""
+"""What a directory of heads is, and what is wrong with it (``medusa export inspect``)."""
 
 import logging
 from collections.abc import Iterator

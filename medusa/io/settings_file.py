@@ -1,4 +1,4 @@
-"""Who drafts, and how much, as a JSON file: what ``medusa-bench tune`` has found."""
+"""Who drafts, and how much, as a JSON file: what ``medusa bench tune`` has found."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from medusa.files import header, read_json, write_json
 from medusa.sampling import Speculation
 
-REMEDY = "make one with medusa-bench tune --out"
+REMEDY = "make one with medusa bench tune --out"
 
 
 def save_settings(speculation: Speculation, path: str | Path, details: Mapping[str, Any] | None = None) -> None:

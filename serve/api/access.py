@@ -10,10 +10,10 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.api.errors import ApiError
-from serve.settings import ApiSettings
+from medusa.serve.api.errors import ApiError
+from medusa.serve.settings import ApiSettings
 
-logger = logging.getLogger("serve.requests")
+logger = logging.getLogger("medusa.serve.requests")
 
 
 def bearer(request: Request) -> str:

@@ -12,18 +12,25 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
-from serve.api import answers
-from serve.api.access import Limits, check_admin, check_key
-from serve.api.body import HEADER, ignored, named
-from serve.api.chat import chat
-from serve.api.completions import complete
-from serve.api.errors import ApiError, handle_errors, refused
-from serve.api.items import ResponsesRequest
-from serve.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, HeadsRequest, Shared, TokenizeRequest
-from serve.api.reply import Reply
-from serve.api.responses import ResponseReply, respond
-from serve.api.service import Service, while_connected
-from serve.models import UnknownModelError
+from medusa.serve.api import answers
+from medusa.serve.api.access import Limits, check_admin, check_key
+from medusa.serve.api.body import HEADER, ignored, named
+from medusa.serve.api.chat import chat
+from medusa.serve.api.completions import complete
+from medusa.serve.api.errors import ApiError, handle_errors, refused
+from medusa.serve.api.items import ResponsesRequest
+from medusa.serve.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    HeadsRequest,
+    Shared,
+    TokenizeRequest,
+)
+from medusa.serve.api.reply import Reply
+from medusa.serve.api.responses import ResponseReply, respond
+from medusa.serve.api.service import Service, while_connected
+from medusa.serve.models import UnknownModelError
 
 PAGE = Path(__file__).parents[1] / "page"
 STUCK = 60.0

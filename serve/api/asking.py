@@ -9,10 +9,10 @@ from medusa.drafters.prediction import PredictionDrafter
 from medusa.engine.config import EngineConfig
 from medusa.engine.constraint import Constraint
 from medusa.sampling import SAMPLING, SPECULATION
-from serve.api.errors import refused, too_long
-from serve.api.protocol import Sampling, SpeculationBody
-from serve.api.service import Service
-from serve.request import Asked
+from medusa.serve.api.errors import refused, too_long
+from medusa.serve.api.protocol import Sampling, SpeculationBody
+from medusa.serve.api.service import Service
+from medusa.serve.request import Asked
 
 DRAFTING = SPECULATION & SpeculationBody.model_fields.keys() - {"tree"}
 """Fields of ``speculation`` that mean what they mean in ``Speculation``."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from uuid import uuid4
 
-from serve.api.tools import BEGIN, END, Calls
+from medusa.serve.api.tools import BEGIN, END, Calls
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """The beginning of a call up to its arguments, as models write it; others are read once they are complete."""

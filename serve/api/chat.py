@@ -5,18 +5,18 @@ from typing import Any
 
 from medusa import Output
 from medusa.engine.output import FinishReason
-from serve.api.asking import Wanted, ask
-from serve.api.calls import Argued, Called, CallReader, Event, Said
-from serve.api.constraints import constraint_of
-from serve.api.errors import refused
-from serve.api.logprobs import Logprobs
-from serve.api.messages import text_of
-from serve.api.protocol import ChatRequest
-from serve.api.reply import REASONS, Kind, Reply
-from serve.api.service import Service
-from serve.api.texts import described
-from serve.api.tools import Calls, calls_of
-from serve.request import Asked, Delta
+from medusa.serve.api.asking import Wanted, ask
+from medusa.serve.api.calls import Argued, Called, CallReader, Event, Said
+from medusa.serve.api.constraints import constraint_of
+from medusa.serve.api.errors import refused
+from medusa.serve.api.logprobs import Logprobs
+from medusa.serve.api.messages import text_of
+from medusa.serve.api.protocol import ChatRequest
+from medusa.serve.api.reply import REASONS, Kind, Reply
+from medusa.serve.api.service import Service
+from medusa.serve.api.texts import described
+from medusa.serve.api.tools import Calls, calls_of
+from medusa.serve.request import Asked, Delta
 
 KIND = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from medusa import Output
 from medusa.engine.output import TokenLogprob
-from serve.api.asking import Wanted, ask
-from serve.api.constraints import constraint_of
-from serve.api.errors import refused
-from serve.api.logprobs import Logprobs
-from serve.api.protocol import CompletionRequest
-from serve.api.reply import REASONS, Kind, Reply
-from serve.api.service import Service
-from serve.request import Delta
+from medusa.serve.api.asking import Wanted, ask
+from medusa.serve.api.constraints import constraint_of
+from medusa.serve.api.errors import refused
+from medusa.serve.api.logprobs import Logprobs
+from medusa.serve.api.protocol import CompletionRequest
+from medusa.serve.api.reply import REASONS, Kind, Reply
+from medusa.serve.api.service import Service
+from medusa.serve.request import Delta
 
 KIND = Kind("cmpl", "text_completion", "text_completion")
 DEFAULT_MAX_TOKENS = 16

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from medusa.engine.constraint import Constraint
-from serve.api.errors import refused
-from serve.api.messages import ResponseFormat
-from serve.api.protocol import ChatRequest, CompletionRequest
-from serve.api.service import Service
-from serve.api.tools import Calls, parameters
-from serve.grammar import MOST_SPACES, Grammars
+from medusa.serve.api.errors import refused
+from medusa.serve.api.messages import ResponseFormat
+from medusa.serve.api.protocol import ChatRequest, CompletionRequest
+from medusa.serve.api.service import Service
+from medusa.serve.api.tools import Calls, parameters
+from medusa.serve.grammar import MOST_SPACES, Grammars
 
 Made = Callable[[], Constraint]
 

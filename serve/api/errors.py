@@ -11,8 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from serve.models import UnknownModelError
-from serve.request import BusyError, EngineError, LateError, StoppingError
+from medusa.serve.models import UnknownModelError
+from medusa.serve.request import BusyError, EngineError, LateError, StoppingError
 
 logger = logging.getLogger(__name__)
 

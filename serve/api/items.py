@@ -5,9 +5,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictInt, Tag
 from pydantic_core import PydanticCustomError
 
-from serve.api.body import Body, lacking
-from serve.api.messages import Content, Function, FunctionCall, JsonSchema, Message, ResponseFormat, Tool, ToolCall
-from serve.api.protocol import ChatRequest, Shared
+from medusa.serve.api.body import Body, lacking
+from medusa.serve.api.messages import (
+    Content,
+    Function,
+    FunctionCall,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+)
+from medusa.serve.api.protocol import ChatRequest, Shared
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 from pydantic_core import PydanticCustomError
 
-from serve.api.body import Body
+from medusa.serve.api.body import Body
 
 TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 

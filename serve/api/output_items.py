@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from serve.api.calls import Argued, Called, Event, Said
+from medusa.serve.api.calls import Argued, Called, Event, Said
 
 Told = dict[str, Any]
 """An event of a stream, without its number."""

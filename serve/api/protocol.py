@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
-from serve.api.body import Body, StrictBody, lacking
-from serve.api.messages import Content, Message, ResponseFormat, Tool
+from medusa.serve.api.body import Body, StrictBody, lacking
+from medusa.serve.api.messages import Content, Message, ResponseFormat, Tool
 
 Number = StrictInt | StrictFloat
 Stop = Annotated[str, Field(max_length=1024)]

@@ -12,10 +12,10 @@ from fastapi.responses import StreamingResponse
 
 from medusa import Output
 from medusa.drafters.prediction import PredictionDrafter
-from serve.api.errors import as_api_error
-from serve.api.protocol import Sampling, Shared, StreamOptions
-from serve.api.service import Service, merged
-from serve.request import Delta, Ticket
+from medusa.serve.api.errors import as_api_error
+from medusa.serve.api.protocol import Sampling, Shared, StreamOptions
+from medusa.serve.api.service import Service, merged
+from medusa.serve.request import Delta, Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from uuid import uuid4
 from fastapi.responses import StreamingResponse
 
 from medusa.engine.output import FinishReason
-from serve.api.calls import CallReader
-from serve.api.chat import asked, top_of
-from serve.api.errors import ApiError, as_api_error
-from serve.api.items import ResponsesRequest
-from serve.api.logprobs import Logprobs
-from serve.api.output_items import OutputItems, Told
-from serve.api.reply import event_stream, spec_metrics, wants_metrics
-from serve.api.service import Service
-from serve.api.tools import calls_of
-from serve.request import Delta, Ticket
+from medusa.serve.api.calls import CallReader
+from medusa.serve.api.chat import asked, top_of
+from medusa.serve.api.errors import ApiError, as_api_error
+from medusa.serve.api.items import ResponsesRequest
+from medusa.serve.api.logprobs import Logprobs
+from medusa.serve.api.output_items import OutputItems, Told
+from medusa.serve.api.reply import event_stream, spec_metrics, wants_metrics
+from medusa.serve.api.service import Service
+from medusa.serve.api.tools import calls_of
+from medusa.serve.request import Delta, Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
-from serve.api.errors import ApiError, as_api_error
-from serve.api.texts import Texts
-from serve.engine import Engine
-from serve.models import Models
-from serve.request import Asked, Delta, Ticket
-from serve.settings import ApiSettings
+from medusa.serve.api.errors import ApiError, as_api_error
+from medusa.serve.api.texts import Texts
+from medusa.serve.engine import Engine
+from medusa.serve.models import Models
+from medusa.serve.request import Asked, Delta, Ticket
+from medusa.serve.settings import ApiSettings
 
 if TYPE_CHECKING:
-    from serve.grammar import Grammars
+    from medusa.serve.grammar import Grammars
 
 Result = TypeVar("Result")
 DISCONNECTED = 0.2

@@ -10,10 +10,10 @@ from typing import Any
 
 from medusa import BaseModel
 from medusa.prompts import render_messages
-from serve.api.errors import refused, too_long
-from serve.api.messages import Function, Message, Tool, text_of
-from serve.api.protocol import Rendering, TokenizeRequest
-from serve.grammar import Grammars
+from medusa.serve.api.errors import refused, too_long
+from medusa.serve.api.messages import Function, Message, Tool, text_of
+from medusa.serve.api.protocol import Rendering, TokenizeRequest
+from medusa.serve.grammar import Grammars
 
 LONGEST_TOKEN = 64
 """Characters; a text with more than so many for each token of the context is not encoded."""

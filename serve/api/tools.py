@@ -7,10 +7,10 @@ the schemas of their tools, a grammar sees to it.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from serve.api.errors import refused
-from serve.api.messages import Tool
-from serve.api.protocol import ChatRequest
-from serve.grammar import MOST_SPACES
+from medusa.serve.api.errors import refused
+from medusa.serve.api.messages import Tool
+from medusa.serve.api.protocol import ChatRequest
+from medusa.serve.grammar import MOST_SPACES
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 

@@ -1,4 +1,4 @@
-"""Chat with a base and its heads in a terminal, or through pipes: ``medusa-chat``."""
+"""Chat with a base and its heads in a terminal, or through pipes: ``medusa chat``."""
 
 import argparse
 import io
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.arguments import ending_at_once, show_messages
+from medusa.data.arguments import ending_at_once, show_messages
 from medusa.files import cache_directory
-from serve.chat.commands import COMMANDS
-from serve.chat.conversation import Conversation, GenerationOptions
-from serve.chat.repl import Repl
-from serve.chat.terminal import Terminal
-from serve.flags import add_flags, from_flags
-from serve.model_options import DEFAULT_HEADS, ModelOptions, describe
+from medusa.serve.chat.commands import COMMANDS
+from medusa.serve.chat.conversation import Conversation, GenerationOptions
+from medusa.serve.chat.repl import Repl
+from medusa.serve.chat.terminal import Terminal
+from medusa.serve.flags import add_flags, from_flags
+from medusa.serve.model_options import DEFAULT_HEADS, ModelOptions, describe
 
 HERE = ("heads", "base", "draft_model", "mtp", "tree", "ngrams")
 """Flags of a model in this process."""
@@ -23,23 +23,23 @@ EPILOG = """\
 With a terminal: /? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 Without one: every line of the input is a message; answers go to stdout, everything else to stderr.
 
-  medusa-chat --temperature 0.8 --colour
-  medusa-chat --endpoint http://localhost:8000/v1
-  echo 'Write a Python function that reverses a list.' | medusa-chat
+  medusa chat --temperature 0.8 --colour
+  medusa chat --endpoint http://localhost:8000/v1
+  echo 'Write a Python function that reverses a list.' | medusa chat
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; every flag that other commands have too means the same there."""
     parser = argparse.ArgumentParser(
-        prog="medusa-chat",
+        prog="medusa chat",
         description="Chat with a base model that decodes several tokens per step with its heads.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser.add_argument_group("model"), ModelOptions)
     add = parser.add_argument_group("a server, in place of a model here").add_argument
-    text = "of medusa-serve or vLLM, as http://localhost:8000/v1; MEDUSA_API_KEY is its key (default: none)"
+    text = "of medusa serve or vLLM, as http://localhost:8000/v1; MEDUSA_API_KEY is its key (default: none)"
     add("--endpoint", metavar="URL", help=text)
     add("--model", metavar="NAME", help="as the server names it (default: its first)")
     answers = parser.add_argument_group("answers")
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("files").add_argument
     text = "draft the static tree of a file, in place of --nodes and --drafter (default: a tree per step)"
     add("--tree", metavar="FILE", help=text)
-    text = "drafter and nodes that medusa-bench tune has found, in place of --nodes and --drafter (default: none)"
+    text = "drafter and nodes that medusa bench tune has found, in place of --nodes and --drafter (default: none)"
     add("--settings", metavar="FILE", help=text)
     text = "what the drafter ngram has learned: read at the start if the file is there, written at the end"
     add("--ngrams", metavar="FILE", help=f"{text} (default: kept in memory)")
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _talk_to_server(args: argparse.Namespace, terminal: Terminal, settings: GenerationOptions) -> None:
-    from serve.chat.remote import RemoteModel
+    from medusa.serve.chat.remote import RemoteModel
 
     model = RemoteModel(args.endpoint, args.model or "", os.environ.get("MEDUSA_API_KEY", ""))
     title = f"model  {model.base.name} at {args.endpoint} ({model.base.context_length:,} tokens of context)"

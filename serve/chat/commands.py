@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medusa.sampling import DRAFTERS, RULES
-from serve.chat.conversation import Conversation, GenerationOptions, load, save, tree_budget
-from serve.chat.repl import Command, Repl
-from serve.chat.terminal import count
+from medusa.serve.chat.conversation import Conversation, GenerationOptions, load, save, tree_budget
+from medusa.serve.chat.repl import Command, Repl
+from medusa.serve.chat.terminal import count
 
 
 class Setting(NamedTuple):

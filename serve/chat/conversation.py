@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from medusa.files import read_object, replace_file
 from medusa.sampling import RULES, SAMPLING, SamplingParams, Speculation
-from serve.flags import flag
+from medusa.serve.flags import flag
 
 Message = dict[str, str]
 """One entry of a prompt: ``role`` (system, user or assistant) and ``content``."""

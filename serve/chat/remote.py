@@ -10,7 +10,7 @@ import httpx
 
 from medusa.engine.output import Output, Piece
 from medusa.sampling import SPECULATION
-from serve.chat.conversation import Message
+from medusa.serve.chat.conversation import Message
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 ENDS = {"stop": "eos", "length": "length"}

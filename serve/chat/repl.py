@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from serve.chat.conversation import Conversation, GenerationOptions, Message, Turn
-from serve.chat.terminal import Terminal, count
+from medusa.serve.chat.conversation import Conversation, GenerationOptions, Message, Turn
+from medusa.serve.chat.terminal import Terminal, count
 
 if TYPE_CHECKING:
     from medusa import MedusaModel, Output, Prefix, Tree
-    from serve.chat.remote import RemoteModel
+    from medusa.serve.chat.remote import RemoteModel
 
 BLOCK = '"""'
 """Opens and closes a message of several lines."""

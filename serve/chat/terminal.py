@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from serve.chat.wrap import Wrapper
+from medusa.serve.chat.wrap import Wrapper
 
 _RESET = "\x1b[0m"
 _DIM = "\x1b[2m"

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.arguments import at_least, exit_status, show_messages
-from serve.demo.report import publish
+from medusa.data.arguments import at_least, exit_status, show_messages
+from medusa.serve.demo.report import publish
 
+MEDUSA = (sys.executable, "-m", "medusa")
 CTRL_C = 130
 """Exit status."""
-ROOT = Path(__file__).parents[2]
+RECIPES = Path(__file__).parents[2] / "train/recipes"
 HELDOUT_PROMPTS = 96
 """Answers that the heads' accuracy is measured on."""
 MAX_NEW_TOKENS = 128
@@ -73,13 +74,13 @@ def _remove(run: Path) -> None:
 def _make_heads(run: Path, train_prompts: int) -> None:
     """The first two stages; what is there already is kept."""
     data = run / "data"
-    regenerate = [sys.executable, "-m", "data", "regenerate", "--max-new-tokens", str(MAX_NEW_TOKENS), "--prompts"]
+    regenerate = [*MEDUSA, "data", "regenerate", "--max-new-tokens", str(MAX_NEW_TOKENS), "--prompts"]
     _say("1/4  the embedded base answers training prompts: heads learn from what it really says")
     _run(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
     _run(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))
     _say("2/4  torchrun + DeepSpeed train the heads; the base stays frozen")
-    # As the recipe itself names them, so that ./launch.sh train goes on with the demo's run and the other way round.
-    run = run.relative_to(ROOT) if run.is_relative_to(ROOT) else run
+    # As the recipe itself names them, so that `medusa train` goes on with the demo's run and the other way round.
+    run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     data = run / "data"
     paths = {"run": run, "data.train": data / "train.jsonl", "data.heldout": data / "heldout.jsonl"}
     overrides = [word for key, path in paths.items() for word in (f"--recipe.{key}", str(path))]
@@ -87,18 +88,18 @@ def _make_heads(run: Path, train_prompts: int) -> None:
 
     from medusa.clock import cores
 
-    # Two processes are faster than two threads on two cores; with GPUs launch.sh starts one process for each.
+    # Two processes are faster than two threads on two cores; with GPUs `medusa train` starts one process for each.
     processes = {} if torch.cuda.is_available() or cores() != 2 else {"NPROC": os.environ.get("NPROC", "2")}
-    recipe = ("--recipe", str(ROOT / "train/recipes/embedded.yaml"))
-    _run(str(ROOT / "launch.sh"), "train", *recipe, *overrides, **processes)
+    recipe = ("--recipe", str(RECIPES / "embedded.yaml"))
+    _run(*MEDUSA, "train", *recipe, *overrides, **processes)
 
 
 def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
     """The third stage: the embedded base with the heads that the first two made."""
     _say("3/4  held-out prompts, decoded by transformers, plainly, and with each drafter; compiling takes a while")
-    from data.prompts import embedded_prompts
     from medusa import MedusaModel
-    from serve.demo.figures import measure
+    from medusa.data.prompts import embedded_prompts
+    from medusa.serve.demo.figures import measure
 
     model = MedusaModel.from_pretrained(run / "heads")
     prompts = embedded_prompts(model, "heldout", count)
@@ -116,10 +117,10 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
 def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
     """The fourth stage: a real chat model with heads of the repository; None where the model cannot be had."""
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
-    from data import shipped_heads
     from medusa import MedusaModel
-    from serve.demo.figures import measure
-    from serve.demo.questions import chat_questions
+    from medusa.data import shipped_heads
+    from medusa.serve.demo.figures import measure
+    from medusa.serve.demo.questions import chat_questions
 
     try:
         model = MedusaModel.from_pretrained(shipped_heads("smollm2"))
@@ -132,7 +133,7 @@ def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
 
 def _run(*words: str, **environment: str) -> None:
     try:
-        subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
+        subprocess.run(words, check=True, env=os.environ | environment)
     except subprocess.CalledProcessError as error:
         status = f"exit status {error.returncode}"
         raise RuntimeError(f"a stage of the demo failed ({status}); its message is above") from error

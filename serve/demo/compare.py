@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa import BaseModel, MedusaModel
 from medusa.base import smollm2
-from serve.demo.progress import Progress
+from medusa.serve.demo.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
 """Prompt ids to new token ids, and the passes of the base that they took."""

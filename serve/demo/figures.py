@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from medusa import MedusaModel
-from serve.demo import AUTO, LABELS
-from serve.demo import compare as run
-from serve.demo.compare import Timing
+from medusa.serve.demo import AUTO, LABELS
+from medusa.serve.demo import compare as run
+from medusa.serve.demo.compare import Timing
 
 SAMPLE_CHARACTERS = 60
 """Fewest characters of the answer that is shown."""

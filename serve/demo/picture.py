@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from serve.demo import AUTO
+from medusa.serve.demo import AUTO
 
 BLUE, GREY, ORANGE, MARK = "#2864a8", "#b8bec6", "#e08a1e", "#cfe3f8"
 COLUMNS, LINES = 118, 16

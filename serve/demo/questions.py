@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.exchange import Message
 from medusa import MedusaModel
+from medusa.data.exchange import Message
 
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 """Categories of MT-bench, which Spec-Bench counts as one."""
@@ -20,13 +20,13 @@ def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[
 
     Those of the embedded base are of its own corpus: functions of the standard library, to continue or to write.
     """
-    from data import EMBEDDED, resolve_base_name
+    from medusa.data import EMBEDDED, resolve_base_name
 
     if path:
         return file_questions(model, path, count)
     if model.base.name != resolve_base_name(EMBEDDED):
         return chat_questions(model, count)
-    from data.prompts import embedded_prompts
+    from medusa.data.prompts import embedded_prompts
 
     prompts = embedded_prompts(model, "heldout", count)
     return prompts, {"python": list(range(len(prompts)))}
@@ -34,7 +34,7 @@ def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[
 
 def chat_questions(model: MedusaModel, count: int) -> tuple[list[list[int]], Kinds]:
     """``count`` held-out prompts of ``data.chat_prompts`` as token ids, and their kinds."""
-    from data.chat_prompts import chat_prompts
+    from medusa.data.chat_prompts import chat_prompts
 
     asked = chat_prompts("heldout", count)
     return [model.chat_prompt(prompt.asked[0]) for prompt in asked], _group([prompt.kind for prompt in asked])
@@ -76,7 +76,7 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
 
 def _first_turn(question: Mapping[str, Any]) -> list[Message] | tuple[int, ...]:
     """What is asked first, in messages, or in tokens where the sample holds these."""
-    from data.prompts import asked
+    from medusa.data.prompts import asked
 
     if "input_ids" in question:
         ids, mask = question["input_ids"], question["loss_mask"]

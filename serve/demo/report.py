@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve.demo import LABELS
+from medusa.serve.demo import LABELS
 
 COLUMNS = ("tokens_per_s", "tokens_per_step", "speedup", "speedup_over_transformers")
 """Figures of a way to decode, as the table shows them."""
@@ -17,7 +17,7 @@ def publish(run: Path, report: dict[str, Any]) -> None:
     path, picture = run / "report.json", run / "report.png"
     write_json(path, report)
     try:
-        from serve.demo.picture import draw
+        from medusa.serve.demo.picture import draw
     except ImportError as error:  # on a bare machine the figures count
         print(f"no picture: {error}", file=sys.stderr)
     else:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.machine import BUFFER_BYTES
-from benchmarks.step.shapes import random_heads, random_model
 from medusa import BaseModel, MedusaModel
+from medusa.benchmarks.machine import BUFFER_BYTES
+from medusa.benchmarks.step.shapes import random_heads, random_model
 
 
 @pytest.fixture(autouse=True)

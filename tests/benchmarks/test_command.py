@@ -1,4 +1,4 @@
-"""``medusa-bench`` on bases so small that only the logic is tested: what it measures, writes, shows and refuses."""
+"""``medusa bench`` on bases so small that only the logic is tested: what it measures, writes, shows and refuses."""
 
 import io
 import json
@@ -6,15 +6,15 @@ import json
 import pytest
 import torch
 
-from benchmarks import arguments
-from benchmarks.__main__ import main
-from benchmarks.step.shapes import SHAPES
 from medusa import Speculation, load_settings
 from medusa.attention import BACKENDS
+from medusa.benchmarks import arguments
+from medusa.benchmarks.__main__ import main
+from medusa.benchmarks.step.shapes import SHAPES
 from medusa.files import header
 from medusa.heads import ARCHITECTURES
 from medusa.io.settings_file import save_settings
-from serve.chat.__main__ import main as chat
+from medusa.serve.chat.__main__ import main as chat
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_step_reports_a_row_per_batch_and_size(base_directory, tmp_path, capsys)
         assert row["roofline_ms"] == pytest.approx(bound, rel=0.01, abs=1e-4)
     assert all(row["step_overhead"] == 1.0 for row in report["rows"] if row["nodes"] == 1)
     assert "Self CPU" in report["profile"]
-    assert report["command"].startswith("medusa-bench step --base")
+    assert report["command"].startswith("medusa bench step --base")
     assert (report["weights"], report["dtype"], report["threads"]) == ("real", "float32", torch.get_num_threads())
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     assert "over N" in capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_the_chat_without_heads_takes_what_there_is(base_directory, capsys, monk
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": "medusa-settings", "format_version": 1}'])
 def test_settings_that_are_none_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match="medusa-bench tune --out"):
+    with pytest.raises(ValueError, match="medusa bench tune --out"):
         load_settings(tmp_path / "x.json")
     values = header("settings") | {"drafter": "nobody", "nodes": 4}
     (tmp_path / "x.json").write_text(json.dumps(values))
@@ -168,5 +168,5 @@ def test_ctrl_c(monkeypatch):
     def interrupt(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.step.command.choose_device", interrupt)
+    monkeypatch.setattr("medusa.benchmarks.step.command.choose_device", interrupt)
     assert main(["step"]) == 130

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.study import main
+from medusa.benchmarks.study import main
 from tests.train.jobs import write_recipe
 
 VARIANTS = "one: {heads.architecture: medusa}\ntwo: {heads.architecture: recurrent, optim.loss: kl}\n"
@@ -38,7 +38,7 @@ def test_variants_are_trained_once_and_compared(words, tmp_path, capsys):
 
 def test_the_designs_of_the_repository_are_recipes(samples, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr("benchmarks.study.train", lambda words: asked.append(words) or 7)
+    monkeypatch.setattr("medusa.benchmarks.study.train", lambda words: asked.append(words) or 7)
     assert main(["--out", str(tmp_path), "--recipe.data.train", str(samples)]) == 7, "a run that fails ends the study"
     assert asked[0][-1] == str(tmp_path / "medusa-ce" / "seed-0")
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from data.chat import NoAnswerError, documents, render
+from medusa.data.chat import NoAnswerError, documents, render
 
 ASKED, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}
 CHATML = (

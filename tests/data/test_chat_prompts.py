@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 
-from data.chat_prompts import LISTS, chat_prompts
+from medusa.data.chat_prompts import LISTS, chat_prompts
 
 
 def test_prompts_are_different_and_of_all_kinds():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data import EMBEDDED, resolve_base_name
-from data.chat import render
 from medusa import MedusaModel
+from medusa.data import EMBEDDED, resolve_base_name
+from medusa.data.chat import render
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from data import chat_completions
-from data.__main__ import main
-from data.chat import documents, special_tokens
-from data.chat_completions import ChatClient, EndpointError
-from data.endpoint import EndpointAnswerer
-from data.exchange import EndpointSettings, Prompt, Settings, UnansweredError
-from data.regenerate import regenerate
+from medusa.data import chat_completions
+from medusa.data.__main__ import main
+from medusa.data.chat import documents, special_tokens
+from medusa.data.chat_completions import ChatClient, EndpointError
+from medusa.data.endpoint import EndpointAnswerer
+from medusa.data.exchange import EndpointSettings, Prompt, Settings, UnansweredError
+from medusa.data.regenerate import regenerate
 from tests.data.fake_server import FakeServer, completion
 from tests.data.test_golden import TOKENS, byte_tokenizer
 from tests.data.test_golden import conversation as golden_conversation
@@ -429,7 +429,7 @@ def test_ctrl_c_ends_at_once_and_the_same_command_goes_on(server, base_directory
         return YES
 
     server.reply = reply
-    words = [sys.executable, "-m", "data", "regenerate", "--base", base_directory, "--endpoint", server.url]
+    words = [sys.executable, "-m", "medusa", "data", "regenerate", "--base", base_directory, "--endpoint", server.url]
     words += ["--prompts", tmp_path / "chats.jsonl", "--out", tmp_path / "a.jsonl"]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "80"})
     part = tmp_path / "a.jsonl.part"

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.chat import documents
-from data.inspect import marked_text
+from medusa.data.chat import documents
+from medusa.data.inspect import marked_text
 
 HERE = Path(__file__).parent
 SYSTEM = {"role": "system", "content": "Answer briefly."}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.__main__ import main
+from medusa.data.__main__ import main
 
 
 @pytest.fixture

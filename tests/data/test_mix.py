@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 
-from data.__main__ import main
-from data.mix import Conversation, Mixer, write
-from data.mixture import Mixture
-from data.overlap import Overlap, evaluation_texts
-from data.prompts import conversations
-from data.sources import Source
+from medusa.data.__main__ import main
+from medusa.data.mix import Conversation, Mixer, write
+from medusa.data.mixture import Mixture
+from medusa.data.overlap import Overlap, evaluation_texts
+from medusa.data.prompts import conversations
+from medusa.data.sources import Source
 
 LONG = " ".join(f"word{number}" for number in range(30))
 

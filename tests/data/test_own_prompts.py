@@ -2,10 +2,10 @@ import shutil
 
 import pytest
 
-from data.__main__ import main
-from data.exchange import Exchange, Prompt, UnansweredError
-from data.own_prompts import OwnPrompts, openings
-from data.regenerate import regenerate
+from medusa.data.__main__ import main
+from medusa.data.exchange import Exchange, Prompt, UnansweredError
+from medusa.data.own_prompts import OwnPrompts, openings
+from medusa.data.regenerate import regenerate
 from tests.data.watched import lines
 
 TEMPLATE = "{% for m in messages %}user {{ m.content }}<end>{% endfor %}"

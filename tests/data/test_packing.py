@@ -3,8 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from data.packing import IGNORE, PackedRows, pack
-from data.sources import Sample
+from medusa.data.packing import IGNORE, PackedRows, pack
+from medusa.data.sources import Sample
 
 
 def _sample(ids: list[int], mask: list[int]) -> Sample:

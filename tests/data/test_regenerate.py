@@ -3,13 +3,13 @@ from functools import partial
 
 import pytest
 
-from data.__main__ import main
-from data.exchange import Exchange, Prompt, Settings, samples
-from data.local import LocalAnswerer
-from data.prompts import conversations, file_prompts, fitting
-from data.regenerate import Part, regenerate
-from data.sources import Source
 from medusa import Speculation
+from medusa.data.__main__ import main
+from medusa.data.exchange import Exchange, Prompt, Settings, samples
+from medusa.data.local import LocalAnswerer
+from medusa.data.prompts import conversations, file_prompts, fitting
+from medusa.data.regenerate import Part, regenerate
+from medusa.data.sources import Source
 from medusa.io.settings_file import save_settings
 from tests.data.watched import Watched, lines
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.packing import PackedRows, pack
-from data.rows import open_rows
-from data.sources import Source, read_samples
+from medusa.data.packing import PackedRows, pack
+from medusa.data.rows import open_rows
+from medusa.data.sources import Source, read_samples
 
 Opening = Callable[..., PackedRows]
 
@@ -146,7 +146,7 @@ def test_a_full_disk_is_named(opened: Opening, cache: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("data.rows.pack_window", full)
+    monkeypatch.setattr("medusa.data.rows.pack_window", full)
     with pytest.raises(OSError, match=r"disk of .*cache is full; free space"):
         opened()
     assert not _entries(cache)

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from data.shapes import conversation
+from medusa.data.shapes import conversation
 
 ASKED, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}
 SYSTEM = {"role": "system", "content": "be kind"}

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.files import file_records
-from data.sources import Source, read_samples
+from medusa.data.files import file_records
+from medusa.data.sources import Source, read_samples
 
 WORDS = ["<end>", "hi", "there", "who", "are", "you"]
 TEMPLATE = (

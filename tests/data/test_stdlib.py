@@ -2,8 +2,8 @@ import ast
 
 import pytest
 
-from data import stdlib
-from data.stdlib import HELD_OUT, ChatPair, Document, chat_pairs, completion_prompts, documents
+from medusa.data import stdlib
+from medusa.data.stdlib import HELD_OUT, ChatPair, Document, chat_pairs, completion_prompts, documents
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def base() -> BaseModel:
 def answers(directory: Path) -> Path:
     """What the embedded base answers to a few prompts."""
     path, limits = directory / "answers.jsonl", ("--count", PROMPTS, "--max-new-tokens", MAX_NEW_TOKENS)
-    run(sys.executable, "-m", "data", "regenerate", "--prompts", "heldout", *limits, "--out", path)
+    run(sys.executable, "-m", "medusa", "data", "regenerate", "--prompts", "heldout", *limits, "--out", path)
     return path
 
 
@@ -86,7 +86,7 @@ def trained(answers: Path, directory: Path, shape: dict[str, Any], lr: float) ->
     }
     directory.mkdir()
     recipe = write_recipe(directory / "recipe.yaml", Path("embedded"), answers, sections)
-    run(sys.executable, "-m", "train", "--recipe", recipe, "--recipe.run", directory / "run")
+    run(sys.executable, "-m", "medusa.train", "--recipe", recipe, "--recipe.run", directory / "run")
     return load_heads(directory / "run" / "heads")
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from medusa import BaseModel, DraftHeads, MedusaModel
 from medusa.base.adapter import apply_adapter
 from medusa.formats import save_heads
-from serve.model_options import describe
+from medusa.serve.model_options import describe
 
 peft = pytest.importorskip("peft")
 PROMPTS = [[1, 2, 3], [40, 41], list(range(60, 90))]

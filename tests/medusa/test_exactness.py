@@ -10,13 +10,13 @@ from itertools import product
 import pytest
 import torch
 
-from data import resolve_base_name, shipped_heads
 from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, build_heads
 from medusa.attention.backends import choose
 from medusa.attention.contract import BlockTable
 from medusa.cache import BLOCK
 from medusa.cpu import build as native
 from medusa.cpu.native import kernels
+from medusa.data import resolve_base_name, shipped_heads
 from medusa.loading import exactness
 from medusa.loading.self_test import fuse
 from medusa.sampling import SamplingParams

@@ -22,7 +22,7 @@ from medusa import BaseModel, MedusaModel, SamplingParams
 from medusa.base import gguf, gguf_convert, gguf_names, gguf_reading, gguf_tensors
 from medusa.base.names import resolve_base
 from medusa.cpu.gguf_types import KINDS
-from serve.server import main
+from medusa.serve.server import main
 from tests.medusa.gguf_files import write_file
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma3": Gemma3TextConfig, "qwen3moe": Qwen3MoeConfig}

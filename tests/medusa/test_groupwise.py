@@ -17,8 +17,8 @@ from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kern
 from medusa.cpu.packed import Packed, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
-from serve.model_options import describe
-from serve.server import main
+from medusa.serve.model_options import describe
+from medusa.serve.server import main
 from tests.medusa.grouped import CASES, EXPANDED, defined, layer, scales, scheme, words
 
 HIDDEN, INNER = 256, 512

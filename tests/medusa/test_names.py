@@ -8,9 +8,9 @@ import time
 import huggingface_hub.constants
 import pytest
 
-from data import load_tokenizer
 from medusa import BaseModel, MedusaModel
 from medusa.base import names, on_hub, smollm2
+from medusa.data import load_tokenizer
 from medusa.formats import save_heads
 from medusa.io.hub import fetch_heads
 

@@ -21,8 +21,8 @@ from medusa.cpu.native import NativeLinear, available, expands_quickly, use_kern
 from medusa.cpu.packed import Packed, PackedEmbedding, PackedLinear
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.sampling import SamplingParams, Speculation
-from serve.model_options import describe
-from serve.server import main
+from medusa.serve.model_options import describe
+from medusa.serve.server import main
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ kernels on this machine")
 

@@ -13,7 +13,7 @@ PROVENANCE = {
     "recipe": {"run": "/home/ann/runs/mine", "base": {"name": "meta/base"}, "data": {"train": "~/secret/chats.jsonl"}},
     "base": {"name": "/home/ann/models/base-8b/"},
     "data": {"source": "../../home/ann/chats.jsonl"},
-    "command": "python -m train --recipe /home/ann/x.yaml --token hf_abc",
+    "command": "medusa train --recipe /home/ann/x.yaml --token hf_abc",
     "device": "AMD EPYC 9J14 / 96 cores",
     "figures": {"heldout_top1": [0.5]},
 }

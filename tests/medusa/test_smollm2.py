@@ -6,9 +6,9 @@ import zipfile
 
 import pytest
 
-from data import load_tokenizer
 from medusa import BaseModel, MedusaModel
 from medusa.base import gguf, names, smollm2
+from medusa.data import load_tokenizer
 from medusa.files import write_json
 
 

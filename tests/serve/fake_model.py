@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-from serve.chat.commands import COMMANDS
-from serve.chat.conversation import Conversation, GenerationOptions
-from serve.chat.repl import Repl
-from serve.chat.terminal import Terminal
+from medusa.serve.chat.commands import COMMANDS
+from medusa.serve.chat.conversation import Conversation, GenerationOptions
+from medusa.serve.chat.repl import Repl
+from medusa.serve.chat.terminal import Terminal
 
 
 class FakePiece(str):

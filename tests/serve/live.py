@@ -1,4 +1,4 @@
-"""A server of a small model in a thread, as it runs behind ``medusa-serve``."""
+"""A server of a small model in a thread, as it runs behind ``medusa serve``."""
 
 import threading
 import time
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from medusa import MedusaModel
-from serve.api.app import create_app
-from serve.api.service import Service
-from serve.engine import Engine
-from serve.grammar import Grammars
-from serve.listening import Server, bind, url
-from serve.metrics import Metrics
-from serve.models import Models
-from serve.settings import ApiSettings, EngineSettings
+from medusa.serve.api.app import create_app
+from medusa.serve.api.service import Service
+from medusa.serve.engine import Engine
+from medusa.serve.grammar import Grammars
+from medusa.serve.listening import Server, bind, url
+from medusa.serve.metrics import Metrics
+from medusa.serve.models import Models
+from medusa.serve.settings import ApiSettings, EngineSettings
 
 
 @dataclass

@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from data.chat_completions import ChatClient
-from data.endpoint import EndpointAnswerer
-from data.exchange import EndpointSettings, Prompt, Settings
-from data.local import LocalAnswerer
 from medusa import BaseModel, MedusaModel
-from serve.settings import ApiSettings, EngineSettings
+from medusa.data.chat_completions import ChatClient
+from medusa.data.endpoint import EndpointAnswerer
+from medusa.data.exchange import EndpointSettings, Prompt, Settings
+from medusa.data.local import LocalAnswerer
+from medusa.serve.settings import ApiSettings, EngineSettings
 from tests.serve.live import serving
 
 KEY, ADMIN = "secret", "root"

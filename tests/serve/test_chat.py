@@ -10,11 +10,11 @@ import torch
 from medusa import MedusaModel, Tree
 from medusa.attention import BACKENDS
 from medusa.io.tree_file import save_tree
-from serve.chat import __main__ as chat
-from serve.chat.remote import RemoteModel
-from serve.chat.terminal import Terminal
-from serve.model_options import ATTENTION, DEFAULT_HEADS, ModelOptions
-from serve.settings import ApiSettings
+from medusa.serve.chat import __main__ as chat
+from medusa.serve.chat.remote import RemoteModel
+from medusa.serve.chat.terminal import Terminal
+from medusa.serve.model_options import ATTENTION, DEFAULT_HEADS, ModelOptions
+from medusa.serve.settings import ApiSettings
 from tests.serve.fake_model import Person
 from tests.serve.live import serving
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.chat.conversation import Conversation, GenerationOptions, Turn, load, save
+from medusa.serve.chat.conversation import Conversation, GenerationOptions, Turn, load, save
 
 THREE_TURNS = Conversation("be brief", [Turn("q1", "a1"), Turn("q2", "a2"), Turn("q3", "a3")])
 

@@ -10,8 +10,8 @@ from medusa import Prefix
 from medusa.cache import BLOCK
 from medusa.cache.layer import PassLayer
 from medusa.sampling import RULES
-from serve.chat.commands import ALIASES, LISTED
-from serve.chat.conversation import GenerationOptions, Turn
+from medusa.serve.chat.commands import ALIASES, LISTED
+from medusa.serve.chat.conversation import GenerationOptions, Turn
 from tests.serve.fake_model import Chat, FakeModel, Person
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from serve.chat.wrap import Wrapper, cells
+from medusa.serve.chat.wrap import Wrapper, cells
 
 
 def shown(pieces, columns):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medusa import BaseModel, MedusaModel
-from serve.settings import ApiSettings, EngineSettings
+from medusa.serve.settings import ApiSettings, EngineSettings
 from tests.serve.live import serving
 
 PROMPT = list(b"the quick brown fox")

@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 
 from medusa import BaseModel, MedusaModel
-from serve.demo import LABELS
-from serve.demo import __main__ as demo
-from serve.demo.compare import Call, Timing, compare, identical, medusa_engine, repeated_share, transformers_engine
-from serve.demo.figures import measure
-from serve.demo.progress import Progress
-from serve.demo.questions import file_questions
-from serve.demo.report import publish
+from medusa.serve.demo import LABELS
+from medusa.serve.demo import __main__ as demo
+from medusa.serve.demo.compare import (
+    Call,
+    Timing,
+    compare,
+    identical,
+    medusa_engine,
+    repeated_share,
+    transformers_engine,
+)
+from medusa.serve.demo.figures import measure
+from medusa.serve.demo.progress import Progress
+from medusa.serve.demo.questions import file_questions
+from medusa.serve.demo.report import publish
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [40, 41], [9]]
@@ -31,7 +39,7 @@ def engine(name, tokens, order):
 
 def test_engines_take_turns_and_rates_are_medians(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("serve.demo.compare.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("medusa.serve.demo.compare.time.perf_counter", lambda: next(clock))
     order = []
     timings = compare({"a": engine("a", 2, order), "b": engine("b", 6, order)}, PROMPTS, rounds=3)
     assert "".join(order) == "ab" + "aaabbb" + "bbbaaa" + "aaabbb", "one warm-up each, then alternated"
@@ -154,7 +162,7 @@ def test_wrong_numbers_are_refused_at_once(words):
 def test_the_whole_demo_in_small(tmp_path):
     numbers = "--train-prompts 64 --prompts 4 --rounds 1 --real-prompts 2".split()
     done = subprocess.run(
-        [sys.executable, "-m", "serve.demo", "--run", str(tmp_path / "run"), *numbers],
+        [sys.executable, "-m", "medusa.serve.demo", "--run", str(tmp_path / "run"), *numbers],
         cwd=ROOT, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve.server import build_parser
+from medusa.serve.server import build_parser
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from medusa import MedusaModel, SamplingParams, Speculation
-from serve.engine import Engine
-from serve.metrics import Metrics
-from serve.request import Asked, EngineError, StoppingError
-from serve.settings import EngineSettings
+from medusa.serve.engine import Engine
+from medusa.serve.metrics import Metrics
+from medusa.serve.request import Asked, EngineError, StoppingError
+from medusa.serve.settings import EngineSettings
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
 

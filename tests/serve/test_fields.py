@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from medusa import BaseModel, MedusaModel
-from serve.server import build_parser, read_keys
-from serve.settings import ApiSettings
+from medusa.serve.server import build_parser, read_keys
+from medusa.serve.settings import ApiSettings
 from tests.serve.live import serving
 
 CHAT, COMPLETIONS = "v1/chat/completions", "v1/completions"

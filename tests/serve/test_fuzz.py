@@ -5,7 +5,7 @@ No answer is a 5xx, and each is what the document says of it.
 
 import pytest
 
-from serve.settings import ApiSettings, EngineSettings
+from medusa.serve.settings import ApiSettings, EngineSettings
 from tests.serve.live import serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")

@@ -9,9 +9,9 @@ import torch
 from jsonschema import validate
 
 from medusa import MedusaModel, SamplingParams, Speculation
-from serve.api.messages import Tool
-from serve.api.tools import Calls
-from serve.grammar import Following, Grammars
+from medusa.serve.api.messages import Tool
+from medusa.serve.api.tools import Calls
+from medusa.serve.grammar import Following, Grammars
 
 PLAIN, TREES = Speculation(nodes=1), Speculation("hybrid", nodes=8)
 SHORT = {"type": "string", "maxLength": 6}

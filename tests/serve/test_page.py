@@ -20,8 +20,8 @@ from types import SimpleNamespace
 import pytest
 from fastapi.testclient import TestClient
 
-from serve.api.app import PAGE, create_app
-from serve.settings import ApiSettings
+from medusa.serve.api.app import PAGE, create_app
+from medusa.serve.settings import ApiSettings
 from tests.serve.live import serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

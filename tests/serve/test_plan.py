@@ -1,17 +1,17 @@
-"""``medusa-serve --dry-run``: a plan from a config alone."""
+"""``medusa serve --dry-run``: a plan from a config alone."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from data.arguments import memory_size
 from medusa import HeadsConfig, build_heads
 from medusa.budget.shape import read_shape
+from medusa.data.arguments import memory_size
 from medusa.formats import save_heads
 from medusa.loading.self_test import choose_decoding
-from serve.engine import MEMORY, position_bytes
-from serve.server import main
+from medusa.serve.engine import MEMORY, position_bytes
+from medusa.serve.server import main
 from tests.medusa.test_conformance import FAMILIES, tiny
 
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'medusa-decoding[ray]'")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed: it finds the replicas' processes")
 
-from serve.ray_app import BESIDE, PROXY, TRIES, Retries, app, build, build_ray_parser, options  # noqa: E402
+from medusa.serve.ray_app import BESIDE, PROXY, TRIES, Retries, app, build, build_ray_parser, options  # noqa: E402
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def running(base, *words, count=1):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["--base", base, "--name", "small", "--device", "cpu", *words, "--port", port]
-    command = [sys.executable, "-m", "serve.ray_app", "--drain", "20", *map(str, words)]
+    command = [sys.executable, "-m", "medusa.serve.ray_app", "--drain", "20", *map(str, words)]
     environment = {name: value for name, value in os.environ.items() if name not in (PROXY, "RAY_ADDRESS")}
     environment |= {"MEDUSA_ADMIN_KEY": "root", "XDG_CACHE_HOME": str(ROOT / ".cache")}  # with compiled kernels
     with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
@@ -250,12 +250,12 @@ def test_a_replica_of_two_processes_begins_anew_when_one_of_them_dies(base_direc
     with running(base_directory, "--processes", "2") as (process, url):
         body = {"model": "small", "prompt": "say", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
         text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-        (rank,), (replica,) = replicas(process, "serve.server"), replicas(process)
+        (rank,), (replica,) = replicas(process, "medusa.serve.server"), replicas(process)
         rank.kill()
         replica.wait(30)
         until = time.monotonic() + 60
         while not ready(process, url, 1):
             assert time.monotonic() < until
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == text
-        last = replicas(process, "serve.server")
+        last = replicas(process, "medusa.serve.server")
     assert not psutil.wait_procs(last, timeout=30)[1]

@@ -1,4 +1,4 @@
-"""``medusa-serve`` from its start to its end: what it says, and how it goes."""
+"""``medusa serve`` from its start to its end: what it says, and how it goes."""
 
 import re
 import signal
@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.listening import bind, url
+from medusa.serve.listening import bind, url
 from tests.serve.live import serving
 
 ROOT = Path(__file__).parents[2]
 # A background job (of a CI, say) is started with Ctrl-C ignored, which a server in a terminal never is.
 LAUNCH = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "runpy.run_module('serve.server', run_name='__main__')"
+    "runpy.run_module('medusa.serve.server', run_name='__main__')"
 )
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 

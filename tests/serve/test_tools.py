@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from serve.api.calls import Argued, Called, CallReader, Said
-from serve.api.messages import Tool
-from serve.api.tools import Calls
+from medusa.serve.api.calls import Argued, Called, CallReader, Said
+from medusa.serve.api.messages import Tool
+from medusa.serve.api.tools import Calls
 
 TOOLS = [Tool(type="function", function={"name": "f"})]
 TALKING = Calls(TOOLS)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from medusa.train.trainer import Trainer
 from tests.train.jobs import run, write_recipe
-from train.trainer import Trainer
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.config import EngineRecipe, OptimRecipe
-from train.engine import Engine
-from train.stop import StopRequest
-from train.workers import Workers
+from medusa.train.config import EngineRecipe, OptimRecipe
+from medusa.train.engine import Engine
+from medusa.train.stop import StopRequest
+from medusa.train.workers import Workers
 
 SHAPES = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
 """ZeRO stage and offload."""

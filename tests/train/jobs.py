@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from train.__main__ import main
+from medusa.train.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 Job = subprocess.Popen[str]
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 def launch(arguments: list[str], processes: int = 2, node: int | None = None, port: int = 0) -> Job:
     """Start torchrun; `node` 0 or 1 makes it one of two machines that meet at `port`."""
-    command = [sys.executable, "-m", "train.launch", f"--nproc_per_node={processes}"]
+    command = [sys.executable, "-m", "medusa.train.launch", f"--nproc_per_node={processes}"]
     command += [f"--master_port={port or free_port()}"]
     if node is not None:
         command += ["--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1"]
@@ -68,7 +68,7 @@ def launch(arguments: list[str], processes: int = 2, node: int | None = None, po
 
 def train(recipe: Path, run: Path, values: Mapping[str, Any] | None = None, **options: Any) -> Job:
     """Start a training run under torchrun."""
-    words = ["-m", "train", "--recipe", str(recipe), "--recipe.run", str(run), *flags(**values or {})]
+    words = ["-m", "medusa.train", "--recipe", str(recipe), "--recipe.run", str(run), *flags(**values or {})]
     return launch(words, **options)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa import BaseModel, HeadsConfig, build_heads
-from train.evaluate import RANKS, count_ranks, rank_counts
+from medusa.train.evaluate import RANKS, count_ranks, rank_counts
 
 
 @pytest.fixture
@@ -43,6 +43,6 @@ def test_chunks_change_nothing(model, monkeypatch):
     heads, hidden = make_heads(model, 2), torch.randn(11, model.hidden_size)
     path, labels = torch.randint(model.vocab_size, (11, 2)), torch.randint(-1, 40, (11, 2))
     whole = count_ranks(heads, model, hidden, path, labels)
-    monkeypatch.setattr("train.evaluate.CHUNK", 3)
+    monkeypatch.setattr("medusa.train.evaluate.CHUNK", 3)
     assert torch.equal(count_ranks(heads, model, hidden, path, labels), whole)
     assert not count_ranks(heads, model, hidden[:0], path[:0], labels[:0]).any()

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.packing import IGNORE, pack
-from data.sources import Sample
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
+from medusa.data.packing import IGNORE, pack
+from medusa.data.sources import Sample
 from medusa.heads.layer import LayerConfig
+from medusa.train.config import OptimRecipe
+from medusa.train.features import BasePass, Positions
+from medusa.train.losses import HeadsLoss
+from medusa.train.medusa1 import Block
 from tests.medusa.layer_by_hand import recomputed
 from tests.train.jobs import Acting, assert_same_run, metrics, run
-from train.config import OptimRecipe
-from train.features import BasePass, Positions
-from train.losses import HeadsLoss
-from train.medusa1 import Block
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

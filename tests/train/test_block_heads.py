@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.packing import IGNORE, pack
 from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
+from medusa.data.packing import IGNORE, pack
 from medusa.heads.layer import LayerConfig
+from medusa.train.features import BasePass, Positions
 from tests.medusa.block_by_hand import recomputed
 from tests.train.jobs import Acting, assert_same_run, metrics, run
 from tests.train.test_attention_heads import sample
-from train.features import BasePass, Positions
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.packing import IGNORE, PackedRows, pack
-from data.sources import Sample
-from train.blocks import Block, MicroBatch
-from train.config import OptimRecipe
-from train.features import Positions
+from medusa.data.packing import IGNORE, PackedRows, pack
+from medusa.data.sources import Sample
+from medusa.train.blocks import Block, MicroBatch
+from medusa.train.config import OptimRecipe
+from medusa.train.features import Positions
 
 HEADS = 3
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from medusa.train.__main__ import main
+from medusa.train.check import mistakes
+from medusa.train.config import OptimRecipe
+from medusa.train.recipe_file import build_recipe, read_recipe
+from medusa.train.schedule import doubts
 from tests.train.jobs import write_recipe
-from train.__main__ import main
-from train.check import mistakes
-from train.config import OptimRecipe
-from train.recipe_file import build_recipe, read_recipe
-from train.schedule import doubts
 
 
 def _told(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
@@ -79,11 +79,11 @@ def test_steps_and_epochs_that_cannot_be_had_are_told(optim: dict, rows: int, sa
 
 
 def test_training_tells_them(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from train.stop import StopRequest
-    from train.trainer import train
+    from medusa.train.stop import StopRequest
+    from medusa.train.trainer import train
 
     values = {"run": str(tmp_path / "run"), "optim.steps": "1", "optim.epochs": "4", "evaluate.prompts": "0"}
     made = read_recipe(recipe, values)
-    with caplog.at_level("WARNING", "train"):
+    with caplog.at_level("WARNING", "medusa.train"):
         train(made, StopRequest())
     assert "optim.epochs (4.0) is ignored, since optim.steps is given" in caplog.text

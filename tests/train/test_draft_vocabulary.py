@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.packing import IGNORE, PackedRows
 from medusa.base.model import BaseModel
+from medusa.data.packing import IGNORE, PackedRows
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
+from medusa.train.fresh_heads import most_frequent_tokens
+from medusa.train.losses import HeadsLoss
+from medusa.train.workers import Workers
 from tests.train.jobs import Acting, assert_same_run, metrics, run
 from tests.train.test_joint import row_loss
-from train.fresh_heads import most_frequent_tokens
-from train.losses import HeadsLoss
-from train.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from medusa.train.stop import StopRequest
+from medusa.train.workers import Workers
 from tests.train import engine_agreement
 from tests.train.jobs import finish, launch
-from train.stop import StopRequest
-from train.workers import Workers
 
 
 def test_every_stage_goes_on_from_another_like_plain_torch() -> None:

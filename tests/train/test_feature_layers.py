@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.packing import pack
-from data.sources import read_samples
 from medusa import BaseModel, MedusaModel
+from medusa.data.packing import pack
+from medusa.data.sources import read_samples
+from medusa.train.blocks import Block
+from medusa.train.config import OptimRecipe
+from medusa.train.features import BasePass
+from medusa.train.hidden_cache import identity
 from tests.train.jobs import Acting, metrics, run
-from train.blocks import Block
-from train.config import OptimRecipe
-from train.features import BasePass
-from train.hidden_cache import identity
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from data.packing import pack
-from data.sources import read_samples
 from medusa import BaseModel
+from medusa.data.packing import pack
+from medusa.data.sources import read_samples
+from medusa.train.config import DataRecipe, EvaluateRecipe
+from medusa.train.evaluate import held_out_prompts, held_out_rows
+from medusa.train.held_out import read_held_out
+from medusa.train.recipe_file import RecipeError, build_recipe
 from tests.train.jobs import finish, launch, metrics, run, write_recipe
-from train.config import DataRecipe, EvaluateRecipe
-from train.evaluate import held_out_prompts, held_out_rows
-from train.held_out import read_held_out
-from train.recipe_file import RecipeError, build_recipe
 
 
 def _errors(**data: str) -> str:
@@ -95,8 +95,8 @@ def test_what_evaluations_read_is_what_it_was(base: Path, tokenizer, samples: Pa
 NOTING = """
 import os, sys
 from pathlib import Path
-from train import held_out
-from train.__main__ import main
+from medusa.train import held_out
+from medusa.train.__main__ import main
 read, readers = held_out.read_samples, Path(sys.argv.pop(1))
 def noted(*arguments):
     with readers.open("a") as file:

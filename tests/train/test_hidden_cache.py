@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.packing import PackedRows, pack
-from data.sources import read_samples
 from medusa.base.model import BaseModel
+from medusa.data.packing import PackedRows, pack
+from medusa.data.sources import read_samples
 from medusa.heads import HeadsConfig, build_heads
-from train import hidden_cache
-from train.features import BasePass
-from train.hidden_cache import HiddenCache
-from train.medusa1 import Medusa1
-from train.recipe_file import build_recipe
-from train.workers import Workers
+from medusa.train import hidden_cache
+from medusa.train.features import BasePass
+from medusa.train.hidden_cache import HiddenCache
+from medusa.train.medusa1 import Medusa1
+from medusa.train.recipe_file import build_recipe
+from medusa.train.workers import Workers
 
 HEADS = 3
 

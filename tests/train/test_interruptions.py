@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from medusa import BaseModel, MedusaModel
+from medusa.train.run_directory import RunDirectory
 from tests.train.jobs import (
     Acting,
     alive,
@@ -24,7 +25,6 @@ from tests.train.jobs import (
     workers,
     write_recipe,
 )
-from train.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

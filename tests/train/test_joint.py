@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data.packing import PackedRows, pack
-from data.sources import Sample
 from medusa import BaseModel, HeadsConfig, build_heads
-from train.adapters import Adapters
-from train.config import LoraRecipe
-from train.features import BasePass, Positions
-from train.joint import JointLoss
-from train.losses import HeadsLoss
+from medusa.data.packing import PackedRows, pack
+from medusa.data.sources import Sample
+from medusa.train.adapters import Adapters
+from medusa.train.config import LoraRecipe
+from medusa.train.features import BasePass, Positions
+from medusa.train.joint import JointLoss
+from medusa.train.losses import HeadsLoss
 
 HEADS = 2
 WEIGHTS = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)

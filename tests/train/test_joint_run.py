@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from medusa import MedusaModel
+from medusa.train.recipe_file import RecipeError, build_recipe, read_recipe
+from medusa.train.run_directory import RunDirectory
+from medusa.train.stop import StopRequest
+from medusa.train.trainer import Trainer
+from medusa.train.workers import Workers
 from tests.train.jobs import Acting, assert_same_run, finish, metrics, run, train, write_recipe
-from train.recipe_file import RecipeError, build_recipe, read_recipe
-from train.run_directory import RunDirectory
-from train.stop import StopRequest
-from train.trainer import Trainer
-from train.workers import Workers
 
 STEPS, RESTING = 12, 4
 

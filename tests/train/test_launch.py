@@ -5,7 +5,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from train.launch import exit_status
+from medusa.train.launch import exit_status
 
 
 @pytest.mark.parametrize(

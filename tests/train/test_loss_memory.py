@@ -8,9 +8,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from train import losses
-from train.fused import Targets, fused_loss
-from train.losses import chunk_rows
+from medusa.train import losses
+from medusa.train.fused import Targets, fused_loss
+from medusa.train.losses import chunk_rows
 
 HIDDEN, LOSS_ROWS = 16, 128
 
@@ -76,7 +76,7 @@ def loss_peak(heads, positions, vocab, kind):
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_memory_of_the_loss_is_flat_in_heads_rows_and_vocabulary(kind, monkeypatch):
-    monkeypatch.setattr("train.row_losses.BLOCK_NUMEL", {"cpu": 1 << 15})
+    monkeypatch.setattr("medusa.train.row_losses.BLOCK_NUMEL", {"cpu": 1 << 15})
     monkeypatch.setattr(losses, "CHUNK_NUMEL", {"cpu": 1 << 18})
     least = loss_peak(1, 128, 2048, kind)
     assert least > 4 * (1 << 18)  # a chunk of logits, float32

@@ -6,13 +6,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.packing import IGNORE
+from medusa.data.packing import IGNORE
 from medusa.heads import ARCHITECTURES, HeadsConfig, build_heads
 from medusa.heads.layer import LayerConfig
-from train import row_losses
-from train.fused import fused_loss
-from train.losses import HeadsLoss
-from train.row_losses import Targets
+from medusa.train import row_losses
+from medusa.train.fused import fused_loss
+from medusa.train.losses import HeadsLoss
+from medusa.train.row_losses import Targets
 
 HEADS, ROWS, HIDDEN, VOCABULARY = 3, 37, 8, 19
 KINDS = ["ce", "kl", "tv", "nla", "lk"]

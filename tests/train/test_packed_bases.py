@@ -7,21 +7,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from data.packing import pack
-from data.sources import read_samples
 from medusa.base.model import BaseModel
+from medusa.data.packing import pack
+from medusa.data.sources import read_samples
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 from medusa.loading.separation import choose_separation
+from medusa.train import trainer
+from medusa.train.features import BasePass
+from medusa.train.hidden_cache import HiddenCache
+from medusa.train.recipe_file import read_recipe
+from medusa.train.run_directory import RunDirectory
+from medusa.train.sharded_base import load_sharded
+from medusa.train.stop import StopRequest
+from medusa.train.trainer import Trainer
+from medusa.train.workers import Workers
 from tests.train.jobs import finish, metrics, run, train, write_recipe
-from train import trainer
-from train.features import BasePass
-from train.hidden_cache import HiddenCache
-from train.recipe_file import read_recipe
-from train.run_directory import RunDirectory
-from train.sharded_base import load_sharded
-from train.stop import StopRequest
-from train.trainer import Trainer
-from train.workers import Workers
 
 SHAPES = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},

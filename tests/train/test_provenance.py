@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from train import provenance
+from medusa.train import provenance
 
 
 def test_the_revision_is_that_of_this_code_and_of_no_other_clone(

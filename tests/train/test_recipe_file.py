@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data.options import parser as data_parser
-from train.config import Recipe
-from train.recipe_file import (
+from medusa.data.options import parser as data_parser
+from medusa.train.config import Recipe
+from medusa.train.recipe_file import (
     RecipeError,
     build_recipe,
     describe,

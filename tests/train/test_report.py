@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from train.recipe_file import build_recipe
-from train.report import read_report, write_report
-from train.report.__main__ import main
-from train.report.figures import POINTS
+from medusa.train.recipe_file import build_recipe
+from medusa.train.report import read_report, write_report
+from medusa.train.report.__main__ import main
+from medusa.train.report.figures import POINTS
 
 RECIPE = build_recipe({"data.train": "x.jsonl", "base.name": "org/$base$", "optim.loss": "kl"})
 
@@ -82,7 +82,7 @@ def test_the_command_writes_a_picture_and_a_table(
 def test_without_matplotlib_the_log_says_so(
     write: Callable[..., Path], no_pictures: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "train"):
+    with caplog.at_level(logging.INFO, "medusa.train"):
         path = write_report(write(_step(1)))
     assert path.is_file()
     assert not path.with_suffix(".png").exists()

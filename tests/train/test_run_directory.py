@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.recipe_file import RecipeError, build_recipe
-from train.run_directory import Position, RunDirectory
+from medusa.train.recipe_file import RecipeError, build_recipe
+from medusa.train.run_directory import Position, RunDirectory
 
 RECIPE = build_recipe({"data.train": "x.jsonl"})
 TENSORS = {"parameter/a": torch.arange(3.0), "steps": torch.tensor(5)}

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from train.config import LoraRecipe, OptimRecipe
-from train.schedule import adapters_rate, head_weights, heads_weight, learning_rate, rows_of_step, total_steps
+from medusa.train.config import LoraRecipe, OptimRecipe
+from medusa.train.schedule import adapters_rate, head_weights, heads_weight, learning_rate, rows_of_step, total_steps
 
 
 def test_every_row_comes_once_per_epoch_in_another_order() -> None:

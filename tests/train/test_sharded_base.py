@@ -7,14 +7,14 @@ import torch
 from torch import distributed as dist
 from transformers import LlamaConfig
 
-from data.packing import pack
-from data.sources import read_samples
 from medusa.base.model import BaseModel
+from medusa.data.packing import pack
+from medusa.data.sources import read_samples
+from medusa.train.features import BasePass
+from medusa.train.sharded_base import load_sharded
+from medusa.train.stop import StopRequest
+from medusa.train.workers import Workers
 from tests.medusa.gguf_files import write_file
-from train.features import BasePass
-from train.sharded_base import load_sharded
-from train.stop import StopRequest
-from train.workers import Workers
 
 
 @pytest.fixture(params=["directory", "gguf"])

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.packing import IGNORE, pack
-from data.sources import read_samples
 from medusa.base.model import BaseModel
+from medusa.data.packing import IGNORE, pack
+from medusa.data.sources import read_samples
+from medusa.train.schedule import rows_of_step
 from tests.train.jobs import metrics, run, write_recipe
-from train.schedule import rows_of_step
 
 HEADS = 3
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SEVERAL = """
 import json, sys
-from train.__main__ import main
+from medusa.train.__main__ import main
 for arguments in json.loads(sys.argv[1]):
     assert main(arguments) == 0
 """
@@ -84,7 +84,7 @@ def test_wandb_offline_writes_under_the_run_directory_only(recipe: Path, tmp_pat
     environment = os.environ | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
     environment["MPLCONFIGDIR"] = str(tmp_path / "fonts")  # as launch.sh sets it: the report is drawn by matplotlib
     subprocess.run(
-        [sys.executable, "-m", "train", *arguments, "--recipe.log.wandb", "offline"],
+        [sys.executable, "-m", "medusa.train", *arguments, "--recipe.log.wandb", "offline"],
         cwd=ROOT, env=environment, check=True, timeout=400,
     )  # fmt: skip
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from train.recipe_file import build_recipe
-from train.run_directory import Position, RunDirectory
-from train.trackers import Trackers
+from medusa.train.recipe_file import build_recipe
+from medusa.train.run_directory import Position, RunDirectory
+from medusa.train.trackers import Trackers
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -166,7 +166,7 @@ def test_wandb_offline_leaves_one_folder_with_every_step(
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     directory, recipe = RunDirectory(tmp_path), _recipe(wandb="offline")
-    with caplog.at_level(logging.WARNING, "train"):
+    with caplog.at_level(logging.WARNING, "medusa.train"):
         _train(directory, recipe, range(6))
         _train(directory, recipe, range(4, 6), start=1)
     assert not caplog.text

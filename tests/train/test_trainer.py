@@ -13,18 +13,17 @@ import pytest
 import torch
 import yaml
 
-from data.packing import IGNORE, pack
-from data.sources import read_samples
 from medusa.base.checkpoint import choose_dtype
 from medusa.base.model import BaseModel
+from medusa.data.packing import IGNORE, pack
+from medusa.data.sources import read_samples
 from medusa.formats import load_heads
 from medusa.model import MedusaModel
-from tests.train.jobs import Acting, assert_same_run, metrics, run
-from train import trainer
-from train.__main__ import main
-from train.base import load_base, slow_in_bfloat16
-from train.config import BaseRecipe
-from train.evaluate import (
+from medusa.train import trainer
+from medusa.train.__main__ import main
+from medusa.train.base import load_base, slow_in_bfloat16
+from medusa.train.config import BaseRecipe
+from medusa.train.evaluate import (
     accuracy_figures,
     head_accuracy,
     held_out_prompts,
@@ -32,11 +31,12 @@ from train.evaluate import (
     served_counts,
     served_figures,
 )
-from train.features import BasePass, Positions
-from train.recipe_file import RecipeError, flatten, read_recipe
-from train.run_directory import RunDirectory
-from train.stop import StopRequest
-from train.workers import Workers, check_same
+from medusa.train.features import BasePass, Positions
+from medusa.train.recipe_file import RecipeError, flatten, read_recipe
+from medusa.train.run_directory import RunDirectory
+from medusa.train.stop import StopRequest
+from medusa.train.workers import Workers, check_same
+from tests.train.jobs import Acting, assert_same_run, metrics, run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -64,7 +64,7 @@ def test_a_run_leaves_heads_metrics_and_its_recipe(finished: Path) -> None:
 
 
 def test_a_finished_run_says_so(finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "train"):
+    with caplog.at_level(logging.INFO, "medusa.train"):
         assert run(recipe, finished) == 0
     assert "run is finished" in caplog.text
 
@@ -131,7 +131,7 @@ def test_dtype_auto_is_what_this_cpu_multiplies_faster(monkeypatch: pytest.Monke
     def measured(products: dict[torch.dtype, object], rounds: int) -> dict[torch.dtype, list[float]]:
         return {dtype: [1.0 + slow * (dtype == torch.bfloat16)] * rounds for dtype in products}
 
-    monkeypatch.setattr("train.base.alternate", measured)
+    monkeypatch.setattr("medusa.train.base.alternate", measured)
     slow_in_bfloat16.cache_clear()
     base = load_base(BaseRecipe(), Workers.start("cpu", StopRequest()))
     assert base.dtype == (torch.float32 if slow else choose_dtype(torch.bfloat16, base.device))

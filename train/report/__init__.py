@@ -1,5 +1,5 @@
 """What a run directory tells about its training: `training.json`, `training.png`, and a table."""
 
-from train.report.figures import read_report, write_report
+from medusa.train.report.figures import read_report, write_report
 
 __all__ = ["read_report", "write_report"]

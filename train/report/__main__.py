@@ -1,4 +1,4 @@
-"""`python -m train.report RUN [--json FILE]`: the figures of a run as a table and as a picture."""
+"""`medusa report RUN [--json FILE]`: the figures of a run as a table and as a picture."""
 
 import argparse
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
-from train.report import read_report, write_report
+from medusa.train.report import read_report, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     parser = argparse.ArgumentParser(
-        prog="python -m train.report", description="Writes training.json and training.png of a run, and prints a table."
+        prog="medusa report", description="Writes training.json and training.png of a run, and prints a table."
     )
     parser.add_argument("run", help="run directory, e.g. runs/demo; a run that is under way will do")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copyfile(path, options.json)
         print("\n".join(_table(read_report(options.run))))
     except (ValueError, OSError) as error:
-        logging.getLogger("train").error("%s", error)
+        logging.getLogger("medusa.train").error("%s", error)
         return 1
     return 0
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from train.recipe_file import flatten
-from train.run_directory import RunDirectory
+from medusa.train.recipe_file import flatten
+from medusa.train.run_directory import RunDirectory
 
-LOGGER = logging.getLogger("train")
+LOGGER = logging.getLogger("medusa.train")
 POINTS = 100
 """Points of a curve; a longer run is averaged over equal stretches of steps."""
 SUMMARY = {
@@ -74,7 +74,7 @@ def write_report(run: str | Path) -> Path:
     if find_spec("matplotlib") is None:
         _say_once(f"{path.with_suffix('.png')} is not drawn: matplotlib is not installed; pip install matplotlib")
     else:
-        from train.report.picture import draw
+        from medusa.train.report.picture import draw
 
         draw(report, path.with_suffix(".png"))
     return path

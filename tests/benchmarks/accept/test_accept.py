@@ -1,16 +1,16 @@
-"""``medusa-bench accept``: figures of real decoding from texts that are written once, and what they say in words."""
+"""``medusa bench accept``: figures of real decoding from texts that are written once, and what they say in words."""
 
 import json
 
 import pytest
 import torch
 
-from benchmarks.__main__ import main
-from benchmarks.accept.figures import estimates, figures, grouped
-from benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, WIDTH, measure
-from benchmarks.accept.shown import conclusion
-from benchmarks.accept.texts import known_answers, usual_file
 from medusa import MedusaModel
+from medusa.benchmarks.__main__ import main
+from medusa.benchmarks.accept.figures import estimates, figures, grouped
+from medusa.benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, WIDTH, measure
+from medusa.benchmarks.accept.shown import conclusion
+from medusa.benchmarks.accept.texts import known_answers, usual_file
 
 PROMPTS = [[5, 9, 7, 5, 9, 7], [30, 2] * 9, [8, 8, 8, 3]]
 
@@ -111,7 +111,7 @@ def test_sizes_without_a_guess_are_refused(asked, capsys):
 
 def test_bases_that_verify_nothing_are_refused(asked, monkeypatch, capsys, model):
     plain = MedusaModel(model.base.with_traits(decoding="plain"), model.heads)
-    monkeypatch.setattr("benchmarks.accept.command.named_model", lambda *_, **__: plain)
+    monkeypatch.setattr("medusa.benchmarks.accept.command.named_model", lambda *_, **__: plain)
     assert main(asked) == 1
     assert "decodes plainly and verifies no drafts" in capsys.readouterr().err
 

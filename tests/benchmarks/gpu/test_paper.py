@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.paper import MARKS, beside, card_of, key_figure, main, measured
-from benchmarks.step.shapes import random_base, random_heads
 from medusa import MedusaModel
+from medusa.benchmarks.gpu.paper import MARKS, beside, card_of, key_figure, main, measured
+from medusa.benchmarks.step.shapes import random_base, random_heads
 from medusa.budget.bound import CARDS, READS, Card
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
@@ -18,7 +18,7 @@ def test_the_page_holds_what_the_command_prints(capsys):
     printed = capsys.readouterr().out.strip()
     _, _, rest = PAGE.read_text().partition(MARKS[0])
     assert rest.partition(MARKS[1])[0].strip() == printed, (
-        "run python -m benchmarks.gpu.paper, and put it into the page"
+        "run python -m medusa.benchmarks.gpu.paper, and put it into the page"
     )
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaForCausalLM
 
-from benchmarks.peers.copies import CHECKPOINT, copies_of, directory_of
-from benchmarks.peers.gguf_file import pairs_together, write_gguf
-from data import resolve_base_name
+from medusa.benchmarks.peers.copies import CHECKPOINT, copies_of, directory_of
+from medusa.benchmarks.peers.gguf_file import pairs_together, write_gguf
+from medusa.data import resolve_base_name
 
 
 @pytest.fixture

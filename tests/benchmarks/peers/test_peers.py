@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.peers.engine import MODES, SCRIPTS, Engine, Place, engines, places
+from medusa.benchmarks.peers.engine import MODES, SCRIPTS, Engine, Place, engines, places
 
 FAKE = f"""
 import sys
@@ -71,7 +71,7 @@ def test_engines_that_are_missing_are_left_out_and_ended_with_the_block(tmp_path
         (tmp_path / engine / "bin" / "python").symlink_to(sys.executable)
         if engine == "vllm":
             (tmp_path / "models" / "llama-1b" / model).touch()
-    monkeypatch.setattr("benchmarks.peers.engine.SCRIPTS", tmp_path)
+    monkeypatch.setattr("medusa.benchmarks.peers.engine.SCRIPTS", tmp_path)
     (tmp_path / "vllm_.py").symlink_to(tmp_path / "fake.py")
     handler = signal.getsignal(signal.SIGTERM)
     with engines(tmp_path, "llama-1b", 99, MODES) as found:

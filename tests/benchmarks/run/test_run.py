@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from benchmarks.__main__ import main
-from benchmarks.peers.engine import MODES, SCRIPTS, Place
-from benchmarks.run.command import _peers
-from benchmarks.run.measure import Rate, figures, measure
-from benchmarks.run.methods import Answers, Method, of_transformers, ours
-from benchmarks.step.shapes import random_heads
 from medusa import BaseModel, MedusaModel
-from serve.demo.compare import unpacked_copy
+from medusa.benchmarks.__main__ import main
+from medusa.benchmarks.peers.engine import MODES, SCRIPTS, Place
+from medusa.benchmarks.run.command import _peers
+from medusa.benchmarks.run.measure import Rate, figures, measure
+from medusa.benchmarks.run.methods import Answers, Method, of_transformers, ours
+from medusa.benchmarks.step.shapes import random_heads
+from medusa.serve.demo.compare import unpacked_copy
 
 PROMPTS = [[5, 9, 7], [30, 2], [8, 8, 8, 3]]
 
@@ -46,7 +46,7 @@ def test_methods_that_there_are_not_are_refused(model, name, message):
 
 def test_rows_tell_speeds_and_what_is_equal(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("benchmarks.run.measure.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("medusa.benchmarks.run.measure.time.perf_counter", lambda: float(next(clock)))
 
     def method(name, tokens, passes):
         return Method(name, lambda prompts, _: Answers([tokens] * len(prompts), [passes] * len(prompts)), ours=True)
@@ -119,7 +119,7 @@ serve(load, "pytest")
 def test_peers_draft_with_heads_that_they_take(base_directory, tmp_path, monkeypatch, architecture, names):
     (tmp_path / "fake.py").write_text(FAKE)
     place = Place(sys.executable, str(tmp_path / "fake.py"), "some/model")
-    monkeypatch.setattr("benchmarks.peers.engine.places", lambda *_: {"vllm": place})
+    monkeypatch.setattr("medusa.benchmarks.peers.engine.places", lambda *_: {"vllm": place})
     monkeypatch.setitem(MODES, "vllm", ("plain", "medusa"))
     base = BaseModel.load(base_directory, dtype=torch.bfloat16, device="cpu")
     model, versions = MedusaModel(base, random_heads(base, architecture, 2)), {}

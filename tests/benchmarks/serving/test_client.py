@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.serving.client import Answer, Asking, Client, first_model
+from medusa.benchmarks.serving.client import Answer, Asking, Client, first_model
 from tests.benchmarks.serving.streaming_server import StreamingServer, events
 
 REQUEST = {"messages": [], "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}

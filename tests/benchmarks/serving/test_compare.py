@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import __main__ as command
-from benchmarks.serving import servers
-from benchmarks.serving.compare import Plan, compare, medians
-from benchmarks.serving.servers import NAMES, Place, Server, places
+from medusa.benchmarks.serving import __main__ as command
+from medusa.benchmarks.serving import servers
+from medusa.benchmarks.serving.compare import Plan, compare, medians
+from medusa.benchmarks.serving.servers import NAMES, Place, Server, places
 from tests.benchmarks.serving.streaming_server import StreamingServer
 
 HERE = Path(__file__).with_name("streaming_server.py")
@@ -88,7 +88,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert "failed all of the first 1 requests, the last with: status 500: broken" in told.err
     written = json.loads(figures.read_text())
     assert [row["clients"] for row in written["figures"]] == [1, 2]
-    assert written["command"].startswith("python -m benchmarks.serving load http://127.0.0.1")
+    assert written["command"].startswith("python -m medusa.benchmarks.serving load http://127.0.0.1")
     assert picture.stat().st_size > 1000
 
 

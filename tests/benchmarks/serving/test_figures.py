@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.serving.client import Answer
-from benchmarks.serving.compare import part, read_prompts
-from benchmarks.serving.figures import percentile, summarize
-from benchmarks.serving.load import Level
+from medusa.benchmarks.serving.client import Answer
+from medusa.benchmarks.serving.compare import part, read_prompts
+from medusa.benchmarks.serving.figures import percentile, summarize
+from medusa.benchmarks.serving.load import Level
 
 
 def answer(asked, times, tokens, told=(), error=None):

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from benchmarks.serving import load
-from benchmarks.serving.client import Answer, Asking, Client
-from benchmarks.serving.figures import summarize
-from benchmarks.serving.load import run_level
+from medusa.benchmarks.serving import load
+from medusa.benchmarks.serving.client import Answer, Asking, Client
+from medusa.benchmarks.serving.figures import summarize
+from medusa.benchmarks.serving.load import run_level
 from tests.benchmarks.serving.streaming_server import StreamingServer, events
 
 

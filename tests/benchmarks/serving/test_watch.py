@@ -5,11 +5,11 @@ import json
 import httpx
 import pytest
 
-from benchmarks.serving import watch
-from benchmarks.serving.__main__ import main
-from benchmarks.serving.watch import FIGURES, Watch
 from medusa import MedusaModel
-from serve.settings import EngineSettings
+from medusa.benchmarks.serving import watch
+from medusa.benchmarks.serving.__main__ import main
+from medusa.benchmarks.serving.watch import FIGURES, Watch
+from medusa.serve.settings import EngineSettings
 from tests.serve.live import serving
 
 

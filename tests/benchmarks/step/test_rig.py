@@ -4,10 +4,10 @@ from itertools import count
 
 import pytest
 
-from benchmarks.machine import ratio
-from benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
-from benchmarks.step.step import measure_steps
 from medusa import Speculation
+from medusa.benchmarks.machine import ratio
+from medusa.benchmarks.step.rig import PLAIN, FreeDrafter, Rig, Sizes, typical_tree
+from medusa.benchmarks.step.step import measure_steps
 from medusa.clock import alternate
 
 

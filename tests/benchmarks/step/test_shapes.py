@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.step.shapes import random_base, random_model, shape_config
+from medusa.benchmarks.step.shapes import random_base, random_model, shape_config
 
 CPU = torch.device("cpu")
 

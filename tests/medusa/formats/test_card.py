@@ -78,7 +78,7 @@ def test_a_card_tells_the_run():
         assert line in card.splitlines()
     others = "`medusa-v2`, `tgi`, `lorax`, `vllm`, `universal`, `custom-generate`."
     assert (
-        "`medusa-export --heads me/heads --format FORMAT --out DIR` writes the heads in the formats " + others in card
+        "`medusa export --heads me/heads --format FORMAT --out DIR` writes the heads in the formats " + others in card
     )
     assert "somebody" not in card
 

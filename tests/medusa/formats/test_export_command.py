@@ -1,4 +1,4 @@
-"""``medusa-export``: heads through every format, what it refuses, and what ``inspect`` sees in damaged ones."""
+"""``medusa export``: heads through every format, what it refuses, and what ``inspect`` sees in damaged ones."""
 
 import json
 import os
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from medusa.__main__ import main
 from medusa.formats import FORMATS, find_format, holders, load_heads, save_heads
+from medusa.io.command import main
 from medusa.io.hub import CARD_MARK
 from tests.medusa.formats.hub_stand_in import TOKEN, hub_stand_in
 from tests.medusa.formats.stored import change_config, load_config
@@ -241,7 +241,7 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
 
         def medusa(*words):
             return subprocess.run(
-                [sys.executable, "-m", "medusa", *map(str, words)],
+                [sys.executable, "-m", "medusa", "export", *map(str, words)],
                 cwd=ROOT, env=variables, capture_output=True, text=True, check=False,
             )  # fmt: skip
 

@@ -1,0 +1,56 @@
+"""``medusa train``: checks a recipe, then starts the processes that train with it."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from medusa.train.__main__ import main as work
+from medusa.train.recipe_file import RecipeError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        Exit status: 0 done, 1 failure, 2 wrong use, 128 + the signal that ended it.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help", "--check"} & set(words):
+        return work(words)
+    if status := work(["--check", *words]):  # wrong use ends here, with one message
+        return status
+    try:
+        processes = torchrun_flags(os.environ)
+    except RecipeError as error:
+        logging.getLogger("medusa.train").error("%s", error)
+        return 2
+    from medusa.train.launch import main as launch
+
+    return launch([*processes, "-m", "medusa.train", *words])
+
+
+def torchrun_flags(environment: os._Environ[str] | dict[str, str]) -> list[str]:
+    """What torchrun is told, after NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Sets ``OMP_NUM_THREADS`` to this machine's cores divided by its processes where the user has not.
+
+    Raises:
+        RecipeError: Several machines without an address where they meet.
+    """
+    import torch
+
+    from medusa.clock import cores
+    from medusa.files import cache_directory
+
+    processes = int(environment.get("NPROC") or torch.cuda.device_count() or 1)
+    environment.setdefault("OMP_NUM_THREADS", str(max(cores() // processes, 1)))
+    machines = environment.get("NNODES") or "1"
+    meeting = ["--standalone"]
+    if machines != "1":
+        if not (address := environment.get("MASTER_ADDR")):
+            raise RecipeError(f"NNODES={machines} needs MASTER_ADDR, the machine with NODE_RANK=0; export both")
+        meeting = ["--node_rank", environment.get("NODE_RANK") or "0", "--master_addr", address]
+        meeting += ["--master_port", environment.get("MASTER_PORT") or "29500"]
+    logs = ["--log_dir", str(cache_directory().parent / "torchrun")]
+    return ["--nproc_per_node", str(processes), "--nnodes", machines, *meeting, *logs]
