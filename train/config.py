@@ -60,6 +60,9 @@ class HeadsRecipe:
     """Each pass reads the output before it behind its last norm (EAGLE 3.1); architecture attention only."""
     draft_vocab: int = _limits(0, low=0)
     """Tokens that heads can draft: the most frequent ones of the training data; 0 = all of the vocabulary."""
+    init_from: str = ""
+    """Heads whose weights training starts from, of this shape and in any format: a directory or a Hub id; empty = fresh
+    ones. Tokens that heads can draft are chosen anew, unless heads own their vocabulary matrices."""
 
 
 @dataclass(frozen=True)

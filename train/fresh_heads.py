@@ -11,12 +11,17 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.data import resolve_base_name
 from medusa.data.packing import PackedRows
+from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.heads.layer import LayerConfig
+from medusa.io.hub import fetch_heads
 from medusa.train.config import REMEMBERING, Recipe
+from medusa.train.recipe_file import RecipeError
 from medusa.train.workers import Workers
 
 LOGGER = logging.getLogger("medusa.train")
+SHAPE = ("architecture", "hidden_size", "num_layers", "own_lm_heads", "feature_layers", "layer")
+"""What heads must share for one to start from the other's weights, beside the sizes of their tensors."""
 
 
 def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Workers) -> DraftHeads:
@@ -52,7 +57,40 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
     if heads.draft_ids is not None:
         heads.draft_ids.copy_(most_frequent_tokens(packed, shape.draft_vocab, base.vocab_size, workers))
     heads.init_from_base(base.lm_head_weight, base.last_norm)
+    if shape.init_from:
+        start_from(heads, load_heads(fetch_heads(shape.init_from)), shape.init_from)
     return heads
+
+
+def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
+    """Give heads the weights of others, which were trained before.
+
+    Args:
+        heads: they change in place.
+        others: heads of the same shape; which tokens they draft matters only where they own a vocabulary matrix.
+        name: what the others are called.
+
+    Raises:
+        RecipeError: the others have another shape.
+    """
+    for key in SHAPE:
+        ours, theirs = getattr(heads.config, key), getattr(others.config, key)
+        if ours != theirs:
+            raise RecipeError(
+                f"heads.init_from ({name}) has {key} {theirs}, and the recipe {ours}; give the recipe the same, or "
+                "leave init_from out"
+            )
+    state = others.state_dict()
+    if heads.draft_ids is not None and not heads.config.own_lm_heads:
+        state["draft_ids"] = heads.draft_ids
+    sizes = {key: (tuple(state[key].shape), tuple(ours.shape)) for key, ours in heads.state_dict().items()}
+    for key, (theirs, ours) in sizes.items():
+        if ours != theirs:
+            raise RecipeError(
+                f"heads.init_from ({name}) has {key} of {theirs}, and the recipe's heads of {ours}; give the recipe "
+                "the same sizes, or leave init_from out"
+            )
+    heads.load_state_dict(state)
 
 
 def most_frequent_tokens(

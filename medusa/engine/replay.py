@@ -98,7 +98,7 @@ def read(base: BaseModel, pool: BlockPool, prompt: Sequence[int], answer: Sequen
     """
     ids, sequence = [*prompt, *answer], CachedSequence(pool)
     ids_T = torch.tensor(ids, device=base.device)
-    hidden_TF = _compute(base, sequence, ids_T[:-1])
+    hidden_TF = compute(base, sequence, ids_T[:-1])
     sequence.remember(ids)
     sequence.close()
     return Text(ids_T, len(prompt), hidden_TF, pool)
@@ -178,13 +178,13 @@ def _commit(base: BaseModel, sequence: CachedSequence, text: Text, place: int, c
     """All before a place is committed, as far as drafters can see it."""
     first = sequence.length
     if cached:
-        _compute(base, sequence, text.ids[first:place])
+        compute(base, sequence, text.ids[first:place])
     sequence.length = place
     tell([sequence], text.hidden[None, first:place], text.ids[None, first + 1 : place + 1], [place - first])
 
 
-def _compute(base: BaseModel, sequence: CachedSequence, tokens_C: Tensor) -> Tensor:
-    """Hidden states [C, F] of a text's next tokens, which are cached."""
+def compute(base: BaseModel, sequence: CachedSequence, tokens_C: Tensor) -> Tensor:
+    """Hidden states [C, F] of a text's next tokens (int64 [C]), which are cached, in passes like those of a prompt."""
     parts = []
     for part in tokens_C.split(1 if base.decoding == "plain" else CHUNK):
         parts.append(base.run(sequence.pool, base.plan([(Draft.chain(part[None]), [sequence])])))

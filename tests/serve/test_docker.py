@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from medusa.__main__ import COMMANDS
 from medusa.serve.server import build_parser
 
 ROOT = Path(__file__).parents[2]
@@ -55,9 +56,10 @@ def test_what_is_installed_is_declared(dockerfile):
 
 
 def test_the_entrypoint_is_a_command_with_flags_that_it_knows(dockerfile):
-    command, *flags = json.loads(the(dockerfile, "ENTRYPOINT"))
+    program, command, *flags = json.loads(the(dockerfile, "ENTRYPOINT"))
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts[command] == "serve.server:main"
+    assert scripts[program] == "medusa.__main__:main"
+    assert COMMANDS[command].module == "serve.server"
     args = build_parser().parse_args(flags + json.loads(the(dockerfile, "CMD")))
     assert (args.host, args.base) == ("0.0.0.0", "smollm2")
 
@@ -77,7 +79,7 @@ def test_nobody_is_root(dockerfile):
 
 
 def test_streams_end_before_the_container_does(dockerfile, service):
-    flags = json.loads(the(dockerfile, "ENTRYPOINT"))[1:] + service["command"]
+    flags = json.loads(the(dockerfile, "ENTRYPOINT"))[2:] + service["command"]
     assert int(service["stop_grace_period"].removesuffix("s")) > build_parser().parse_args(flags).drain
 
 

@@ -92,3 +92,14 @@ def test_joint_training_goes_through_the_layers_too(recipe: Path, tmp_path: Path
         model.generate([5, 6, 7], max_new_tokens=9).tokens
         == model.generate([5, 6, 7], max_new_tokens=9, nodes=1).tokens
     )
+
+
+def test_documents_through_the_pass_of_decoding_have_the_states_of_packed_rows(base: Path, samples: Path) -> None:
+    plain = BaseModel.load(base, dtype=torch.float32, device="cpu").tapped((1,))
+    fused = plain.with_fused_pass()
+    packed = pack(read_samples(samples, plain.tokenizer), row_tokens=96)
+    rows = torch.tensor([3, 0, len(packed) - 1])
+    for whole in (False, True):
+        expected, states = (BasePass(each, packed, 3, 2, whole).read(rows) for each in (plain, fused))
+        assert expected.shape[1] == 2 * plain.hidden_size
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,75 @@
+"""Heads that go on from the weights of others (`heads.init_from`)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa.formats import load_heads
+from tests.train.jobs import run
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+RECURRENT = {"heads.architecture": "recurrent", "heads.feature_layers": 1, "data.heldout": "", "optim.steps": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trained") / "run"
+    assert run(recipe, directory, **RECURRENT, **{"heads.draft_vocab": 12}) == 0
+    return directory / "heads"
+
+
+def test_weights_are_theirs_and_the_draft_vocabulary_is_chosen_anew(
+    recipe: Path, trained: Path, tmp_path: Path
+) -> None:
+    values = RECURRENT | {"heads.draft_vocab": 9, "heads.num_heads": 5, "optim.lr": 0.0}
+    assert run(recipe, tmp_path / "run", **values, **{"heads.init_from": trained}) == 0
+    theirs, heads = load_heads(trained), load_heads(tmp_path / "run" / "heads")
+    assert len(heads.draft_ids) == 9
+    assert heads.config.num_heads == 5, "all depths of recurrent heads share their weights"
+    for (name, ours), other in zip(heads.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours, other), name
+
+
+def test_heads_that_own_a_matrix_keep_their_vocabulary(recipe: Path, tmp_path: Path) -> None:
+    values = {"heads.own_lm_heads": True, "heads.draft_vocab": 12, "data.heldout": "", "optim.steps": 1}
+    assert run(recipe, tmp_path / "first", **values) == 0
+    theirs = load_heads(tmp_path / "first/heads")
+    other_data = {"data.limit": 2, "optim.lr": 0.0, "heads.init_from": tmp_path / "first/heads"}
+    assert run(recipe, tmp_path / "second", **values, **other_data) == 0
+    heads = load_heads(tmp_path / "second/heads")
+    assert torch.equal(heads.draft_ids, theirs.draft_ids)
+    assert torch.equal(heads.lm_heads, theirs.lm_heads)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"heads.architecture": "hydra", "heads.feature_layers": 0},
+            "has architecture recurrent, and the recipe hydra",
+        ),
+        ({"heads.feature_layers": 0}, "has feature_layers"),
+        ({"heads.num_layers": 2}, "has num_layers 1, and the recipe 2"),
+        ({"heads.init_from": "nowhere"}, "nowhere"),
+    ],
+)
+def test_heads_of_another_shape_are_refused(
+    recipe: Path,
+    trained: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, object],
+    message: str,
+) -> None:
+    assert run(recipe, tmp_path / "run", **(RECURRENT | {"heads.init_from": trained} | changed)) in (1, 2)
+    assert message in caplog.text
+
+
+def test_sizes_of_tensors_are_told(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = {"data.heldout": "", "optim.steps": 1}
+    assert run(recipe, tmp_path / "first", **values) == 0
+    more = {"heads.num_heads": 4, "heads.init_from": tmp_path / "first/heads"}
+    assert run(recipe, tmp_path / "second", **values, **more) == 2
+    assert "has weight of (1, 3, 32, 32), and the recipe's heads of (1, 4, 32, 32)" in caplog.text
