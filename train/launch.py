@@ -19,8 +19,11 @@ LOGGER = logging.getLogger("medusa.train")
 DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for a checkpoint; torchrun's own 30 may be too few
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the workers
+    # Workers keep the pages of their tensors, as launch.sh says: on a small virtual machine several times as fast.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
+    ":glibc.malloc.top_pad=67108864",
 }
-"""Environment of torchrun, where the user's says nothing else."""
+"""Environment of torchrun and its workers, where the user's says nothing else."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
