@@ -15,6 +15,7 @@ from torch import Tensor
 from medusa.base.model import BaseModel
 from medusa.data.packing import PackedRows
 from medusa.heads import DraftHeads
+from medusa.loading.self_test import fuse
 from medusa.train.blocks import Block
 from medusa.train.config import Recipe
 from medusa.train.features import BasePass, HiddenStates
@@ -47,7 +48,9 @@ class Medusa1:
         self.groups = [list(heads.parameters())]
         self._recipe, self._packed, self._workers, self._total = recipe, packed, workers, total
         num_heads, whole, cache = recipe.heads.num_heads, heads.remembers, recipe.cache
-        passes = BasePass(base, packed, num_heads, recipe.optim.micro_rows, whole, together=recipe.base.shard)
+        shared = recipe.base.shard
+        read_by = base if shared else fuse(base)
+        passes = BasePass(read_by, packed, num_heads, recipe.optim.micro_rows, whole, together=shared)
         self._states: HiddenStates = passes
         self._cache: HiddenCache | None = None
         if cache.mode != "online":
