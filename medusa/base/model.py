@@ -18,7 +18,7 @@ from medusa.base.checkpoint import read_checkpoint
 from medusa.base.context import context_length
 from medusa.base.documents import Separation, document_masks, document_rows, separate_pass
 from medusa.base.mtp import MtpLayer
-from medusa.base.output import OutputLayer
+from medusa.base.output import OutputLayer, state_size
 from medusa.base.taps import DecoderPass, first_layers
 from medusa.base.tensor_parallel import Leader, Nobody, Others
 from medusa.base.traits import Decoding, Traits
@@ -49,7 +49,7 @@ class BaseModel:
     Attributes:
         model: The transformers model, in evaluation mode, without gradients.
         config: Of the language model in it.
-        hidden_size: D.
+        hidden_size: D, the width of the last hidden state; see ``state_size``.
         num_layers: Layers of the decoder.
         vocab_size: V, rows of the output layer.
         context_length: Tokens of prompt and completion together, see ``medusa.base.context``.
@@ -80,7 +80,7 @@ class BaseModel:
         self.tokenizer, self.name, self.source, self.int8, self.adapter = tokenizer, name, source, int8, adapter
         self.config = model.config.get_text_config()
         self.attention, _ = choose(attention, model.device, model.dtype, layer_shapes(model, self.config))
-        self.hidden_size, self.num_layers = int(self.config.hidden_size), int(self.config.num_hidden_layers)
+        self.hidden_size, self.num_layers = state_size(self.config), int(self.config.num_hidden_layers)
         self.vocab_size, self.context_length = int(self.config.vocab_size), context_length(self.config, name)
         decoder = model.get_decoder()
         # Llama 4's text model does not name its decoder.

@@ -10,6 +10,14 @@ from medusa.cpu.native import LinearKernel, NativeLinear, is_plain, native_linea
 from medusa.cpu.packed import Packed, PackedLinear
 
 
+def state_size(config: PreTrainedConfig) -> int:
+    """D, the width of last hidden states, which the output layer reads.
+
+    OPT-350M's layers are wider: it projects what the last of them gives onto the width of its embeddings.
+    """
+    return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+
+
 class OutputLayer:
     """Logits of last hidden states [..., D] of any dtype.
 

@@ -22,6 +22,8 @@ _now = threading.local()
 class DecoderPass:
     """A decoder's pass: its last hidden state, and behind it the outputs of some of its layers.
 
+    Where the last hidden state is a projection of the last layer's output (OPT-350M), so are those of the other layers.
+
     Args:
         decoder: What is between token ids and the output layer.
         layers: Which, counted from 1; none = the last hidden state alone.
@@ -34,6 +36,7 @@ class DecoderPass:
 
     def __init__(self, decoder: nn.Module, layers: Sequence[int] = (), num_layers: int = 0) -> None:
         self._decoder = decoder
+        self._project: nn.Module | None = getattr(decoder, "project_out", None)
         if len(set(layers)) < len(layers) or not set(layers) <= set(range(1, num_layers)):
             raise ValueError(
                 f"feature layers ({', '.join(map(str, layers))}) must be different layers below the last one of the"
@@ -60,6 +63,8 @@ class DecoderPass:
             hidden = self._decoder(**inputs).last_hidden_state
         finally:
             _now.noted = None
+        if self._project is not None:
+            noted = {layer: state if state is None else self._project(state) for layer, state in noted.items()}
         return torch.cat([hidden, *(_like(hidden, state) for state in noted.values())], dim=-1)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from medusa.base import smollm2
 from medusa.base.model import BaseModel
 from medusa.base.names import resolve_base
+from medusa.base.output import state_size
 from medusa.files import peek_object, replace_file
 from medusa.formats import Export, export_heads, load_heads, load_provenance, named_format, refusal
 from medusa.formats.native import ADAPTER
@@ -84,7 +85,7 @@ def _check_size(config: HeadsConfig) -> None:
     """Refuse a base of other sizes; one on the Hub is not asked: an export needs no network."""
     if config.base and Path(config.base).is_dir() and (base := _base_config(config.base)):
         sizes = base.get_text_config()
-        config.check_fit(sizes.hidden_size, sizes.vocab_size, config.base)
+        config.check_fit(state_size(sizes), sizes.vocab_size, config.base)
 
 
 def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:

@@ -5,10 +5,11 @@ docs/families.md is this list as a table.
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from medusa import BaseModel, Tree
 from medusa.attention import BACKENDS
@@ -62,6 +63,7 @@ FAMILIES = {
     "olmo2": {},
     "olmo3": WINDOW,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt-350m": {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "init_std": 0.3},
     "phi": {},
     "phi3": WINDOW,
     "phimoe": WINDOW | EXPERTS,
@@ -107,11 +109,18 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 7, 9, 11, 4], [7, 2, 9], [11]]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 
 
+def config_of(family: str, **changes: Any) -> PreTrainedConfig:
+    """A small config; what stands behind a hyphen in its name tells shapes of a family apart."""
+    shape = SHAPE | FAMILIES.get(family, {}) | changes
+    if family == "falcon":
+        del shape["head_dim"]
+    return AutoConfig.for_model(family.partition("-")[0], **shape)
+
+
 def tiny(family: str, backend: str = "reference") -> tuple[BaseModel, torch.nn.Module]:
     """A base of the family, and transformers' own model with the same random weights."""
     torch.manual_seed(0)
-    shape = {key: value for key, value in SHAPE.items() if not (family == "falcon" and key == "head_dim")}
-    config = AutoConfig.for_model(family, **(shape | FAMILIES[family]))
+    config = config_of(family)
     dtype = torch.float32 if family in SINGLE or backend in WITHOUT_FLOAT64 else torch.float64
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     model = AutoModelForCausalLM.from_config(config).to(dtype)

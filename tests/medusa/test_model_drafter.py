@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.acceptance.logits import NO_NOISE, Warper
@@ -16,8 +16,7 @@ from medusa.engine.graph import StepGraphs
 from medusa.loading.load import load_base_and_heads
 from tests.medusa.passes import prefill
 from tests.medusa.tape import Recorder
-from tests.medusa.test_conformance import FAMILIES as SETTINGS
-from tests.medusa.test_conformance import SHAPE
+from tests.medusa.test_conformance import config_of
 
 FAMILIES = ("llama", "gpt2", "opt", "qwen3")
 PROMPTS = [[5, 6, 7], [9, 8, 3, 12, 40, 9, 8], [11] * 20, [4]]
@@ -33,7 +32,7 @@ def words(size=50):
 def tiny(family, seed=0, noise=0.0, dtype=torch.float64, **shape):
     """A random base of a family; with noise, one that mostly agrees with the base of the same seed."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(SHAPE | SETTINGS.get(family, {}) | shape))
+    config = config_of(family, **shape)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():
         parameter.data += noise * torch.randn_like(parameter)

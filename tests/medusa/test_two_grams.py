@@ -79,7 +79,7 @@ def law(base):
 
 def two_grams(base, drafter, rule, count=SAMPLES):
     """[V * V] how often each pair of first two tokens is decoded; one sequence per seed."""
-    sequences, state = prefill(base, [PROMPT] * count, SEEDS)
+    sequences, state = prefill(base, [PROMPT] * count, SEEDS[:count])
     texts = [[] for _ in range(count)]
     while min(map(len, texts)) < 2:
         result = decode_step(base, sequences, drafter, rule, state)

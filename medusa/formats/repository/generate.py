@@ -140,7 +140,7 @@ def _self_test(base: Base, heads: Heads) -> None:
         if len(base.spans) < base.config.num_hidden_layers:
             rows.leave_hole(min(getattr(base.config, "max_position_embeddings", None) or 0, OWN_ROWS) - size - 4)
         with layers.replaying([0, 0, 1, 0, 1], compared=True):
-            hidden_ND = rows.verify(tree, positions_1T[:, -1:])[0, :, : base.config.hidden_size]
+            hidden_ND = rows.verify(tree, positions_1T[:, -1:])[0, :, : base.hidden_size]
         ours_1NV = base.logits(hidden_ND)[None].float()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{unable}: {error!r}; leave custom_generate out") from error
@@ -163,7 +163,7 @@ def _decode(
     tree = Tree.of(input_ids[:, -1:].to(base.device), torch.zeros_like(last_B1), depth=0)
     hidden_BNF = rows.prefill(input_ids, position_ids, attention_mask)
     while True:
-        logits_BNV = base.logits(hidden_BNF[..., : base.config.hidden_size])
+        logits_BNV = base.logits(hidden_BNF[..., : base.hidden_size])
         paths = [text.follow(*drafted) for text, *drafted in zip(texts, tree.children(), logits_BNV, strict=True)]
         rows.keep(paths)
         if all(text.done for text in texts):
@@ -302,7 +302,8 @@ class Rows:
             past_key_values=self.cache, use_cache=True, output_hidden_states=bool(self._layers),
         )  # fmt: skip
         hidden = out.last_hidden_state.to(self._base.device)
-        return torch.cat([hidden, *(out.hidden_states[layer].to(hidden) for layer in self._layers)], dim=-1)
+        layers = (self._base.project(out.hidden_states[layer]).to(hidden) for layer in self._layers)
+        return torch.cat([hidden, *layers], dim=-1)
 
     def _masks(self, tree: Tree) -> Any:
         """What is added to attention scores [B, 1, N, L + N], by kind of layer where there are several."""

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import Identity
 from torch.nn.functional import linear, rms_norm, silu
 
 from .spans import MOST, Span, layer_spans
@@ -55,6 +56,9 @@ class Base:
         self.decoder = model.model if decoder is model else decoder
         self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.device, self.dtype = self._lm_head.weight.device, model.dtype
+        # OPT-350M projects what its layers give onto the width of its embeddings.
+        self.hidden_size: int = getattr(self.config, "word_embed_proj_dim", None) or self.config.hidden_size
+        self.project = getattr(self.decoder, "project_out", None) or Identity()
         self.spans: dict[int | None, Span] = {}  # windows by layer, see ``find_spans``
         scale, scaling = (getattr(self.config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
         self._scale, self._cap = scale / scaling, getattr(self.config, "final_logit_softcapping", None)
@@ -105,8 +109,8 @@ class Heads:
         """
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
-            for name in ("hidden_size", "vocab_size"):
-                if config[name] not in (0, size := getattr(base.config, name)):  # 0: not known
+            for name, size in (("hidden_size", base.hidden_size), ("vocab_size", base.config.vocab_size)):
+                if config[name] not in (0, size):  # 0: not known
                     raise ValueError(
                         f"heads' {name} ({config[name]}) is not the model's ({size}); these heads belong to"
                         f" {config['base'] or 'another model'}: load that one"

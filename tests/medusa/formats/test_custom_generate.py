@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
@@ -36,8 +35,7 @@ from medusa.formats.repository.heads import Base, Heads, Tree
 from medusa.heads import HeadsConfig
 from medusa.heads.frozen import freeze
 from tests.medusa.kinds import MEMORYLESS
-from tests.medusa.test_conformance import FAMILIES as SETTINGS
-from tests.medusa.test_conformance import SHAPE
+from tests.medusa.test_conformance import config_of
 
 VARIANTS = {
     "medusa": {"architecture": "medusa"},
@@ -384,11 +382,14 @@ def test_a_call_by_itself_names_the_heads(plain, export):
 
 
 FAMILIES = (
-    "cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "mistral", "opt", "phi", "qwen3",
-    "stablelm",
+    "cohere2", "falcon", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "mistral", "opt", "opt-350m", "phi",
+    "qwen3", "stablelm",
 )  # fmt: skip
-CHANGES = {"gpt2": {"n_positions": 45}, "llama": {"sliding_window": 7}}
-"""Fewer positions; a window which no layer applies."""
+CHANGES = {
+    "gpt2": {"n_positions": 45}, "llama": {"sliding_window": 7},
+    "opt-350m": {"hidden_size": 48, "word_embed_proj_dim": 32},
+}  # fmt: skip
+"""Fewer positions; a window which no layer applies; embeddings as wide as the heads."""
 GPT_NEO = {"num_layers": 3, "num_heads": 4, "window_size": 16}
 
 
@@ -403,10 +404,7 @@ def small_heads(tmp_path_factory):
 
 def of_family(family, **options):
     torch.manual_seed(0)
-    shape = SHAPE | {"max_position_embeddings": 64, "eos_token_id": None}
-    if family == "falcon":
-        del shape["head_dim"]
-    config = AutoConfig.for_model(family, **(shape | SETTINGS.get(family, {}) | options))
+    config = config_of(family, **({"max_position_embeddings": 64, "eos_token_id": None} | options))
     return AutoModelForCausalLM.from_config(config).double().eval()
 
 
