@@ -6,26 +6,38 @@ from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
+LONGROPE = "longrope turns all keys of longer texts (of up to {limit} tokens) by other factors, cached ones too"
+DYNAMIC = "its dynamic rotary positions turn all keys of a longer text anew with each token, cached ones too"
+
 
 def context_length(config: PreTrainedConfig, name: str = "") -> int:
-    """Tokens of prompt and completion together that a base was made for.
+    """Tokens of prompt and completion together, up to which a key does not depend on the length of its text.
 
-    "longrope" turns all keys differently once a text is longer than the original context, cached ones too: such a base
-    is used up to there, with a warning.
+    Where transformers goes on with keys turned otherwise, a warning says so.
 
     Args:
         config: Of the language model.
         name: Of the base, for the warning.
     """
+    length, note = _end(config)
+    if note:
+        logger.warning("base (%s) is used up to %d tokens of context: %s", name, length, note)
+    return length
+
+
+def context_note(config: PreTrainedConfig) -> str:
+    """Why texts end there, where the base is made for longer ones; else ""."""
+    return _end(config)[1]
+
+
+def _end(config: PreTrainedConfig) -> tuple[int, str]:
     names = ("max_position_embeddings", "max_seq_len")
     limit = int(next((value for name in names if (value := getattr(config, name, None))), 2**31 - 1))
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return limit
-    usable = min(limit, int(rope.get("original_max_position_embeddings") or limit))
-    if usable < limit:
-        logger.warning(
-            "base (%s) is used up to %d of its %d tokens of context: there longrope turns all keys anew",
-            name, usable, limit,
-        )  # fmt: skip
-    return usable
+    for part in (rope, *rope.values()):  # of all layers, or of kinds of layers
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind == "dynamic":
+            return limit, DYNAMIC
+        if kind == "longrope" and (original := int(part.get("original_max_position_embeddings") or limit)) < limit:
+            return original, LONGROPE.format(limit=limit)
+    return limit, ""

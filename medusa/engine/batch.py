@@ -10,6 +10,7 @@ batch.remove(request)     a request leaves, and frees its blocks of the KV cache
 from collections.abc import Sequence
 
 from medusa.acceptance import BuiltRule, build_rule
+from medusa.base.context import context_note
 from medusa.base.model import BaseModel
 from medusa.cache import BlockPool
 from medusa.drafters import Drafter, PlainDrafter
@@ -138,9 +139,10 @@ class Batch:
             raise ValueError("prompt (0 tokens) is empty; give at least one token")
         room = base.context_length - len(prompt)
         if room < min(1, params.max_new_tokens):
+            note = context_note(base.config)
             raise ValueError(
-                f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens);"
-                " shorten the prompt"
+                f"prompt ({len(prompt)} tokens) leaves no room in the base's context ({base.context_length} tokens"
+                f"{note and f': {note}'}); shorten the prompt"
             )
         trees = max(self._config.tree_reserve, 2 * (speculation.nodes or 0))
         self.pool.check(len(prompt) + min(params.max_new_tokens, room) + trees)

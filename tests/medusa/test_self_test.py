@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa import BaseModel, Draft, MedusaModel, Tree
 from medusa.attention import Span
+from medusa.base.context import context_length
 from medusa.drafters import Drafter
 from medusa.loading.self_test import UnsupportedBaseError, choose_decoding
 
@@ -180,14 +181,50 @@ def test_a_family_that_computes_all_logits_is_checked_too(base, monkeypatch):
     assert choose_decoding(base).decoding == "tree"
 
 
-def test_a_base_with_longrope_is_used_up_to_where_its_keys_would_turn(caplog):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+TURNED = {
+    "phi3": (
+        "longrope turns all keys of longer texts",
+        {
+            "max_position_embeddings": 64, "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            },
+        },
+    ),
+    "llama": (
+        "dynamic rotary positions turn all keys of a longer text",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TURNED)
+def test_a_base_is_used_up_to_where_its_keys_would_turn(family, tokenizer, caplog):
+    why, options = TURNED[family]
     config = AutoConfig.for_model(
-        "phi3", vocab_size=50, pad_token_id=0, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=64, original_max_position_embeddings=32,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0} | factors,
+        family, vocab_size=50, pad_token_id=0, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, eos_token_id=None, **options,
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, logger="medusa"):
-        base = BaseModel(AutoModelForCausalLM.from_config(config), None, "small")
-    assert base.context_length == 32
-    assert "base (small) is used up to 32 of its 64 tokens of context" in caplog.text
+        base = choose_decoding(BaseModel(AutoModelForCausalLM.from_config(config).double(), tokenizer, "small"))
+    assert "base (small) is used up to 32 tokens of context: " in caplog.text
+    assert why in caplog.text
+    model, text = MedusaModel(base), [5, 6, 7]
+    completion = model.generate(text, max_new_tokens=64, nodes=4, ignore_eos=True).tokens
+    assert len(completion) == 29
+    with torch.inference_mode():
+        for token in completion:
+            text.append(int(base.model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+            assert text[-1] == token
+    with pytest.raises(ValueError, match=rf"no room in the base's context \(32 tokens: .*{why}"):
+        model.generate(text, max_new_tokens=1)
+
+
+def test_a_family_whose_keys_do_not_turn_has_all_of_its_context(caplog):
+    config = AutoConfig.for_model("phi3", max_position_embeddings=64, original_max_position_embeddings=64)
+    with caplog.at_level(logging.WARNING, logger="medusa"):
+        assert context_length(config) == 64
+    assert not caplog.records
