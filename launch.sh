@@ -33,6 +33,7 @@ usage: ./launch.sh [command] [arguments]
   study          train head designs one after the other, and compare what they draft
   export         write heads for other engines, put them on the Hub, look at heads of any format
   bench          drafters beside plain decoding and other engines; what a step costs, beside what it could at best
+  doctor         what this machine has, what will run fast on it, and what to do about the rest
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous
@@ -101,10 +102,10 @@ setup() (
 
 run() { setup; exec "$PY" "$@"; }
 
-# Without a network there may be no .venv: then the machine's own Python runs it, with its own torch.
-gpu_check() {
+# Sets nothing up. Where there is no .venv (no network, say) the machine's own Python runs it, with its own torch.
+run_as_it_is() {
     if [ -z "${MEDUSA_PYTHON:-}" ] && ! ready; then PY=$(find_python); fi
-    exec "$PY" -m medusa.benchmarks.gpu "$@"
+    exec "$PY" "$@"
 }
 
 cd "$ROOT"
@@ -115,6 +116,7 @@ case $command in
     setup) setup ;;
     test) run -m pytest -n auto --maxprocesses 8 --dist loadfile "$@" ;; # later arguments win: -n 0 for one process
     demo | chat | serve | data | train | report | study | export | bench) run -m medusa "$command" "$@" ;;
-    gpu-check) gpu_check "$@" ;;
+    doctor) run_as_it_is -m medusa doctor "$@" ;;
+    gpu-check) run_as_it_is -m medusa.benchmarks.gpu "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;
 esac

@@ -25,6 +25,7 @@ COMMANDS = {
     "export": Command("io.command", "", "write heads for other engines, put them on the Hub, inspect heads"),
     "bench": Command("benchmarks.__main__", "demo", "measure drafters, decode steps and acceptance; tune settings"),
     "study": Command("benchmarks.study", "train", "train head designs one after the other, and compare them"),
+    "doctor": Command("doctor.__main__", "", "what this machine has, what runs fast on it, what to do about the rest"),
     "demo": Command("serve.demo.__main__", "train,demo,smollm2", "train heads for a small model, then compare speeds"),
 }
 """By name, in the order of the help; a command's module is imported when it is called."""

@@ -152,9 +152,10 @@ def test_commands_are_those_of_the_package(clone, command):
     assert clone.calls("-m medusa") == [f"-m medusa {command} a b --c"]
 
 
-def test_gpu_check_without_a_venv_uses_the_machines_python(clone):
-    assert clone.launch("gpu-check", "--limit", "9").returncode == 0
-    assert clone.calls("-m medusa.benchmarks.gpu") == ["-m medusa.benchmarks.gpu --limit 9"]
+@pytest.mark.parametrize(("command", "called"), [("gpu-check", "medusa.benchmarks.gpu"), ("doctor", "medusa doctor")])
+def test_without_a_venv_the_machines_python_looks_at_it(clone, command, called):
+    assert clone.launch(command, "--json", "9").returncode == 0
+    assert clone.calls("-m medusa") == [f"-m {called} --json 9"]
     assert not clone.calls(" pip --disable")
     assert not (clone.root / ".venv").exists()
 

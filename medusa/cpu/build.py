@@ -60,6 +60,19 @@ def load(source: Path) -> ctypes.CDLL:
         raise NativeUnavailableError(f"kernel ({source.name}) does not build or load: {told}") from error
 
 
+def compiler_version() -> str:
+    """What the compiler calls itself, in a line.
+
+    Raises:
+        NativeUnavailableError: There is none, or it does not run.
+    """
+    command = [*_compiler(), "--version"]
+    try:
+        return next(iter(_run(command).splitlines()), command[0])
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailableError(f"compiler ({shlex.join(command)}) does not run: {error}") from error
+
+
 def _compiler() -> list[str]:
     """The command of the compiler, ``$CXX`` first."""
     named = shlex.split(os.environ.get("CXX", ""))
