@@ -10,8 +10,8 @@ SMOLLM2, HUB_ID = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 """A small real chat model, and its name on the Hub."""
 EMBEDDED = "embedded"
 """The base that ships with this package."""
-SHIPPED = Path(__file__).resolve().parents[1] / "data"
-"""A folder of the repository, and of the installed package."""
+SHIPPED = (Path(__file__).parents[1] / "data").resolve()
+"""A folder of the repository, which the package has by a link, or of the installed package."""
 
 
 def full_name(name: str) -> str:

@@ -111,3 +111,7 @@ def test_heads_of_the_embedded_base_name_it(shipped, make_heads, tmp_path):
     heads = save_heads(make_heads(base=str(shipped / "embedded" / "base")), tmp_path / "heads")
     assert '"base": "embedded"' in (heads / "config.json").read_text()
     assert MedusaModel.from_pretrained(heads, device="cpu").base.name == str(shipped / "embedded" / "base")
+
+
+def test_the_embedded_base_has_one_name():
+    assert names.full_name("embedded") == names.resolve_base("embedded")
