@@ -108,6 +108,7 @@ class Draft:
             and no path takes it. On a CPU alone: these are numbers of the host.
         scores: [B, N] log-probability of the path from the root to each node, as whoever drafted it believes; None
             where nobody says.
+        together: Nodes see all of their tree, and not their ancestors alone: rows that are computed, never a draft.
     """
 
     tokens: Tensor
@@ -118,6 +119,7 @@ class Draft:
     straight: bool = False
     sizes: tuple[int, ...] | None = None
     scores: Tensor | None = None
+    together: bool = False
 
     @property
     def row_sizes(self) -> Sequence[int]:
@@ -155,7 +157,9 @@ class Draft:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i."""
+        """[B, N, N] bool; entry (i, j) is true where j is i or an ancestor of i, or all are ``together``."""
+        if self.together:
+            return torch.ones_like(self.tokens, dtype=torch.bool)[:, None].expand(-1, self.tokens.shape[1], -1)
         if self.straight:
             index_N = torch.arange(self.depth + 1, device=self.tokens.device)
             return (index_N[:, None] >= index_N).expand(len(self.tokens), -1, -1)

@@ -126,6 +126,7 @@ class TreePlan:
         spans: Windows and chunks by layer index; layers that are missing see all that stands before.
         computed: Nodes of each tree, the root first, that earlier passes have computed: the rows are those behind them.
             Trees are of one draft and one size then, and layers have no windows or chunks.
+        together: Nodes of a tree see all of it (``Draft.together``); likewise.
         gathered: Layers hand over a copy of these sequences' blocks alone, in the order of the table.
     """
 
@@ -139,7 +140,7 @@ class TreePlan:
         spans: Mapping[int | None, Span] | None = None,
         computed: int = 0,
     ) -> None:
-        self.drafts, self.computed = drafts, computed
+        self.drafts, self.computed, self.together = drafts, computed, drafts[0].together
         self.sizes = drafts[0].row_sizes if len(drafts) == 1 else [n for draft in drafts for n in draft.row_sizes]
         self.lengths = lengths_S
         self.kv_length = kv_length

@@ -22,7 +22,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *[(name, _LONG) for name in ("batch", "heads", "kv_heads", "dim", "dim_v")],
         *[(name, _POINTER) for name in ("lengths", "parents", "firsts")],
-        ("computed", _LONG),
+        ("computed", _LONG), ("together", _LONG),
         ("table", _POINTER), ("table_stride", _LONG), ("table_size", _LONG),
         *[(name, _LONG) for name in ("window", "chunk", "q_row", "q_head")],
         ("sinks", _POINTER), ("scaling", _FLOAT), ("softcap", _FLOAT),
@@ -71,7 +71,7 @@ class ExactAttention:
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
         layer = _Layer(
             len(plan.sizes), query.shape[1], key.shape[2], key.shape[3], value.shape[3],
-            rows.lengths.data_ptr(), rows.parents.data_ptr(), rows.firsts.data_ptr(), plan.computed,
+            rows.lengths.data_ptr(), rows.parents.data_ptr(), rows.firsts.data_ptr(), plan.computed, plan.together,
             rows.blocks.data_ptr(), rows.blocks.stride(0), plan.table.size,
             scoring.window or 0, scoring.chunk or 0, query.stride(0), query.stride(1),
             None if sinks is None else sinks.data_ptr(), scoring.scaling, scoring.softcap or 0.0,

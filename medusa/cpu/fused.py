@@ -82,7 +82,7 @@ class _Pass(ctypes.Structure):
         ],
         *[(name, _FLOAT) for name in ("epsilon", "scaling", "residual", "multiplier")],
         *[(name, _POINTER) for name in ("lengths", "tokens", "parents", "firsts")],
-        ("computed", _INT),
+        ("computed", _INT), ("together", _INT),
         ("table", _POINTER), ("table_stride", _INT), ("table_rows", _INT),
         *[
             (name, _POINTER)
@@ -139,7 +139,7 @@ class FusedPass:
             embeddings=embeddings.struct, blocks=ctypes.addressof(self._blocks), **self._shape,
         )  # fmt: skip
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the pool of the last pass
+        self._arenas = _Arenas(len(layers), self._shape["kv_heads"], self._shape["dim"], self._dtype)
 
     def __call__(self, pool: BlockPool, plan: TreePlan) -> Tensor:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
@@ -147,23 +147,7 @@ class FusedPass:
         Raises:
             IndexError: A token that the base does not have.
         """
-        return _run(self._fixed, self._dtype, plan, self._angles_of(plan.kv_length), *self._cached(pool))
-
-    def _cached(self, pool: BlockPool) -> tuple[Any, Any]:
-        """Where each layer's keys and values begin. All layers move when the first one does."""
-        arenas, found = pool.arenas[: len(self._blocks)], self._found
-        first = arenas[0].keys
-        if found is not None and first is not None and found[0]() is first:
-            return found[1]
-        like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
-        for arena in arenas:
-            if arena.keys is None:
-                arena.allocate(pool.cache.blocks, like, like)
-        addresses = _POINTER * len(arenas)
-        keys, values = zip(*(arena.buffers for arena in arenas), strict=True)
-        pair = addresses(*(x.data_ptr() for x in keys)), addresses(*(x.data_ptr() for x in values))
-        self._found = weakref.ref(keys[0]), pair
-        return pair
+        return _run(self._fixed, self._dtype, plan, self._angles_of(plan.kv_length), *self._arenas(pool))
 
     def _embeddings(self) -> _Weights:
         layer = self._decoder.embed_tokens
@@ -239,13 +223,48 @@ class FusedPass:
         return self._angles
 
 
-class FusedLayer:
-    """One layer over states that are given, whose queries, keys and values read [norm(embedding); norm(state)].
+class LayerWeights(NamedTuple):
+    """A layer over states that are given.
+
+    Attributes:
+        linears: Query, key, value, output, gate, up and down projection; or key and value alone.
+        norm: Weight of the norm of states.
+        mlp_norm: Of that in front of the MLP.
+        token_norm: Of that of embeddings, where queries, keys and values read [norm(embedding); norm(state)].
+    """
+
+    linears: Sequence[nn.Linear]
+    norm: Tensor
+    mlp_norm: Tensor | None = None
+    token_norm: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        weights = [linear.weight for linear in self.linears]
+        norms = (self.norm, self.mlp_norm, self.token_norm)
+        return [tensor.detach() for tensor in (*weights, *norms) if tensor is not None]
+
+    @property
+    def struct(self) -> _Block:
+        """For the kernel."""
+        structs = [LinearStruct.of(linear.weight) for linear in self.linears]
+        if len(structs) == 2:
+            structs = [LinearStruct(), *structs, *[LinearStruct()] * 4]
+        norm, mlp_norm, token_norm = (
+            None if norm is None else norm.data_ptr() for norm in (self.norm, self.mlp_norm, self.token_norm)
+        )
+        return _Block(*structs, norm, mlp_norm, token_norm=token_norm)
+
+
+class FusedLayers:
+    """Layers over states that are given, one behind the other.
 
     Args:
-        linears: Query, key, value, output, gate, up and down projection.
-        norms: Weights for states, in front of the MLP, and for embeddings.
+        layers: Their weights. Where they have keys and values alone, these are made of the states by each of them, and
+            the states come out again.
         embeddings: [vocabulary, D], packed or not.
+        last_norm: Weight of a norm behind them.
         shape: ``heads``, ``kv_heads``, ``dim`` and ``epsilon``.
 
     Raises:
@@ -253,38 +272,71 @@ class FusedLayer:
     """
 
     def __init__(
-        self, linears: Sequence[nn.Linear], norms: Sequence[Tensor], embeddings: Tensor | Packed, **shape: Any
+        self,
+        layers: Sequence[LayerWeights],
+        embeddings: Tensor | Packed,
+        last_norm: Tensor | None = None,
+        **shape: Any,
     ) -> None:
-        weights = [linear.weight.detach() for linear in linears]
-        known = [*weights, *norms, *([] if isinstance(embeddings, Packed) else [embeddings])]
+        self._alive = [tensor for layer in layers for tensor in layer.tensors]
+        self._alive += [] if last_norm is None else [last_norm.detach()]
+        self._embeddings = embeddings
+        known = [*self._alive, *([] if isinstance(embeddings, Packed) else [embeddings])]
         dtypes = {tensor.dtype for tensor in known} | ({DTYPE} if isinstance(embeddings, Packed) else set())
         if len(dtypes) > 1 or not all(native.reads(tensor) and tensor.is_contiguous() for tensor in known):
             raise UnusualBlockError("its weights are of several dtypes, or not on a CPU with C++ kernels")
-        self._alive, self._dtype, self._shape = [*known, embeddings], weights[0].dtype, shape
-        self._block = _Block(*map(LinearStruct.of, weights), norms[0].data_ptr(), norms[1].data_ptr())
-        self._block.token_norm = norms[2].data_ptr()
-        hidden, inner = weights[3].shape[0], weights[6].shape[1]
+        whole, hidden = len(layers[0].linears) > 2, layers[0].norm.numel()
+        inner = layers[0].linears[6].in_features if whole else 0
+        self._dtype, self._blocks = layers[0].norm.dtype, (_Block * len(layers))(*(layer.struct for layer in layers))
+        self._arenas = _Arenas(len(layers), shape["kv_heads"], shape["dim"], self._dtype)
+        shape["heads"] *= whole
         self._fixed = _Pass(
-            number_type=native.number_type(self._dtype), layers=1, hidden=hidden, width=hidden, inner=inner,
+            number_type=native.number_type(self._dtype), layers=len(layers), hidden=hidden, width=hidden, inner=inner,
             context=2**62, scaling=shape["dim"] ** -0.5, residual=1.0, multiplier=1.0,
-            embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._block), **shape,
+            norm=None if last_norm is None else last_norm.data_ptr(),
+            embeddings=struct_of(embeddings), blocks=ctypes.addressof(self._blocks), **shape,
         )  # fmt: skip
 
     def __call__(self, pool: BlockPool, plan: TreePlan, angles: tuple[Tensor, Tensor], states_RD: Tensor) -> Tensor:
-        """The layer's outputs [R, D]; keys and values go into the pool.
+        """Outputs [R, D]; keys and values go into the pool.
 
         Args:
-            pool: Of one layer.
-            plan: Its tokens are embedded.
+            pool: Of these layers.
+            plan: Its tokens are embedded where a layer reads them.
             angles: Cosines and sines [positions, dim].
             states_RD: In the weights' dtype.
         """
-        (arena,) = pool.arenas
-        if arena.keys is None:
-            like = torch.empty(1, self._shape["kv_heads"], 1, self._shape["dim"], dtype=self._dtype)
-            arena.allocate(pool.cache.blocks, like, like)
-        keys, values = ((_POINTER * 1)(buffer.data_ptr()) for buffer in arena.buffers)
-        return _run(self._fixed, self._dtype, plan, angles, keys, values, states_RD.contiguous())
+        return _run(self._fixed, self._dtype, plan, angles, *self._arenas(pool), states_RD.contiguous())
+
+
+class _Arenas:
+    """Where the keys and values of a pool's layers begin.
+
+    Args:
+        layers: How many.
+        kv_heads: Of each.
+        dim: Of a head.
+        dtype: Of numbers.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._layers, self._like = layers, torch.empty(1, kv_heads, 1, dim, dtype=dtype)
+        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the pool of the last pass
+
+    def __call__(self, pool: BlockPool) -> tuple[Any, Any]:
+        """Addresses by layer. All layers move when the first one does."""
+        arenas, found = pool.arenas[: self._layers], self._found
+        first = arenas[0].keys
+        if found is not None and first is not None and found[0]() is first:
+            return found[1]
+        for arena in arenas:
+            if arena.keys is None:
+                arena.allocate(pool.cache.blocks, self._like, self._like)
+        addresses = _POINTER * len(arenas)
+        keys, values = zip(*(arena.buffers for arena in arenas), strict=True)
+        pair = addresses(*(x.data_ptr() for x in keys)), addresses(*(x.data_ptr() for x in values))
+        self._found = weakref.ref(keys[0]), pair
+        return pair
 
 
 def _run(
@@ -296,7 +348,8 @@ def _run(
     tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
     at, (cosines, sines) = _Pass.from_buffer_copy(fixed), angles  # several threads may decode
     out = torch.empty(plan.rows, at.width, dtype=dtype)
-    at.threads, at.batch, at.computed = torch.get_num_threads(), len(plan.sizes), plan.computed
+    at.threads, at.batch = torch.get_num_threads(), len(plan.sizes)
+    at.computed, at.together = plan.computed, plan.together
     at.lengths, at.tokens, at.parents = lengths.data_ptr(), tokens.data_ptr(), parents.data_ptr()
     at.firsts, at.keys, at.values = ctypes.addressof(firsts), ctypes.addressof(keys), ctypes.addressof(values)
     at.cosines, at.sines, at.rotated = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]

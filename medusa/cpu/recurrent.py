@@ -1,55 +1,18 @@
 """A draft of recurrent heads as one C++ call (kernels/heads.h): the tree grows there level by level."""
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa.cpu import native
+from medusa.cpu.growth import Grown, GrownStruct, Growth, GrowthStruct
 from medusa.cpu.native import LinearStruct
 from medusa.cpu.packed import DTYPE, Packed, struct_of
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-
-
-class Growth(NamedTuple):
-    """How trees grow.
-
-    Attributes:
-        levels: Heads that are asked, at most.
-        width: Children that a node can have.
-        nodes: N, the root included.
-        beam: Nodes of a level that get children, at most.
-        level_floor: A level is drafted if a node above it has this log-probability.
-        node_floor: A node is kept if it has more than this log-probability.
-        lowest: Bound on a log-probability.
-        edge_cost: Is taken off every log-probability.
-        picks: Of a static tree: candidates of each level but the last that get children.
-        columns: Of a static tree: [N] which of all candidates are its nodes.
-    """
-
-    levels: int
-    width: int
-    nodes: int
-    beam: int
-    level_floor: float
-    node_floor: float
-    lowest: float
-    edge_cost: float
-    picks: Sequence[Tensor] = ()
-    columns: Tensor | None = None
-
-
-class Grown(NamedTuple):
-    """What has grown: tokens, parents and scores [B, N], nodes of each tree, and their largest depth."""
-
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-    sizes: list[int]
-    depth: int
 
 
 class _Drafting(ctypes.Structure):
@@ -59,11 +22,9 @@ class _Drafting(ctypes.Structure):
         *[(name, _INT) for name in ("number_type", "threads", "batch", "hidden", "taps", "inner", "blocks")],
         ("fusion", LinearStruct), ("into", _POINTER), ("out_of", _POINTER), ("output", LinearStruct),
         ("embeddings", LinearStruct), ("ids", _POINTER),
-        *[(name, _INT) for name in ("levels", "width", "nodes", "beam")],
-        *[(name, _FLOAT) for name in ("level_floor", "node_floor", "lowest", "edge_cost")],
-        *[(name, _POINTER) for name in ("picks", "picked", "chosen", "states", "roots", "active", "keys")],
-        ("temperature", _FLOAT),
-        *[(name, _POINTER) for name in ("tokens", "parents", "scores", "sizes", "depth")],
+        ("growth", GrowthStruct),
+        *[(name, _POINTER) for name in ("states", "roots", "active", "keys")],
+        ("temperature", _FLOAT), ("grown", GrownStruct),
     ]  # fmt: skip
 
 
@@ -124,14 +85,7 @@ class RecurrentDrafts:
     def __init__(self, weights: RecurrentWeights, drafting: _Drafting, growth: Growth) -> None:
         self._weights, self._growth = weights, growth  # alive
         self._drafting = _Drafting.from_buffer_copy(drafting)
-        for name in growth._fields[: growth._fields.index("picks")]:
-            setattr(self._drafting, name, getattr(growth, name))
-        if growth.columns is not None:
-            self._picks = (_POINTER * len(growth.picks))(*(picks.data_ptr() for picks in growth.picks))
-            self._picked = (_INT * len(growth.picks))(*map(len, growth.picks))
-            self._drafting.picks = ctypes.addressof(self._picks)
-            self._drafting.picked = ctypes.addressof(self._picked)
-            self._drafting.chosen = growth.columns.data_ptr()
+        self._drafting.growth = self._struct = GrowthStruct.of(growth)
 
     def __call__(
         self, hidden_BF: Tensor, roots_B: Tensor, active_B: Tensor, keys_BK: Tensor | None, temperature: float
@@ -147,14 +101,10 @@ class RecurrentDrafts:
         """
         hidden, roots, active = (x.contiguous() for x in (hidden_BF, roots_B, active_B))
         keys = None if keys_BK is None else keys_BK.contiguous()
-        batch, nodes = len(roots), self._growth.nodes
-        tokens = roots.new_empty(2, batch, nodes)
-        scores, sizes, depth = torch.empty(batch, nodes), (_INT * batch)(), _INT()
+        batch, room = len(roots), GrownStruct.room(len(roots), self._growth.nodes)
         at = _Drafting.from_buffer_copy(self._drafting)  # several threads may draft
         at.threads, at.batch, at.states, at.roots = torch.get_num_threads(), batch, hidden.data_ptr(), roots.data_ptr()
         at.active, at.keys, at.temperature = active.data_ptr(), None if keys is None else keys.data_ptr(), temperature
-        at.tokens, at.scores, at.sizes = tokens.data_ptr(), scores.data_ptr(), ctypes.addressof(sizes)
-        at.parents, at.depth = at.tokens + batch * nodes * tokens.element_size(), ctypes.addressof(depth)
+        at.grown = room
         native.kernels().medusa_draft(ctypes.byref(at))
-        largest = max(sizes)
-        return Grown(tokens[0, :, :largest], tokens[1, :, :largest], scores[:, :largest], list(sizes), depth.value)
+        return room.read()

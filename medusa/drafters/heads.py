@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from medusa.cache import CachedSequence
-from medusa.cpu.recurrent import Growth, RecurrentDrafts
+from medusa.cpu import native
+from medusa.cpu.growth import Grown, Growth, NativeGrowth
+from medusa.cpu.recurrent import RecurrentDrafts
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import EDGE_COST
@@ -89,21 +91,38 @@ class HeadsDrafter(Drafter):
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
+        self._growth: NativeGrowth | None = None
+        if host_decides and native.reads(next(heads.parameters())) and self._shape.depth:
+            self._growth = NativeGrowth(self._shape.growth(), output_size, heads.draft_ids)
 
     def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
         if self.nodes == 1:
             return Draft.chain(state.roots[:, None])
-        return self._grow(state, sequences) if self._native is None else self._grow_natively(self._native, state)
+        if self._native is not None:
+            return _draft(self._in_one_call(self._native, state))
+        if self._growth is not None:
+            return _draft(self._by_levels(self._growth, state, sequences))
+        return self._grow(state, sequences)
 
-    def _grow_natively(self, native: RecurrentDrafts, state: DecodeState) -> Draft:
-        """``_grow`` in one call."""
+    def _in_one_call(self, drafts: RecurrentDrafts, state: DecodeState) -> Grown:
+        """``_grow`` by a kernel that knows these heads."""
         ahead_K, keys_BK = torch.arange(self._shape.depth), None
         if self._temperature:
             keys_BK = keys(state.seeds, state.positions[:, None] + 1 + ahead_K)
-        hidden_BF, temperature = self.heads.own(state.hidden), self._temperature
-        tokens, parents, scores, sizes, depth = native(hidden_BF, state.roots, state.active, keys_BK, temperature)
-        return Draft(tokens, parents, depth, sizes=ragged(sizes), scores=scores)
+        return drafts(self.heads.own(state.hidden), state.roots, state.active, keys_BK, self._temperature)
+
+    def _by_levels(self, growth: NativeGrowth, state: DecodeState, sequences: Sequence[CachedSequence]) -> Grown:
+        """``_grow`` with a kernel that grows trees from the heads' logits."""
+        trees = growth.plant(state.roots, state.active)
+        heads_state = self.heads.begin(state.hidden, self.vocabulary, sequences)
+        for head in range(self._shape.depth):
+            logits, heads_state = self.heads.level(head, heads_state, trees.slots, trees.frontier, self.vocabulary)
+            if self._temperature:
+                logits = logits.float() + self._noise(state, head)[:, None]
+            if not trees.grow(logits):
+                break
+        return trees.draft()
 
     def _grow(self, state: DecodeState, sequences: Sequence[CachedSequence]) -> Draft:
         frontier_Bm, shape = state.roots[:, None], self._shape
@@ -147,6 +166,10 @@ class HeadsDrafter(Drafter):
         """
         keyed_B1 = keys(state.seeds, state.positions[:, None] + 1 + head)
         return self._temperature * gumbel(keyed_B1[:, 0], self._tokens_V)
+
+
+def _draft(grown: Grown) -> Draft:
+    return Draft(grown.tokens, grown.parents, grown.depth, sizes=ragged(grown.sizes), scores=grown.scores)
 
 
 def check_tree(tree: Tree, config: HeadsConfig) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisional
-from medusa.cpu.fused import FusedLayer, UnusualBlockError
+from medusa.cpu.fused import FusedLayers, LayerWeights, UnusualBlockError
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
 from medusa.heads.decoder import turned
@@ -179,20 +179,16 @@ class LayerMemory(Follower):
         return heads.finish(states_RD, attend(plan, query_RHd, keys, values, self._scoring))
 
 
-def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayer | None:
+def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayers | None:
     """The layer as one call, where it is known."""
     if vocabulary.matrices is None or vocabulary.attention.name != "exact":
         return None
     layer = heads._layer
     if layer.norm_before_residual or layer.norm_heads or layer.attention_bias:
         return None
-    names = ("q", "k", "v", "o", "gate", "up", "down")
-    linears = [getattr(heads, f"{name}_proj") for name in names]
-    norms = [norm.weight for norm in (heads.state_norm, heads.mlp_norm, heads.token_norm)]
+    linears = [getattr(heads, f"{name}_proj") for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    weights = LayerWeights(linears, heads.state_norm.weight, heads.mlp_norm.weight, heads.token_norm.weight)
     try:
-        return FusedLayer(
-            linears, norms, vocabulary.matrices[0], heads=layer.num_attention_heads,
-            kv_heads=layer.num_key_value_heads, dim=layer.head_dim, epsilon=layer.rms_norm_eps,
-        )  # fmt: skip
+        return FusedLayers([weights], vocabulary.matrices[0], **layer.sizes)
     except UnusualBlockError:
         return None

@@ -7,6 +7,7 @@ Legend: M positions, R of them that are anchors of a block, K heads, B sequences
 D hidden size, H attention heads, G key heads, d head size, L positions of a document.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
-from medusa.attention.contract import BlockTable
 from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass
+from medusa.cpu.fused import FusedLayers, LayerWeights, UnusualBlockError
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
@@ -76,10 +77,6 @@ class BlockHeads(RememberingHeads):
         rows_RKD: Tensor = (state_RD + self.root_proj(embedded_RD))[:, None] + self.depths
         return rows_RKD
 
-    def finish(self, x: Tensor) -> Tensor:
-        """What a vocabulary matrix reads [..., D] of rows behind the layers, but for the correction."""
-        return self.scaled(self.output_norm(x))
-
     def correction(self, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
         """[..., D]: Q P e of the tokens [...] just before."""
         embedded = unit_embeddings(tokens, vocabulary, self.down.dtype)
@@ -96,7 +93,7 @@ class BlockHeads(RememberingHeads):
             normed_RKD = layer.input_norm(x_RKD)
             text, block = layer.key_value(text_MD, of_text), layer.key_value(normed_RKD, of_rows)
             x_RKD = layer.finish(x_RKD, _attend(documents, layer.query(normed_RKD, of_rows), *block, *text))
-        features_RKD = self.finish(x_RKD) + self.correction(path_MK[anchors_R], vocabulary)
+        features_RKD = self.scaled(self.output_norm(x_RKD)) + self.correction(path_MK[anchors_R], vocabulary)
         return features_RKD.transpose(0, 1)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Beginning:
@@ -112,7 +109,7 @@ class BlockHeads(RememberingHeads):
         """
         if isinstance(state, Beginning):
             assert isinstance(self.memory, BlockMemory), "begin has asked"
-            state = self.finish(self.memory.draft(*state, tokens_Bm[:, 0]))
+            state = self.scaled(self.memory.draft(*state, tokens_Bm[:, 0]))
             if self._low_rank is not None:
                 state = self.head_logits(0, state, vocabulary)
         before = state[:, head, None]
@@ -130,12 +127,16 @@ class BlockMemory(Follower):
     Args:
         heads: Frozen.
         vocabulary: Both ends of their base.
+
+    Attributes:
+        fused: The passes over a text and over a block as one call of C++ each, where the kernel knows the layers.
     """
 
     def __init__(self, heads: BlockHeads, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary.attention, next(heads.parameters()).device)
         self._heads, self._vocabulary = heads, vocabulary
         self._scoring = Scoring(heads._layer.head_dim**-0.5)
+        self.fused = _fused(heads, vocabulary)
 
     def new_pool(self) -> BlockPool:
         """An empty cache."""
@@ -148,6 +149,8 @@ class BlockMemory(Follower):
     def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
         """The rows' keys and values in all layers; returns the states."""
         heads = self._heads
+        if self.fused is not None:
+            return self.fused[0](pool, plan, heads.rotary.tables(plan.kv_length, states_RD), states_RD)
         text_RD, angles = heads.text_norm(states_RD), heads.rotary.at(plan.positions, plan.kv_length, states_RD)
         with pool.cache.running(plan) as cache:
             for index, layer in enumerate(heads.layers):
@@ -156,28 +159,40 @@ class BlockMemory(Follower):
         return states_RD
 
     def draft(self, own: Sequence[CachedSequence], state_BD: Tensor, roots_B: Tensor) -> Tensor:
-        """The block's rows [B, K, D] behind all layers.
+        """The block's rows [B, K, D] behind all layers and the last norm.
 
-        Its keys and values stand for a while where the text goes on. Each row then reads as a sequence of one token
-        does that has all the others before it: the order in which keys stand means nothing to attention.
+        Its keys and values stand for a while where the text goes on.
         """
         heads, pool = self._heads, own[0].pool
         x_BKD = heads.rows(state_BD, roots_B, self._vocabulary)
-        batch, depths, _ = x_BKD.shape
-        plan = plan_pass([(Draft.chain(roots_B[:, None].expand(-1, depths)), own)], self.attention)
-        table = BlockTable(plan.table.blocks.repeat_interleave(depths, 0), plan.table.size)
-        ends_R = (plan.lengths + depths - 1).repeat_interleave(depths)
-        alone = Draft.chain(plan.tokens[:, None])
-        reading = TreePlan([alone], ends_R, plan.kv_length, table, self.attention)
-        x_RD, angles = x_BKD.flatten(0, 1), heads.rotary.at(plan.positions, plan.kv_length, x_BKD)
+        depths, x_RD = x_BKD.shape[1], x_BKD.flatten(0, 1)
+        block = dataclasses.replace(Draft.chain(roots_B[:, None].expand(-1, depths)), together=True)
+        plan = plan_pass([(block, own)], self.attention)
+        if self.fused is not None:
+            return self.fused[1](pool, plan, heads.rotary.tables(plan.kv_length, x_RD), x_RD).view_as(x_BKD)
+        angles = heads.rotary.at(plan.positions, plan.kv_length, x_RD)
         with pool.cache.running(plan) as cache:
             for index, layer in enumerate(heads.layers):
                 normed_RD = layer.input_norm(x_RD)
                 key, value = layer.key_value(normed_RD, angles)
                 keys, values = cache.update(key.transpose(0, 1)[None], value.transpose(0, 1)[None], index)
-                mixed_RHd = attend(reading, layer.query(normed_RD, angles), keys, values, self._scoring)
+                mixed_RHd = attend(plan, layer.query(normed_RD, angles), keys, values, self._scoring)
                 x_RD = layer.finish(x_RD, mixed_RHd)
-        return x_RD.view(batch, depths, -1)
+        out_RD: Tensor = heads.output_norm(x_RD)
+        return out_RD.view_as(x_BKD)
+
+
+def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, FusedLayers] | None:
+    """Passes over a text and over a block, where they are known."""
+    if vocabulary.matrices is None or vocabulary.attention.name != "exact":
+        return None
+    embeddings, sizes = vocabulary.matrices[0], heads._layer.sizes
+    text = [LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight) for layer in heads.layers]
+    block = [LayerWeights(layer.linears, layer.input_norm.weight, layer.mlp_norm.weight) for layer in heads.layers]
+    try:
+        return FusedLayers(text, embeddings, **sizes), FusedLayers(block, embeddings, heads.output_norm.weight, **sizes)
+    except UnusualBlockError:
+        return None
 
 
 def _attend(

@@ -73,6 +73,12 @@ class DecoderLayer(nn.Module):
         nn.init.zeros_(self.o_proj.weight)
         nn.init.zeros_(self.down_proj.weight)
 
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """Query, key, value, output, gate, up and down projection."""
+        attention, mlp = (self.q_proj, self.k_proj, self.v_proj, self.o_proj), (self.gate_proj, self.up_proj)
+        return [*attention, *mlp, self.down_proj]
+
     def query(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[..., H, d] of normed rows [..., D]."""
         return turned(self.q_proj(normed).unflatten(-1, (-1, self._size)), angles)

@@ -75,6 +75,14 @@ class LayerConfig:
             **options,
         )
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """As ``FusedLayers`` is told them."""
+        return {
+            "heads": self.num_attention_heads, "kv_heads": self.num_key_value_heads, "dim": self.head_dim,
+            "epsilon": self.rms_norm_eps,
+        }  # fmt: skip
+
     def angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, head_dim], in the dtype and on the device of ``like``."""
         config = LlamaConfig(

@@ -122,7 +122,8 @@ class Layer:
                 for arena in (self.key, self.value)
             )
             for node, depth in enumerate(depths):
-                seen = [*range(length), *(length + ancestor for ancestor in path(parents, node))]
+                near = range(len(parents)) if self.drafts[0].together else path(parents, node)
+                seen = [*range(length), *(length + other for other in near)]
                 seen = [place for place in seen if self._near(length + depth, positions[place])]
                 scores_HS = torch.einsum("hd,shd->hs", next(queries), keys[seen]) * self.scoring.scaling
                 rows.append(self._weigh(scores_HS, values[seen]))
@@ -161,10 +162,10 @@ def parents_of(shape: str, nodes: int, generator: torch.Generator) -> list[int]:
 
 
 def make_draft(shape: str, batch: int, nodes: int, generator: torch.Generator, device: str) -> Draft:
-    """Trees of one shape and size; chains are those of prompts."""
+    """Trees of one shape and size; chains are those of prompts, "together" are blocks of rows that see each other."""
     tokens = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
-    if shape == "chain":
-        return Draft.chain(tokens)
+    if shape in ("chain", "together"):
+        return replace(Draft.chain(tokens), together=shape == "together")
     parents = torch.tensor([parents_of(shape, nodes, generator) for _ in range(batch)])
     return Draft.of(tokens, parents, nodes)
 
@@ -236,6 +237,7 @@ THIN = [
     Case(nodes=32, groups=4, lengths=(64,), kv_heads=1),
     Case(nodes=70, dim=128, groups=1, lengths=(65,), shape="borders", kv_heads=1),
     Case(nodes=17, groups=8, kv_heads=1, dim=256, lengths=(31,), shape="star"),
+    Case(nodes=7, groups=3, lengths=(126, 0), shape="together"),
     *MIXED,
 ]
 

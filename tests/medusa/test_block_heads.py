@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from medusa import HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
+from medusa import BaseModel, HeadsConfig, MedusaModel, Prefix, SamplingParams, Speculation, build_heads
 from medusa.cache import BLOCK
+from medusa.cpu.native import available
 from medusa.drafters import SampledHeadsDrafter
 from medusa.engine.config import EngineConfig
 from medusa.formats import load_heads
@@ -12,6 +13,8 @@ from medusa.heads.layer import LayerConfig
 from medusa.tree import Tree
 from tests.medusa.block_by_hand import recomputed
 from tests.medusa.test_attention_heads import TEXTS, Watched, paths
+from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
+from tests.medusa.test_native_drafts import by_path
 
 SHAPES = {
     "one layer": {"own_lm_heads": True},
@@ -66,6 +69,33 @@ def test_every_node_is_what_the_layers_say_of_text_and_path(model, base, shape):
             assert score == pytest.approx(expected, abs=1e-4)
     plain = model.generate(TEXTS, max_new_tokens=8, ignore_eos=True, nodes=1)
     assert [request.output.tokens for request in requests] == [output.tokens for output in plain]
+
+
+@pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_passes_in_one_call_are_those_in_python(base_directory, make_heads, layers, dtype):
+    """Over texts, prompts among them, and over blocks, in a batch: the same scores of the same paths."""
+    base = BaseModel.load(base_directory, dtype=dtype, device="cpu")
+    heads = make_heads(4, architecture="block", feature_layers=(1,), num_layers=layers).to(dtype)
+    model, seen = MedusaModel(base, heads), []
+    assert model.heads.memory.fused is not None
+    for _ in range(2):
+        drafter = Watched(model.heads, model.base, 9)
+        model.generate(TEXTS, max_new_tokens=10, ignore_eos=True, drafter=drafter)
+        seen.append({tuple(text): by_path(draft, row) for text, draft, row in drafter.seen})
+        model.heads.memory.fused = None
+    compared = 0
+    for text in seen[0].keys() & seen[1].keys():
+        for path in seen[0][text].keys() & seen[1][text].keys():
+            tolerance = {BF16: 0.3, F16: 0.04, SINGLE: 1e-3}[dtype]
+            assert seen[0][text][path] == pytest.approx(seen[1][text][path], abs=tolerance)
+            compared += 1
+    assert compared > 30
+    for text, scores in list(seen[0].items())[:: 4 if dtype == SINGLE else len(seen[0])]:
+        for path, score in scores.items():
+            each = [float(says(model.heads, base, list(text), path[:depth])[token]) for depth, token in enumerate(path)]
+            assert score == pytest.approx(sum(each) - 1e-4 * len(path), abs=2e-3 if dtype == SINGLE else 0.5)
 
 
 def test_drawn_drafts_say_what_they_were_drawn_from(base, make_heads):

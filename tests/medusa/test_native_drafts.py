@@ -1,5 +1,6 @@
-"""Drafts of recurrent heads in C++: the trees that Python grows, node by node."""
+"""Drafts that grow in C++, of recurrent heads in one call, of others level by level: the trees that Python grows."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -17,9 +18,9 @@ from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
 
-def recurrent_heads(base, dtype, part=0, feature_layers=()):
+def frozen_heads(base, dtype, part=0, feature_layers=(), architecture="recurrent"):
     torch.manual_seed(0)
-    shape = {"num_layers": 2, "architecture": "recurrent", "feature_layers": feature_layers}
+    shape = {"num_layers": 2, "architecture": architecture, "feature_layers": feature_layers}
     heads = build_heads(HeadsConfig(32, 50, 3, draft_vocab_size=part, **shape))
     for parameter in heads.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -36,22 +37,50 @@ def by_path(draft, row):
     return dict(zip(paths, draft.scores[row].tolist(), strict=False))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
+SHAPES = pytest.mark.parametrize(
     "shape",
     [{"nodes": 12}, {"nodes": 12, "floors": Floors(0.2, 0.02)}, {"tree": Tree.full([3, 2, 1])}],
     ids=["best first", "floors", "static"],
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@SHAPES
 @pytest.mark.parametrize(("part", "taps"), [(0, ()), (21, (1,))], ids=["whole", "part"])
 @torch.inference_mode()
 def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
     base = BaseModel(tiny("llama", "exact")[0].model.to(dtype), None, "llama", "exact").tapped(taps)
-    heads = recurrent_heads(base, dtype, part, taps)
+    heads = frozen_heads(base, dtype, part, taps)
     native_drafter = HeadsDrafter(heads, base, temperature=temperature, **{"nodes": 2} | shape)
     assert heads.native is not None
-    heads.native = None
+    compare(native_drafter, in_python(native_drafter), base, dtype)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@SHAPES
+@pytest.mark.parametrize(
+    ("architecture", "part", "dtype"), [("medusa", 0, SINGLE), ("hydra", 21, SINGLE), ("hydra", 0, BF16)]
+)
+@torch.inference_mode()
+def test_a_draft_by_levels_is_what_python_grows(architecture, part, dtype, shape, temperature):
+    """Medusa heads say the same below all nodes of a level."""
+    base = BaseModel(tiny("llama", "exact")[0].model.to(dtype), None, "llama", "exact")
+    heads = frozen_heads(base, dtype, part, architecture=architecture)
     drafter = HeadsDrafter(heads, base, temperature=temperature, **{"nodes": 2} | shape)
+    assert heads.native is None and drafter._growth is not None
+    compare(drafter, in_python(drafter), base, dtype)
+
+
+def in_python(drafter):
+    """The same drafter without kernels that grow trees."""
+    other = copy.copy(drafter)
+    other._native = other._growth = None
+    return other
+
+
+def compare(native_drafter, drafter, base, dtype):
+    """Trees of a batch, one of whose sequences may have ended."""
     for seed in range(8):
         torch.manual_seed(seed)
         state = decode_state([[3, 4, 5], [6, 7], [8, 9, 1]], base, torch.tensor([seed, 5, 7 * seed]))
@@ -73,7 +102,7 @@ def test_a_draft_is_what_python_grows(part, taps, shape, temperature, dtype):
 @torch.inference_mode()
 def test_heads_that_overflow_give_trees_too():
     base = tiny("llama", "exact")[0]
-    heads = recurrent_heads(base, SINGLE)
+    heads = frozen_heads(base, SINGLE)
     drafter = HeadsDrafter(heads, base, nodes=8)
     state = decode_state([[3, 4, 5], [6, 7]], base)
     state.hidden[0] = torch.nan

@@ -20,6 +20,7 @@ struct Layer {
     int64_t batch, heads, kv_heads, dim, dim_v;
     const int64_t *lengths, *parents, *firsts;  // [batch], [nodes], [batch + 1] where the nodes of each sequence begin
     int64_t computed;                           // nodes of each sequence that were computed before: rows are the others
+    int64_t together;                           // 1 = nodes of a sequence see all of them, in the order of their places
     Table table;                                // of keys [places, key heads, D] and values [places, key heads, Dv]
     int64_t window, chunk;                      // 0 = none
     int64_t q_row, q_head;                      // strides of queries
@@ -120,9 +121,9 @@ template <class T, bool TILES> struct Attention {
         rows.count = int(std::clamp<int64_t>(at.rows(b) * groups - first, 0, BLOCK));
         for (int r = 0; r < rows.count; r++) {
             int64_t n = at.computed + (first + r) / groups, h = kv * groups + (first + r) % groups;
-            int64_t p = rows.length + depth[n];
+            int64_t p = rows.length + (at.together ? at.count(b) - 1 : depth[n]);
             rows.node[r] = int(n), rows.head[r] = int(h), rows.last[r] = p;
-            rows.shared[r] = rows.length + leading[n];
+            rows.shared[r] = rows.length + (at.together ? at.count(b) : leading[n]);
             rows.first[r] = at.window ? std::max<int64_t>(0, p - at.window + 1) : at.chunk ? p / at.chunk * at.chunk : 0;
             rows.from = std::min(rows.from, rows.first[r]), rows.to = std::max(rows.to, p + 1);
             const T* q = query + h * at.q_head + at.row(b, n) * at.q_row;

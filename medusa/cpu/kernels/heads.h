@@ -1,10 +1,10 @@
-// A draft of recurrent heads (medusa/heads/recurrent.py): trees that grow level by level, as HeadsDrafter.propose grows
-// them (medusa/drafters/heads.py). Numbers are rounded to T where the module rounds them.
+// A draft of recurrent heads (medusa/heads/recurrent.py), all levels in one call. Numbers are rounded to T where the module
+// rounds them.
 #pragma once
 #include <memory>
-#include <numeric>
 
 #include "draw.h"
+#include "grow.h"
 #include "linear.h"
 #include "team.h"
 
@@ -15,36 +15,22 @@ struct Drafting {
     Linear output;                // [columns, hidden]
     Linear embeddings;            // an output for each token
     const int64_t* ids;           // [columns] tokens
-    int64_t levels, width, nodes, beam;  // width: children of a node; beam: nodes of a level that get any
-    float level_floor, node_floor, lowest, edge_cost;  // log-probabilities
-    const int64_t* const* picks;  // [levels - 1] candidates of each level that get children; null = the best
-    const int64_t *picked, *chosen;  // [levels - 1] their numbers, and [nodes] columns of the draft, if not null
+    Growth growth;
     const void* states;           // [batch, (1 + taps) hidden], that predicted the roots
     const int64_t* roots;         // [batch]
     const bool* active;           // [batch]
     const int64_t* keys;          // [batch, levels] of the noise that drafts heed; null = none
     float temperature;
-    int64_t *tokens, *parents;    // [batch, nodes]
-    float* scores;                // [batch, nodes]
-    int64_t *sizes, *depth;       // [batch] nodes of each tree, and the largest depth of all
+    Grown grown;
 };
 
 template <class T, class W> class Draft {  // W: how weights are met
-    // A tree's candidates, level by level; column 0 is the root.
-    struct Tree {
-        std::vector<int64_t> tokens, parents;
-        std::vector<float> scores;
-        std::vector<int64_t> frontier, above;  // columns of the nodes that get children, and the rows of their parents
-        std::vector<int64_t> order;            // columns, the best first
-    };
-
     const Drafting& at;
     const int64_t wide_inner = W::room(at.inner), wide_both = W::room(2 * at.hidden), wide = W::room(at.hidden);
-    const int64_t columns = at.output.outputs;
-    std::vector<int64_t> each;  // [levels] nodes of each tree that get children
-    std::vector<Tree> trees;
-    std::vector<int64_t> best;  // [rows, width]
-    std::vector<float> highest, before, both, middle, added, logprobs;  // highest: score of each level of each tree
+    const int64_t columns = at.output.outputs, levels = at.growth.levels, width = at.growth.width;
+    Trees trees;
+    std::vector<int64_t> numbers, best;  // best: [rows, width]
+    std::vector<float> scores, highest, before, both, middle, added, logprobs;  // highest: of each level of each tree
     std::vector<float> noise;  // [batch, columns] of a level's draws, which all nodes of a tree share
     std::unique_ptr<float[]> logits;  // not filled with zeros first: a vocabulary is long
     Buffer<typename W::number> x, gated, layers;
@@ -110,123 +96,52 @@ template <class T, class W> class Draft {  // W: how weights are met
         });
     }
 
-    // The likeliest children of a row, and their log-probabilities.
-    void likeliest(int64_t r, const float* noise) {
-        const int64_t width = at.width;
-        float *row = &logits[r * columns], top[width];
-        for (int64_t i = 0; noise && i < columns; i++) row[i] += at.temperature * noise[i];
-        int64_t *found = &best[r * width], count = 0;
-        // `width` sorted numbers; few of the row get among them.
-        const auto take = [&](int64_t i) {
-            if (count == width && !(row[i] > top[width - 1])) return;
-            int64_t place = count < width ? count++ : width - 1;
-            for (; place > 0 && row[i] > top[place - 1]; place--) top[place] = top[place - 1], found[place] = found[place - 1];
-            top[place] = row[i], found[place] = i;
-        };
-        int64_t i = 0;
-        for (; i < std::min(columns, width); i++) take(i);
-        for (; i < columns; i++)
-            if (row[i] > top[width - 1]) take(i);
-        vf sums = {};
-        for (i = 0; i + LANES <= columns; i += LANES) sums += exponential(load<vf>(row + i) - splat(top[0]));
-        float sum = 0;
-        for (int j = 0; j < LANES; j++) sum += sums[j];
-        for (; i < columns; i++) sum += exponential(row[i] - top[0]);
-        for (int64_t k = 0; k < width; k++) logprobs[r * width + k] = top[k] - top[0] - std::log(sum);
-    }
-
-    // Columns first .. last of a tree, so many of the best of them in front.
-    static void sort(Tree& tree, int64_t first, int64_t last, int64_t wanted) {
-        tree.order.resize(last - first);
-        std::iota(tree.order.begin(), tree.order.end(), first);
-        std::partial_sort(tree.order.begin(), tree.order.begin() + wanted, tree.order.end(), [&](int64_t a, int64_t b) {
-            return tree.scores[a] > tree.scores[b] || (tree.scores[a] == tree.scores[b] && a < b);
-        });
-    }
-
-    // Adds the children of a tree's frontier, and picks those that get children in turn.
-    void grow(int64_t b, int64_t level) {
-        Tree& tree = trees[b];
-        const int64_t first = tree.scores.size(), count = each[level] * at.width;
-        float& most = highest[level * at.batch + b];
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t parent = tree.frontier[i / at.width], place = b * count + i;
-            const float logprob = logprobs[place] > at.lowest ? std::min(logprobs[place], 0.f) : at.lowest;  // NaN too
-            tree.tokens.push_back(at.ids[best[place]]), tree.parents.push_back(parent);
-            tree.scores.push_back(tree.scores[parent] + (logprob - at.edge_cost));
-            most = std::max(most, tree.scores.back());
-        }
-        if (level + 1 == at.levels) return;
-        if (!at.picks) sort(tree, first, first + count, each[level + 1]);
-        for (int64_t m = 0; m < each[level + 1]; m++) {
-            const int64_t candidate = at.picks ? at.picks[level][m] : tree.order[m] - first;
-            tree.frontier[m] = first + candidate, tree.above[m] = b * each[level] + candidate / at.width;
-        }
-    }
-
-    void choose(Tree& tree, int64_t b) {
-        const int64_t all = tree.scores.size();
-        int64_t count = std::min(at.nodes, all);
-        if (at.chosen) tree.order.assign(at.chosen, at.chosen + count);
-        else {
-            sort(tree, 0, all, count);
-            while (count > 1 && !(tree.scores[tree.order[count - 1]] > at.node_floor)) count--;
-            std::sort(tree.order.begin(), tree.order.begin() + count);
-        }
-        std::vector<int64_t> place(all, 0), depth(count, 0);
-        for (int64_t n = 0; n < at.nodes; n++) {
-            const int64_t column = n < count ? tree.order[n] : 0, to = b * at.nodes + n;  // roots fill up
-            if (n < count) place[column] = n;
-            at.tokens[to] = tree.tokens[column], at.scores[to] = n < count ? tree.scores[column] : at.lowest;
-            const int64_t parent = at.parents[to] = place[tree.parents[column]];
-            if (n && n < count) *at.depth = std::max(*at.depth, depth[n] = depth[parent] + 1);
-        }
-        at.sizes[b] = count;
-    }
-
   public:
-    explicit Draft(const Drafting& drafting) : at(drafting), each(at.levels, 1), trees(at.batch) {
-        for (int64_t level = 1; level < at.levels; level++)
-            each[level] = at.picks ? at.picked[level - 1] : std::min(at.beam, each[level - 1] * at.width);
-        const int64_t wide_layers = W::room(at.taps * at.hidden), nodes = *std::max_element(each.begin(), each.end());
-        const int64_t rows = at.batch * nodes, all = 1 + std::accumulate(each.begin(), each.end(), int64_t(0)) * at.width;
-        for (int64_t b = 0; b < at.batch; b++) {  // a finished sequence has no say in how far the others are drafted
-            trees[b] = {{at.roots[b]}, {0}, {at.active[b] ? 0 : at.lowest}, {}, {}, {}};
-            trees[b].frontier.resize(nodes), trees[b].above.resize(nodes, b);
-            trees[b].tokens.reserve(all), trees[b].parents.reserve(all), trees[b].scores.reserve(all), trees[b].order.reserve(all);
-        }
-        highest.resize(at.levels * at.batch, 2 * at.lowest), best.resize(rows * at.width), logprobs.resize(rows * at.width);
+    explicit Draft(const Drafting& drafting) : at(drafting), trees(at.growth, at.batch) {
+        numbers.resize(trees.numbers()), scores.resize(trees.scores());
+        trees.stand(numbers.data(), scores.data()), trees.plant(at.roots, at.active);
+        const int64_t wide_layers = W::room(at.taps * at.hidden), rows = at.batch * trees.widest();
+        highest.resize(levels * at.batch), best.resize(rows * width), logprobs.resize(rows * width);
         before.resize(rows * at.hidden), both.resize(rows * 2 * at.hidden), added.resize(rows * at.hidden);
         middle.resize(rows * at.inner), noise.resize(at.keys ? at.batch * columns : 0), logits.reset(new float[rows * columns]);
         x.resize(W::rows(rows) * wide_both), gated.resize(W::rows(rows) * wide_inner), layers.resize(W::rows(at.batch) * wide_layers);
     }
 
     void operator()() {
-        *at.depth = 0;
-        Team(int(at.threads), 2 + at.levels * (5 + 3 * at.blocks)).run([&](Team::Member& member) {
+        int64_t grown = 0;
+        Team(int(at.threads), 2 + levels * (5 + 3 * at.blocks)).run([&](Team::Member& member) {
             const typename W::Thread equipped;
             fuse(member);
             bool likely = true;
-            for (int64_t level = 0; level < at.levels && likely; level++) {
-                const int64_t rows = at.batch * each[level];
+            int64_t level = 0;
+            for (; level < levels && likely; level++) {
+                const int64_t each = trees.each[level], rows = at.batch * each, before = level ? trees.each[level - 1] : 1;
                 member.share(rows, [&](int64_t r) {
-                    const Tree& tree = trees[r / each[level]];
-                    const int64_t m = r % each[level];
-                    read(r, tree.above[m], tree.tokens[tree.frontier[m]]);
+                    const int64_t b = r / each, m = r % each;
+                    read(r, b * before + trees.above(b, m), trees.token_of(b, m));
                 });
                 for (int64_t b = 0; b < at.blocks; b++) block(b, rows, member);
                 member.share(columns, W::OUTPUTS, [&](int64_t first, int64_t last) {
                     W::linear(at.output, x.data(), rows, logits.get(), columns, first, last);
                 });
                 if (at.keys)
-                    member.share(at.batch, [&](int64_t b) { gumbel(uint32_t(at.keys[b * at.levels + level]), at.ids, columns, &noise[b * columns]); });
-                member.share(rows, [&](int64_t r) { likeliest(r, at.keys ? &noise[r / each[level] * columns] : nullptr); });
-                member.share(at.batch, [&](int64_t b) { grow(b, level); });
+                    member.share(at.batch, [&](int64_t b) { gumbel(uint32_t(at.keys[b * levels + level]), at.ids, columns, &noise[b * columns]); });
+                member.share(rows, [&](int64_t r) {
+                    float* row = &logits[r * columns];
+                    const float* added = at.keys ? &noise[r / each * columns] : nullptr;
+                    for (int64_t i = 0; added && i < columns; i++) row[i] += at.temperature * added[i];
+                    trees.likeliest(row, columns, &best[r * width], &logprobs[r * width]);
+                });
+                member.share(at.batch, [&](int64_t b) {
+                    const int64_t first = b * each * width;
+                    highest[level * at.batch + b] = trees.grow(b, level, &best[first], &logprobs[first], width, at.ids);
+                });
                 // Of this level alone: others may be further already.
                 const float* scores = &highest[level * at.batch];
-                likely = *std::max_element(scores, scores + at.batch) >= at.level_floor;
+                likely = *std::max_element(scores, scores + at.batch) >= at.growth.level_floor;
             }
+            if (!member.thread) grown = level;
         });
-        for (int64_t b = 0; b < at.batch; b++) choose(trees[b], b);
+        trees.choose(grown, at.grown);
     }
 };

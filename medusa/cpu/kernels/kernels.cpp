@@ -1,5 +1,6 @@
 // What Python calls, see medusa/cpu/native.py. Functions answer how it went.
 #include "draw.h"
+#include "grow.h"
 #include "heads.h"
 #include "lookup.h"
 #include "pass.h"
@@ -177,5 +178,56 @@ extern "C" int medusa_lookup(const Looking* at) {
 extern "C" int medusa_draft(const Drafting* at) {
     return outcome([&] {
         as_usual(at->number_type, false, [&](auto number, auto how) { Draft<decltype(number), decltype(how)>{*at}(); });
+    });
+}
+
+// Hands over the nodes below which a level's logits are asked for.
+static void show(const Growing& at, const Trees& trees, int64_t level) {
+    for (int64_t b = 0; b < at.batch; b++)
+        for (int64_t m = 0, each = trees.each[level]; m < each; m++)
+            at.tokens[b * each + m] = trees.token_of(b, m), at.above[b * each + m] = trees.above(b, m);
+}
+
+// Trees of roots alone.
+extern "C" int medusa_plant(const Growing* at, const int64_t* roots, const bool* active) {
+    return outcome([&] {
+        Trees trees(at->growth, at->batch);
+        trees.stand(at->numbers, at->scores), trees.plant(roots, active);
+    });
+}
+
+// One level more, from logits [batch, rows, columns]; rows: nodes of the level, or 1 where all have the same children. The
+// best score of the level; at.tokens and at.above hold the next one.
+extern "C" int medusa_grow(const Growing* at, int number_type, int64_t level, int64_t rows, const void* logits, float* highest) {
+    return outcome([&] {
+        Trees trees(at->growth, at->batch);
+        trees.stand(at->numbers, at->scores);
+        const int64_t width = at->growth.width, all = at->batch * rows, columns = at->columns;
+        std::vector<int64_t> best(all * width);
+        std::vector<float> logprobs(all * width);
+        Team(int(std::clamp<int64_t>(all, 1, at->threads)), 1).run([&](Team::Member& member) {
+            member.share(all, [&](int64_t r) {
+                with_number(number_type, [&](auto number) {
+                    const auto* from = (const decltype(number)*)logits + r * columns;
+                    std::vector<float> row(columns + LANES);
+                    for (int64_t i = 0; i < columns; i += LANES) put(wide(from + i, int(columns - i)), &row[i], int(columns - i));
+                    trees.likeliest(row.data(), columns, &best[r * width], &logprobs[r * width]);
+                });
+            });
+        });
+        *highest = 2 * at->growth.lowest;
+        for (int64_t b = 0; b < at->batch; b++) {
+            const int64_t first = b * rows * width, step = rows == 1 ? 0 : width;
+            *highest = std::max(*highest, trees.grow(b, level, &best[first], &logprobs[first], step, at->ids));
+        }
+        if (level + 1 < at->growth.levels) show(*at, trees, level + 1);
+    });
+}
+
+// The drafts, after so many levels.
+extern "C" int medusa_choose(const Growing* at, int64_t levels) {
+    return outcome([&] {
+        Trees trees(at->growth, at->batch);
+        trees.stand(at->numbers, at->scores), trees.choose(levels, at->grown);
     });
 }

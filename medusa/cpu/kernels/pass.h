@@ -18,12 +18,13 @@ struct Block {
 };
 
 struct Pass {
-    int64_t number_type, int8, threads, batch, hidden, inner, heads, kv_heads, dim, rotated, layers, width;
+    int64_t number_type, int8, threads, batch, hidden, inner;
+    int64_t heads, kv_heads, dim, rotated, layers, width;  // heads: 0 = keys and values alone, of the states that come in
     int64_t context;              // positions behind it become its last one
     float epsilon, scaling, residual, multiplier;
     const int64_t *lengths, *tokens, *parents;  // [batch], [rows], [nodes]
     const int64_t* firsts;                      // [batch + 1] where the nodes of each sequence begin
-    int64_t computed;                           // nodes of each sequence that were computed before: rows are the others
+    int64_t computed, together;                 // see Layer
     Table table;
     const void *cosines, *sines;  // [positions, rotated]
     const void* norm;               // or null: the last layer's output is handed over as it is
@@ -170,7 +171,7 @@ template <class T, class W> class Run {  // W: how its weights are met
     }
 
     Layer any_layer() const {
-        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
+        return {at.batch, at.heads, at.kv_heads, at.dim, at.dim, at.lengths, at.parents, at.firsts, at.computed, at.together, at.table, 0, 0, queries, at.dim, nullptr, at.scaling, 0};
     }
 
     void attend(const Block& block, const void* cached_keys, const void* cached_values, Work& work, Member& member) {
@@ -217,6 +218,7 @@ template <class T, class W> class Run {  // W: how its weights are met
         const Block& block = at.blocks[index];
         project(block, member);
         place_heads(block, at.keys[index], at.values[index], member);
+        if (!at.heads) return;
         attend(block, at.keys[index], at.values[index], work, member);
         const auto attended_rows = rows_for(member, queries, [this](int64_t r, float* to) {
             for (int64_t i = 0; i < queries; i += LANES) put(wide(&attended[r * queries + i], int(queries - i)), to + i, int(queries - i));
