@@ -27,6 +27,7 @@ usage: ./launch.sh [command] [arguments]
   (none), demo   train heads on the embedded model, then compare plain decoding with decoding by heads
   chat           talk to a model with heads in the terminal
   serve          serve a model with heads over HTTP, as OpenAI's API, with a web page
+  heads          heads for a model of your own, in one command and a given time
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
@@ -115,7 +116,7 @@ case $command in
     help | -h | --help) usage ;;
     setup) setup ;;
     test) run -m pytest -n auto --maxprocesses 8 --dist loadfile "$@" ;; # later arguments win: -n 0 for one process
-    demo | chat | serve | data | train | report | study | export | bench) run -m medusa "$command" "$@" ;;
+    demo | chat | serve | heads | data | train | report | study | export | bench) run -m medusa "$command" "$@" ;;
     doctor) run_as_it_is -m medusa doctor "$@" ;;
     gpu-check) run_as_it_is -m medusa.benchmarks.gpu "$@" ;;
     *) say "unknown command '$command'; './launch.sh help' lists the commands" && exit 2 ;;

@@ -38,6 +38,7 @@ def regenerate(
     out: str | Path,
     made_by: Mapping[str, Any],
     records: Callable[[Sequence[Exchange]], Sequence[Mapping[str, Any]]] = samples,
+    shown: bool = True,
 ) -> Report:
     """Have prompts answered; write one ``{"input_ids", "loss_mask"}`` line per conversation, in the prompts' order.
 
@@ -50,6 +51,7 @@ def regenerate(
         out: The file.
         made_by: What the answers depend on beside the prompts; a run goes on only where it is the same.
         records: The lines of one conversation.
+        shown: Show a progress bar.
 
     Raises:
         ValueError: There are no prompts, none was answered, or the unfinished file is damaged or was begun with other
@@ -62,7 +64,8 @@ def regenerate(
     failures: list[str] = []
     with closing(Part(out.with_name(f"{out.name}.part"), {"prompts": _digest(prompts), **made_by})) as part:
         missing = [(number, prompt) for number, prompt in enumerate(prompts) if number not in part.lines]
-        bar = tqdm(desc="the base answers", total=len(prompts), initial=len(part.lines), unit="prompt")
+        done = len(part.lines)
+        bar = tqdm(desc="the base answers", total=len(prompts), initial=done, unit="prompt", disable=not shown)
         with bar, closing(answerer.answer(missing)) as answers:
             for number, answer in answers:
                 bar.update()

@@ -19,6 +19,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "chat": Command("serve.chat.__main__", "serve", "talk to a model with heads in the terminal"),
     "serve": Command("serve.server", "serve", "serve a model with heads over HTTP, as OpenAI's API, with a web page"),
+    "heads": Command("train.own.command", "train", "heads for a model of your own: answers, training, comparison"),
     "data": Command("data.__main__", "train", "make and inspect training data"),
     "train": Command("train.command", "train", "train heads (torchrun and DeepSpeed)"),
     "report": Command("train.report.__main__", "demo", "figures and curves of a training run"),

@@ -146,7 +146,10 @@ def test_hugging_face_cache_of_the_user(clone):
     assert "HF_HOME=/models\n" in clone.launch("data", HF_HOME="/models").stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "chat", "serve", "data", "train", "report", "study", "export", "bench"])
+COMMANDS = ("demo", "chat", "serve", "heads", "data", "train", "report", "study", "export", "bench")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_those_of_the_package(clone, command):
     assert clone.launch(command, "a b", "--c").returncode == 0
     assert clone.calls("-m medusa") == [f"-m medusa {command} a b --c"]

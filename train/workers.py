@@ -54,7 +54,7 @@ class Workers:
             stop: signals that this process takes.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            _die_with_parent()
+            die_with_parent()
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -138,8 +138,8 @@ def failures_named() -> Iterator[None]:
         ) from error
 
 
-def _die_with_parent() -> None:
-    """Let a SIGKILL of torchrun end its workers too (Linux): orphans would go on writing to the run directory."""
+def die_with_parent() -> None:
+    """Let a SIGKILL of the parent end this process too (Linux): orphans would go on writing to the run directory."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,0 +1,59 @@
+"""The base answers the prompts: what heads are trained on, and held-out answers that they are measured on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa import MedusaModel
+from medusa.data.exchange import Prompt, Settings
+from medusa.data.local import LocalAnswerer
+from medusa.data.prompts import fitting
+from medusa.data.regenerate import regenerate
+from medusa.train.own.asked import Watched
+from medusa.train.own.plan import Plan
+from medusa.train.own.screen import Tell
+
+TRAIN, HELDOUT = "data/train", "data/heldout.jsonl"
+"""Where the answers are, below the directory of the run."""
+
+
+def answer_settings(most: int) -> tuple[Settings, Settings]:
+    """Half of the answers are greedy, half are drawn: heads serve both."""
+    return Settings(most), Settings(most, temperature=0.8, top_p=0.95)
+
+
+def answered(out: Path) -> bool:
+    """Whether all answers are there."""
+    return all((out / name).exists() for name in (HELDOUT, f"{TRAIN}/greedy.jsonl", f"{TRAIN}/drawn.jsonl"))
+
+
+def answer(
+    plan: Plan, model: MedusaModel, out: Path, train: Sequence[Prompt], heldout: Sequence[Prompt], tell: Tell
+) -> None:
+    """Have all prompts answered; what is there already is kept, and what was begun goes on.
+
+    Args:
+        plan: the plan.
+        model: the base.
+        out: the directory of the run.
+        train: prompts to train on.
+        heldout: the others.
+        tell: is told how far it is.
+    """
+    greedy, drawn = answer_settings(plan.answer_tokens)
+    parts = [
+        (HELDOUT, heldout, greedy),
+        (f"{TRAIN}/greedy.jsonl", train[::2], greedy),
+        (f"{TRAIN}/drawn.jsonl", train[1::2], drawn),
+    ]
+    total, before = sum(len(prompts) for _, prompts, _ in parts), 0
+    for name, prompts, settings in parts:
+        before += len(prompts)
+
+        def left(count: int, ended: int = before) -> None:
+            tell((ended - count) / total, f"{ended - count:,} of {total:,}")
+
+        if not (out / name).exists():
+            asked = fitting(model, prompts, plan.answer_tokens)
+            made_by = {"base": model.base.name, **vars(settings)}
+            regenerate(asked, Watched(LocalAnswerer(model, settings), left), out / name, made_by, shown=False)
+        left(0)

@@ -1,0 +1,187 @@
+"""What the base is asked: the user's prompts, or those that it writes itself; some of them are held out.
+
+Prompts are put in the order of a digest of their text, which is as good as a random one and the same whatever order
+they were found or finished in. So a run that was stopped divides them as one that was not.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from medusa import MedusaModel
+from medusa.data import EMBEDDED, resolve_base_name
+from medusa.data.chat_prompts import chat_prompts
+from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, Settings
+from medusa.data.files import file_records
+from medusa.data.local import LocalAnswerer
+from medusa.data.own_prompts import OwnPrompts, openings
+from medusa.data.prompts import conversations, embedded_prompts
+from medusa.data.regenerate import regenerate
+from medusa.data.sources import Source
+from medusa.train.own.plan import FEWEST, LEAST_HELD_OUT, Plan
+
+FROM_FILE, CODE, CHAT, TEXT = "the file's", "code to write or continue", "chat prompts", "texts that it goes on with"
+"""Kinds of prompts: the user's; for the embedded base; for bases with a chat template; for those without one."""
+WRITTEN = "written.jsonl"
+"""Prompts that the base wrote."""
+CHAT_SETTINGS, TEXT_SETTINGS = Settings(256, 1.0, 0.9), Settings(32, 1.0, 0.95)
+"""How it writes a prompt, and the beginning of a text."""
+OWN_SHARE = 0.5
+"""Of the chat prompts that the base writes; the others are made from templates."""
+FIRST_WORDS = 8
+"""That a text begins with at most, where it does not begin with nothing."""
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """The conversations of a file that differ, without their answers.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: a record that is no conversation, or too few of them.
+    """
+    found = _unique(conversations(Source(path)), lambda prompt: json.dumps(prompt.asked))
+    least = FEWEST + LEAST_HELD_OUT
+    if len(found) < least:
+        raise ValueError(
+            f"prompts ({path}) are {len(found)} that differ, and at least {least} are needed, "
+            f"{LEAST_HELD_OUT} of which are held out; add some, or leave --prompts out: the base then writes them"
+        )
+    return found
+
+
+def kind_of(model: MedusaModel, path: str) -> str:
+    """Where prompts come from."""
+    if path:
+        return FROM_FILE
+    if model.base.name == resolve_base_name(EMBEDDED):
+        return CODE
+    return CHAT if model.base.tokenizer.chat_template else TEXT
+
+
+def some(model: MedusaModel, kind: str, found: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Prompts of the kind that will be answered, with token ids, to measure with."""
+    if kind == FROM_FILE:
+        return [_encoded(model, prompt) for prompt in found[:count]]
+    if kind == CODE:
+        return [Prompt(ids=tuple(ids)) for ids in embedded_prompts(model, "train", count)]
+    made = chat_prompts("train", count)
+    if kind == CHAT:
+        return [Prompt(prompt.asked) for prompt in made]
+    texts = [list(model.base.tokenizer(prompt.turns[0]).input_ids) for prompt in made]
+    return [Prompt(ids=tuple(ids[: TEXT_SETTINGS.max_new_tokens])) for ids in texts]  # as long as those that come
+
+
+def beginnings(model: MedusaModel, kind: str, count: int, seed: int = 0) -> list[Prompt]:
+    """What the base writes prompts from; none where it does not, as its chat template shows no place for them."""
+    if kind == TEXT:
+        return text_openings(model, count, seed)
+    try:
+        return openings(model, count, seed) if kind == CHAT else []
+    except ValueError:
+        return []
+
+
+def text_openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
+    """Beginnings of texts, half of them nothing but the token that begins texts, where there is one."""
+    tokenizer, rng = model.base.tokenizer, random.Random(seed)
+    bare, found = list(tokenizer("").input_ids), []
+    for prompt in chat_prompts("train", count, seed):
+        words = prompt.turns[0].split()[: rng.randint(1, FIRST_WORDS)]
+        nothing = bool(bare) and rng.random() < OWN_SHARE
+        found.append(Prompt(ids=tuple(bare if nothing else tokenizer(" ".join(words)).input_ids)))
+    return found
+
+
+class Watched:
+    """An answerer that tells how many prompts are left.
+
+    Args:
+        answerer: who answers.
+        tell: is called with that number.
+    """
+
+    def __init__(self, answerer: Answerer, tell: Callable[[int], object]) -> None:
+        self._answerer, self._tell = answerer, tell
+
+    def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
+        """What the other one answers."""
+        self._tell(len(prompts))
+        for done, answered in enumerate(self._answerer.answer(prompts), start=1):
+            yield answered
+            self._tell(len(prompts) - done)
+
+
+def write_prompts(plan: Plan, model: MedusaModel, out: Path, tell: Callable[[float, str], None]) -> None:
+    """Let the base write the prompts of the plan, where it does; what is there already is kept."""
+    path = out / WRITTEN
+    if not plan.written or path.exists():
+        return
+    begun = beginnings(model, plan.kind, plan.written)
+    settings = CHAT_SETTINGS if plan.kind == CHAT else TEXT_SETTINGS
+    local = LocalAnswerer(model, settings)
+    own = OwnPrompts(model, local) if plan.kind == CHAT else None
+    watched = Watched(own or local, lambda left: tell(1 - left / len(begun), f"{len(begun) - left:,} written"))
+    made_by = {"base": model.base.name, **vars(settings)}
+    regenerate(begun, watched, path, made_by, own.record if own else partial(_text, model.base.eos_ids), shown=False)
+
+
+def division(plan: Plan, model: MedusaModel, out: Path, found: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts that are trained on, and those that are held out; with token ids.
+
+    Args:
+        plan: the plan.
+        model: the base.
+        out: the directory of the run.
+        found: the user's.
+    """
+    count, heldout = plan.conversations, plan.heldout
+    if plan.kind == CODE:
+        sides = embedded_prompts(model, "train", count), embedded_prompts(model, "heldout", heldout)
+        train, other = ([Prompt(ids=tuple(ids)) for ids in side] for side in sides)
+        return train, other
+    if plan.kind == CHAT:
+        own = _written(out)
+        kept = min(heldout // 2, len(own) // 2)
+        made = chat_prompts("train", count - len(own) + kept), chat_prompts("heldout", heldout - kept)
+        train, other = ([Prompt(prompt.asked) for prompt in side] for side in made)
+        train, other = (own[kept:] + train)[:count], own[:kept] + other
+    else:
+        whole = list(found) or _written(out)
+        train, other = whole[heldout : heldout + count], whole[:heldout]
+    return [_encoded(model, prompt) for prompt in train], [_encoded(model, prompt) for prompt in other]
+
+
+def _encoded(model: MedusaModel, prompt: Prompt) -> Prompt:
+    """With token ids where chat prompts have none: plain text for a base without a chat template."""
+    tokenizer = model.base.tokenizer
+    if prompt.ids or tokenizer.chat_template:
+        return prompt
+    text = "\n\n".join(message["content"] for message in prompt.asked[0])
+    return replace(prompt, asked=(), ids=tuple(tokenizer(text).input_ids))
+
+
+def _written(out: Path) -> list[Prompt]:
+    """The different prompts in the file that the base wrote."""
+    if not (out / WRITTEN).exists():
+        return []
+    records = [record for _, record in file_records(out / WRITTEN)]
+    chats = (Prompt(((message,),)) for record in records for message in record.get("messages", ()))
+    texts = (Prompt(ids=tuple(record["input_ids"])) for record in records if "input_ids" in record)
+    return _unique([*chats, *texts], lambda prompt: json.dumps([prompt.asked, prompt.ids]))
+
+
+def _text(ends: Container[int], exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
+    """The beginning of a text, which does not end."""
+    prompt, answer = exchanges[0]
+    return [{"input_ids": [*prompt, *(token for token in answer if token not in ends)]}]
+
+
+def _unique(prompts: Iterable[Prompt], text: Callable[[Prompt], str]) -> list[Prompt]:
+    """One of each, in the order of their digests."""
+    by_digest = {hashlib.sha256(text(prompt).encode()).digest(): prompt for prompt in prompts}
+    return [by_digest[digest] for digest in sorted(by_digest)]

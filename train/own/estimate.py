@@ -1,0 +1,118 @@
+"""From what was measured to a plan: how many answers, how many passes over them, and how long each stage takes."""
+
+from medusa.train.own.asked import CHAT, OWN_SHARE, TEXT, TEXT_SETTINGS
+from medusa.train.own.measure import Measured
+from medusa.train.own.plan import HELD_OUT_SHARE, STAGES, Asked, Costs, Plan, divide, held_out
+from medusa.train.own.settings import Values, cache_values, state_bytes
+
+SPARE = 1.05
+"""Prompts that are begun for each that is needed: some are equal."""
+TAIL, FILES = 0.25, 3
+"""Share of the time of a longest answer in which the last ones of a file are decoded with few others; and files."""
+COMPARED_SHARE, FEWEST_COMPARED, MOST_COMPARED = 0.03, 4, 16
+"""Of the time, for held-out prompts that are decoded at the end; and their number."""
+COMPARED_TOKENS, DECODINGS = 64, 5
+"""New tokens of each; and how often it is decoded: twice by the evaluation, then in three ways."""
+EVALUATED_ROWS = 64
+"""Held-out rows that the evaluation reads at most (`evaluate.rows`)."""
+CHECKPOINT_SECONDS, FEWEST_STEPS, MOST_STEPS = 60.0, 10, 500
+"""Between checkpoints, and the same in steps."""
+
+
+def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Plan:
+    """The plan for a budget of time.
+
+    Args:
+        asked: what the user wants.
+        measured: what is known.
+        spent: seconds that are gone already.
+        free: bytes of the disk.
+
+    Raises:
+        ValueError: the time is too short.
+    """
+    facts, budget = measured.facts, 3600 * asked.hours
+    one = COMPARED_TOKENS * measured.alone.token * DECODINGS
+    compared = min(MOST_COMPARED, max(FEWEST_COMPARED, int(COMPARED_SHARE * budget / one)))
+    itemsize = 4 if measured.shape["base.dtype"] == "float32" else 2
+    per_position = state_bytes(facts, measured.shape, itemsize)
+    costs = _costs(measured, compared)
+    conversations, epochs = divide(budget - spent, costs, measured.most)
+    states = conversations * _positions(measured) * per_position
+    cache = cache_values(states, free, facts)
+    if cache["cache.mode"] == "online":  # each pass over the answers is one of the base too
+        costs, states = costs._replace(later=costs.first), 0.0
+        conversations, epochs = divide(budget - spent, costs, measured.most)
+    heldout = held_out(conversations)
+    return Plan(
+        asked=asked,
+        kind=measured.kind,
+        written=_written(measured, conversations + heldout),
+        conversations=conversations,
+        heldout=heldout,
+        dtype=measured.dtype,
+        answer_tokens=facts.answer_tokens,
+        compared=compared,
+        state_bytes=states,
+        reading=costs.first_pass(conversations),
+        seconds={stage: costs.of(conversations, epochs, stage) for stage in STAGES},
+        recipe={**measured.shape, "optim.epochs": float(epochs), **cache, **_ends(measured, compared)},
+    )
+
+
+def _costs(measured: Measured, compared: int) -> Costs:
+    """Of the whole plan, with hidden states on disk."""
+    answers, training, facts, turns = measured.answers, measured.training, measured.facts, measured.turns
+    row = measured.shape["data.row_tokens"]
+    both = 1 + HELD_OUT_SHARE  # held-out prompts are written and answered too
+    reading = turns * (answers.prompt_tokens + answers.length) * training.row_token / facts.processes
+    learning = _positions(measured) * training.position / facts.processes
+    decoding = compared * COMPARED_TOKENS * measured.alone.token
+    return Costs(
+        prompt=both * _prompt_seconds(measured),
+        answer=both * turns * answers.seconds,
+        first=reading + learning,
+        later=learning,
+        fixed={
+            "prompts": measured.loading,
+            "answers": FILES * TAIL * facts.answer_tokens * answers.together * answers.token,
+            # A child imports and loads twice as much: torchrun, then DeepSpeed.
+            "training": 2 * measured.loading + 2 * decoding + EVALUATED_ROWS * row * training.row_token,
+            "comparison": measured.loading + (DECODINGS - 2) * decoding,
+        },
+    )
+
+
+def _positions(measured: Measured) -> float:
+    """Trained positions of a conversation, on average."""
+    return measured.turns * measured.answers.length
+
+
+def _prompt_seconds(measured: Measured) -> float:
+    """To write one more prompt, on average."""
+    if measured.kind == TEXT:
+        return SPARE * TEXT_SETTINGS.max_new_tokens * measured.answers.token
+    own = measured.prompts
+    return OWN_SHARE * SPARE * own.seconds / own.ends if own else 0.0
+
+
+def _written(measured: Measured, needed: int) -> int:
+    """Prompts that the base begins to write, for so many conversations."""
+    if measured.kind == TEXT:
+        return round(SPARE * needed)
+    own = measured.prompts
+    return round(OWN_SHARE * SPARE * needed / own.ends) if own and measured.kind == CHAT else 0
+
+
+def _ends(measured: Measured, compared: int) -> Values:
+    """Evaluation and checkpoints of the recipe."""
+    answers, gpu = measured.answers, measured.facts.device == "cuda"
+    tokens = measured.shape["optim.rows_per_step"] * measured.shape["data.row_tokens"]
+    share = answers.length / (answers.prompt_tokens + answers.length)
+    step = tokens * share * measured.training.position / measured.facts.processes
+    return {
+        "evaluate.prompts": compared,
+        "evaluate.max_new_tokens": COMPARED_TOKENS,
+        "evaluate.nodes": 64 if gpu else 16,
+        "log.checkpoint_steps": min(MOST_STEPS, max(FEWEST_STEPS, int(CHECKPOINT_SECONDS / step))),
+    }

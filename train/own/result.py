@@ -1,0 +1,83 @@
+"""What has come of it: speed beside plain decoding, the heads' card, and a table."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from medusa import MedusaModel
+from medusa.clock import seconds
+from medusa.data.sources import read_samples
+from medusa.files import header, read_json, write_json
+from medusa.formats import load_provenance
+from medusa.io.card import write_card
+from medusa.train.evaluate import held_out_prompts
+from medusa.train.own.answers import HELDOUT
+from medusa.train.own.asked import TEXT
+from medusa.train.own.estimate import COMPARED_TOKENS
+from medusa.train.own.plan import Plan
+from medusa.train.own.screen import Tell
+from medusa.train.run_directory import RunDirectory
+
+FILE = "comparison.json"
+PLAIN, HEADS, DEFAULT = "plain", "heads alone", "default (fastest)"
+WAYS: Mapping[str, Mapping[str, Any]] = {PLAIN: {"nodes": 1}, HEADS: {"drafter": "heads"}, DEFAULT: {}}
+"""Of decoding, with their options."""
+
+
+def compare(plan: Plan, out: Path, tell: Tell) -> None:
+    """Decode held-out prompts in all ways, one prompt after the other, the ways in turn; write what came of it.
+
+    The heads get their card. The default has to find out what is fastest, which takes it some of these prompts.
+    """
+    model = MedusaModel.from_pretrained(out / "heads", base=plan.asked.base)
+    assert model.heads is not None, "they are in that directory"
+    write_card(out / "heads", model.heads.config, "native", provenance=load_provenance(out / "heads"))
+    samples = read_samples(out / HELDOUT, model.base.tokenizer)
+    prompts = held_out_prompts(samples, plan.compared, model.base.context_length - COMPARED_TOKENS)
+    for options in WAYS.values():
+        _decoded(model, prompts[0], options)
+    sums = {name: {"tokens": 0, "steps": 0, "seconds": 0.0} for name in WAYS}
+    for number, prompt in enumerate(prompts):
+        shift = number % len(WAYS)
+        for name in (*list(WAYS)[shift:], *list(WAYS)[:shift]):
+            for key, value in _decoded(model, prompt, WAYS[name]).items():
+                sums[name][key] += value
+        tell((number + 1) / len(prompts), f"{number + 1} of {len(prompts)} prompts")
+    write_json(out / FILE, {**header("comparison"), "prompts": len(prompts), "ways": sums})
+
+
+def _decoded(model: MedusaModel, prompt: Sequence[int], options: Mapping[str, Any]) -> dict[str, float]:
+    outputs: list[Any] = []
+    generate = partial(model.generate, list(prompt), max_new_tokens=COMPARED_TOKENS, **options)
+    taken = seconds(lambda: outputs.append(generate()), model.base.device)
+    return {"tokens": len(outputs[0].tokens), "steps": outputs[0].steps, "seconds": taken}
+
+
+def show(plan: Plan, out: Path, console: Console) -> None:
+    """Print the one table, and what to do next.
+
+    Raises:
+        ValueError, OSError: a file of the run is damaged.
+    """
+    compared = read_json(out / FILE, "comparison", "remove it and give the same command again")
+    records = [record for record in RunDirectory(out).records() if "steps" in record]
+    accepted = records[-1].get("heldout_acceptance", []) if records else []
+    table = Table(
+        title=f"heads for {plan.asked.base}: {compared['prompts']} held-out prompts, greedy", title_justify="left"
+    )
+    for heading in ("decoding", "tokens per step", "tokens/s", "over plain", "% right at depth 1, 2, .."):
+        table.add_column(heading, justify="left" if heading == "decoding" else "right")
+    speeds = {name: way["tokens"] / way["seconds"] for name, way in compared["ways"].items()}
+    for name, way in compared["ways"].items():
+        figures = f"{way['tokens'] / way['steps']:.2f}", f"{speeds[name]:.1f}", f"{speeds[name] / speeds[PLAIN]:.2f}x"
+        table.add_row(name, *figures, " ".join(f"{100 * share:.0f}" for share in accepted) if name == HEADS else "")
+    console.print(table)
+    heads = out / "heads"
+    use = f"serve --heads {heads}" if plan.kind == TEXT else f"chat --heads {heads} --colour"
+    console.print(f"use them:    medusa {use}", highlight=False, markup=False, soft_wrap=True)
+    words = f"medusa export --heads {heads} --format custom-generate --out {out / 'export'}"
+    console.print(f"export them: {words}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,95 @@
+"""A recipe's values for a base that nobody has tuned: those of the recipes whose bases are of its size, as functions.
+
+They come from `train/recipes` (embedded, smollm2 and small-cpu on CPUs, llama-3.1-8b on GPUs), where the reasons are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from medusa.base.model import BaseModel
+
+Values = dict[str, Any]
+"""Recipe values by their dotted keys."""
+
+TINY, LARGE = 50e6, 1e9
+"""Parameters of bases such as the embedded one (9M), and of those from which a gentler learning rate is used."""
+ANSWER_TOKENS = {"cpu": 160, "cuda": 512}
+"""Most tokens of an answer; half of the context at most."""
+ROW_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Fewest tokens of a row, where the context allows."""
+DRAFT_VOCABULARY = {"cpu": 8192, "cuda": 32768}
+"""Tokens that heads draft, where the vocabulary is more than twice as large: a level reads so much less."""
+DISK_SHARE = 0.5
+"""Of the free disk that hidden states may take."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What settings depend on."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    processes: int
+    """That train: one for each GPU, or one."""
+    parameters: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    context: int
+    """Tokens of prompt and answer together."""
+
+    @staticmethod
+    def of(base: BaseModel, processes: int) -> "Facts":
+        """Those of a loaded base."""
+        parameters = sum(weight.numel() for weight in base.model.parameters())
+        shape = base.hidden_size, base.num_layers, base.vocab_size, base.context_length
+        return Facts(base.device.type, processes, parameters, *shape)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return min(ANSWER_TOKENS[self.device], self.context // 2)
+
+
+def shape_values(facts: Facts, longest: int) -> Values:
+    """What decides how fast heads train, whatever they are trained on.
+
+    Args:
+        facts: the base and the machine.
+        longest: tokens of prompt and answer together that few samples exceed; rows hold them whole.
+    """
+    gpu, tiny, large = facts.device == "cuda", facts.parameters < TINY, facts.parameters > LARGE
+    vocabulary = DRAFT_VOCABULARY[facts.device]
+    return {
+        "heads.architecture": "recurrent",
+        "heads.num_heads": 8 if tiny else 5 if gpu else 4,
+        "heads.feature_layers": min(3 if tiny else 2, facts.num_layers - 1),
+        "heads.draft_vocab": vocabulary if facts.vocab_size > 2 * vocabulary else 0,
+        "data.row_tokens": min(facts.context, max(ROW_TOKENS[facts.device], 1 << (longest - 1).bit_length())),
+        "optim.lr": 1e-3 if large else 2e-3,
+        "optim.loss": "kl",  # half of the answers are drawn
+        "optim.head_decay": 0.8 if large else 0.9,
+        "optim.rows_per_step": max(16, facts.processes) if gpu else 4,
+        "optim.micro_rows": 4 if gpu and not large else 2,
+        "engine.zero_stage": 1 if facts.processes > 1 else 0,
+        "engine.loss_rows": 4096 if gpu else 1024,
+    }
+
+
+def state_bytes(facts: Facts, shape: Values, itemsize: int) -> int:
+    """Of the hidden states that are kept of one trained position."""
+    layers: int = shape["heads.feature_layers"]
+    return facts.hidden_size * (1 + layers) * itemsize
+
+
+def cache_values(needed: float, free: float, facts: Facts) -> Values:
+    """Hidden states on disk, and all positions mixed, where they fit there; else a pass of the base for each epoch.
+
+    Args:
+        needed: bytes of all hidden states.
+        free: bytes of the disk.
+        facts: the base and the machine.
+    """
+    if needed <= DISK_SHARE * free:
+        return {"cache.mode": "offline", "cache.shard_mb": 32, "optim.mix_steps": 0}
+    return {"cache.mode": "online", "optim.mix_steps": 4 if facts.parameters > LARGE else 64}

@@ -1,0 +1,147 @@
+"""Training as `medusa train` does it, in a process of its own, and how far it is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from medusa.files import replace_file
+from medusa.train.config import Recipe
+from medusa.train.own.answers import HELDOUT, TRAIN
+from medusa.train.own.plan import Plan
+from medusa.train.own.screen import Tell
+from medusa.train.recipe_file import build_recipe, read_recipe
+from medusa.train.run_directory import RunDirectory
+from medusa.train.stop import Stopped
+from medusa.train.workers import die_with_parent
+
+LOG = "train.log"
+LOOK_SECONDS = 1.0
+"""Between two looks at the figures of the run."""
+TAIL = 8192
+"""Bytes at the end of the metrics, which hold a whole line."""
+LAST_WORDS = 6
+"""Lines of the log that an error repeats."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""That are handed on."""
+
+
+def write_recipe(plan: Plan, out: Path) -> Path:
+    """The plan's recipe as a file; one that is there already stays, as training has written it with every value."""
+    path, nested = out / "recipe.yaml", dict[str, Any]()
+    if path.exists():
+        return path
+    for key, value in recipe_values(plan.recipe, out).items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    replace_file(path, lambda beside: beside.write_text(yaml.safe_dump(nested, sort_keys=False), encoding="utf-8"))
+    return path
+
+
+def recipe_values(values: dict[str, Any], out: Path) -> dict[str, Any]:
+    """These values, and the places of a run in this directory."""
+    places = {"run": out, "data.train": out / TRAIN, "data.heldout": out / HELDOUT, "data.cache": out / "rows"}
+    return {**{key: str(path) for key, path in places.items()}, **values}
+
+
+def full_recipe(values: dict[str, Any], out: Path) -> Recipe:
+    """The recipe of these values for a run in this directory."""
+    return build_recipe(recipe_values(values, out))
+
+
+def finished(recipe: Path, out: Path) -> bool:
+    """Whether the heads are there.
+
+    Raises:
+        RecipeError: the run was begun with another recipe.
+    """
+    return RunDirectory(out).finished(read_recipe(recipe))
+
+
+def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
+    """Train to the end in a child process, which goes on from its last checkpoint.
+
+    Args:
+        plan: the plan.
+        recipe: the file of its recipe.
+        out: the directory of the run.
+        tell: is told how far it is.
+
+    Raises:
+        Stopped: a signal asked for it; training has a checkpoint.
+        KeyboardInterrupt: Ctrl-C.
+        RuntimeError: training failed; its last words are in the message.
+    """
+    words = [sys.executable, "-m", "medusa", "train", "--recipe", str(recipe)]
+    with (out / LOG).open("a", encoding="utf-8") as log:
+        child = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,  # Ctrl-C reaches it once, from here
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call takes no lock
+        )  # fmt: skip
+    with _handing_on(child) as received:
+        while True:
+            try:
+                status = child.wait(LOOK_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                tell(*_progress(plan, out))
+    if received:
+        if received[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Stopped(received[0], "in training")
+    if status:
+        last = (out / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_WORDS:]
+        raise RuntimeError(f"training failed (exit status {status}); {out / LOG} says:\n" + "\n".join(last))
+
+
+@contextmanager
+def _handing_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Hand signals on to a child, and note them."""
+    received: list[int] = []
+
+    def arrived(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if child.poll() is None:
+            os.kill(child.pid, number)
+
+    before = {number: signal.signal(number, arrived) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _progress(plan: Plan, out: Path) -> tuple[float, str]:
+    """The share that is done, and the last figures."""
+    first, epochs = plan.reading / plan.seconds["training"], plan.recipe["optim.epochs"]
+    if record := last_record(out / "metrics.jsonl"):
+        if "epoch" not in record:  # the last one of the run
+            return 1.0, "evaluated"
+        done = min(1.0, record["epoch"] / epochs)
+        return first + (1 - first) * done, f"epoch {record['epoch']:.2f} of {epochs:g}, loss {record['loss']:.3f}"
+    kept = sum(path.stat().st_size for path in out.glob("hidden/*.safetensors"))
+    share = min(1.0, kept / plan.state_bytes) if plan.state_bytes else 0.0
+    return first * share, "hidden states of the base" if kept else "the base is loaded"
+
+
+def last_record(metrics: Path) -> dict[str, Any]:
+    """The last whole line of the metrics; {} = none."""
+    if not metrics.is_file():
+        return {}
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - TAIL))
+        lines = file.read().split(b"\n")[:-1]
+    try:
+        return dict(json.loads(lines[-1])) if lines else {}
+    except ValueError:  # longer than what was read
+        return {}

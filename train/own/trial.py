@@ -1,0 +1,223 @@
+"""How fast this machine answers and trains, measured on a few rows of the base's own answers.
+
+Shapes: M positions, K heads, F width of the base's hidden states.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa import MedusaModel, Request, SamplingParams, Speculation
+from medusa.base.taps import spread_layers
+from medusa.clock import seconds
+from medusa.data.exchange import BATCH, Prompt, Settings
+from medusa.data.packing import pack
+from medusa.data.sources import Sample
+from medusa.loading.self_test import choose_decoding
+from medusa.loading.separation import choose_separation
+from medusa.train.base import load_base
+from medusa.train.blocks import Block
+from medusa.train.config import Recipe
+from medusa.train.features import BasePass
+from medusa.train.fresh_heads import fresh_heads
+from medusa.train.losses import HeadsLoss
+from medusa.train.schedule import head_weights
+from medusa.train.workers import Value, Workers
+
+SINGLE_TOKENS = 16
+"""Of the completion that is timed alone."""
+ROWS, PASS_SECONDS = 16, 15.0
+"""That are trained on, at most: as many as the base reads in so long."""
+
+
+class Single(NamedTuple):
+    """One prompt, decoded plainly."""
+
+    prompt_token: float
+    """Seconds per token of the prompt."""
+    token: float
+    """Seconds per new token."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Many prompts at once."""
+
+    prompt_token: float
+    """Seconds per token of a prompt."""
+    token: float
+    """Seconds per new token, of all prompts together."""
+    together: int
+    """Prompts that were decoded together."""
+    length: float
+    """Tokens of an answer, on average."""
+    ends: float
+    """Share of the answers that end before they are cut."""
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    """Token ids of prompts and of what was answered so far."""
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Of a prompt, on average."""
+        return fmean(len(prompt) for prompt, _ in self.texts)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that nineteen of twenty prompts do not exceed."""
+        return sorted(len(prompt) for prompt, _ in self.texts)[len(self.texts) * 19 // 20]
+
+    @property
+    def seconds(self) -> float:
+        """Of one answer."""
+        return self.prompt_tokens * self.prompt_token + self.length * self.token
+
+
+class Training(NamedTuple):
+    """Rows that are trained on, in one process."""
+
+    row_token: float
+    """Seconds per token of a row, in the base's pass."""
+    position: float
+    """Seconds per trained position, in the heads' forward and backward pass and the optimizer's step."""
+
+
+def single(model: MedusaModel, prompt: Prompt) -> Single:
+    """Time one prompt alone, after a first time that does not count."""
+    device, speculation = model.base.device, Speculation(nodes=1)
+
+    def run(tokens: int) -> float:
+        options = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        return seconds(lambda: model.generate(list(prompt.ids), sampling=options, speculation=speculation), device)
+
+    run(2)
+    first, whole = run(1), run(1 + SINGLE_TOKENS)
+    return Single(first / len(prompt.ids), max(whole - first, 1e-6) / SINGLE_TOKENS)
+
+
+def answering(model: MedusaModel, prompts: Sequence[Prompt], settings: Sequence[Settings], most: float) -> Answering:
+    """Time prompts that are answered together, for some seconds or until half of them have ended.
+
+    Answers that have not ended count too: where h of all tokens have ended an answer, one of at most n tokens has
+    (1 - (1 - h)^n) / h of them on average, as if each token ended it with the same probability.
+
+    Args:
+        model: the base.
+        prompts: with token ids.
+        settings: how they are answered, in turn.
+        most: seconds for the tokens behind the first ones.
+    """
+    batch, limit = model.batch(), settings[0].max_new_tokens
+    requests = [
+        batch.add(list(prompt.ids), _params(settings[number % len(settings)], number), Speculation(nodes=1))
+        for number, prompt in enumerate(prompts[:BATCH])
+    ]
+
+    def prefill() -> None:
+        while any(request.active and not request.output.tokens for request in requests):
+            batch.step()
+
+    def decode() -> None:
+        left = most
+        while left > 0 and 2 * len(batch) >= len(requests) and len(batch):
+            left -= seconds(batch.step, model.base.device)
+
+    reading = seconds(prefill, model.base.device)
+    before = _written(requests)
+    writing = seconds(decode, model.base.device)
+    for request in filter(lambda request: request.active, requests):
+        batch.remove(request)
+    written, ended = _written(requests), sum(request.output.finish_reason == "eos" for request in requests)
+    hazard = ended / written
+    return Answering(
+        prompt_token=reading / sum(len(request.prompt) for request in requests),
+        token=writing / max(1, written - before),
+        together=len(requests),
+        length=(1 - (1 - hazard) ** limit) / hazard if hazard else float(limit),
+        ends=1 - (1 - hazard) ** limit,
+        texts=[(request.prompt, request.output.tokens) for request in requests],
+    )
+
+
+def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Training:
+    """Load the base as training does, and time its pass over a few rows of texts, and steps of fresh heads on them.
+
+    Args:
+        recipe: the base, the heads and their steps.
+        texts: prompts and answers.
+    """
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    workers, optim, num_heads = _Alone(0, 1, here), recipe.optim, recipe.heads.num_heads
+    base = choose_decoding(load_base(recipe.base, workers))
+    base, device = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers)), base.device
+    packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
+    base = choose_separation(base, packed.input_ids[0].long())
+    one = seconds(lambda: BasePass(base, packed, num_heads, 1).read(torch.tensor([0])), device)
+    packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
+
+    module = HeadsLoss(fresh_heads(recipe, base, packed, workers), base, recipe.engine.loss_rows, optim.loss).to(device)
+    steps, size = max(1, len(packed) // optim.rows_per_step), max(1, recipe.engine.loss_rows // num_heads)
+    block = Block(optim, packed, num_heads, 0, steps, 0, 1, base.hidden_size)
+    passes, states = BasePass(base, packed, num_heads, optim.micro_rows), _Given()
+    reading = seconds(lambda: states.keep(passes.read(block.rows)), device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+
+    def step(number: int) -> None:
+        weights_K = head_weights(optim, block.label_counts(number)[1:]).to(device)
+        for batch, _ in block.micro_batches(number, states, size):
+            with torch.autocast(device.type, torch.bfloat16, enabled=base.dtype == torch.bfloat16):
+                loss, *_ = module(*batch[:3], weights_K, *batch[3:])
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)  # the first one is slower
+    learning = sum(seconds(partial(step, number), device) for number in range(steps))
+    positions = sum(int(block.label_counts(number)[0]) for number in range(steps))
+    return Training(reading / (len(block.rows) * recipe.data.row_tokens), learning / max(1, positions))
+
+
+class _Alone(Workers):
+    """A process that has no others to ask."""
+
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """What it makes itself."""
+        return make()
+
+    def total(self, values: Tensor) -> Tensor:
+        """What it has itself."""
+        return values
+
+
+class _Given:
+    """Hidden states that were computed before."""
+
+    def keep(self, hidden_MF: Tensor) -> None:
+        """Those of all rows that will be read."""
+        self._hidden_MF = hidden_MF
+
+    def read(self, _: Tensor) -> Tensor:
+        """Those that are kept."""
+        return self._hidden_MF
+
+
+def _params(settings: Settings, number: int) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=settings.seed + number,
+    )
+
+
+def _written(requests: Sequence[Request]) -> int:
+    return sum(len(request.output.tokens) for request in requests)
+
+
+def _sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
+    ids = torch.tensor([*prompt, *answer], dtype=torch.int32)
+    return Sample(ids, torch.arange(len(ids)) >= len(prompt))
