@@ -54,6 +54,9 @@ class HeadsRecipe:
     """Layers of the base, spread evenly below the last, whose outputs heads read too; attention, block: instead (3)."""
     rank: int = _limits(64, low=1, high=4096)
     """Rank of the correction by the token before; architectures markov and block only."""
+    mask_token: int = _limits(-1, low=-1)
+    """Token whose embedding a block's rows begin with but for the first, as DSpark's do: heads that can be exported as
+    such (best a token that no text has); -1 = rows of our own; architecture block only."""
     norm_features: bool = True
     """Norm what each feature layer gives, with weights of its own (EAGLE 3.1); architecture attention only."""
     norm_output: bool = True

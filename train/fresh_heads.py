@@ -36,8 +36,10 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
     torch.manual_seed(recipe.optim.seed)
     shape = recipe.heads
     layer: LayerConfig | None = None
+    masked = shape.architecture == "block" and shape.mask_token >= 0
     if shape.architecture in REMEMBERING:
-        layer = LayerConfig.of(base.config, norm_features=shape.norm_features, norm_output=shape.norm_output)
+        norms = {"norm_features": shape.norm_features and not masked, "norm_heads": masked}
+        layer = LayerConfig.of(base.config, norm_output=shape.norm_output, **norms)
     heads = build_heads(
         HeadsConfig(
             hidden_size=base.hidden_size,
@@ -52,6 +54,7 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
             rank=shape.rank,
             draft_vocab_size=shape.draft_vocab,
             layer=layer,
+            mask_token=shape.mask_token if masked else None,
         )
     )
     if heads.draft_ids is not None:

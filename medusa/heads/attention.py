@@ -50,9 +50,7 @@ class AttentionHeads(RememberingHeads):
         dim, layer = config.hidden_size, self._layer
         queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
         self.token_norm, self.state_norm, self.mlp_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(3))
-        self.query_norm, self.key_norm = (
-            nn.RMSNorm(layer.head_dim, layer.rms_norm_eps) if layer.norm_heads else nn.Identity() for _ in range(2)
-        )
+        self.query_norm, self.key_norm = layer.head_norms()
         self.q_proj = nn.Linear(2 * dim, queries, bias=layer.attention_bias)
         self.k_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)
         self.v_proj = nn.Linear(2 * dim, keys, bias=layer.attention_bias)

@@ -72,6 +72,12 @@ class HeadsConfig:
     """Tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
     layer: LayerConfig | None = None
     """The decoder layer that they are made of; architectures "attention" and "block" only."""
+    mask_token: int | None = None
+    """A block's rows begin as the base's embeddings: the root's, and this token's for all that are not known (DSpark);
+    None = as ``BlockHeads`` says."""
+    own_correction: bool = False
+    """The correction is two matrices of the vocabulary's size (DSpark), and not made of the base's; such block heads
+    draft and are not trained here."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
@@ -87,6 +93,11 @@ class HeadsConfig:
                 raise ValueError(
                     f"{name} ({value!r}) must be a whole number of at least {least}; correct the heads' config"
                 )
+        if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(
+                f"mask_token ({self.mask_token}) must be a token of the vocabulary ({self.vocab_size}); correct the"
+                " heads' config"
+            )
         if not 0 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size ({self.draft_vocab_size}) must be from 0 to the vocabulary's size"

@@ -8,13 +8,11 @@ D hidden size, H attention heads, G key heads, d head size, L positions of a doc
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
 from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass
@@ -45,42 +43,62 @@ class BlockHeads(RememberingHeads):
     to t. A vocabulary matrix reads the feature, the base's a multiple of each number of norm(x_k). All that is added
     starts at 0: fresh heads predict what s names.
 
+    With ``config.mask_token`` x_1 starts as e_1 itself, and all others as the embedding of that token. With
+    ``config.own_correction`` a row of a table stands for P e_k, and what Q makes of it is added to the logits.
+
     Attributes:
         depths: [K, D] d.
-        down: [R, D] P, with R = ``config.rank``.
-        up: [D, R] Q.
+        down: P [R, D], with R = ``config.rank``, or the table [vocabulary, R].
+        up: Q [D, R], or [V, R].
     """
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
         dim, rank, layer = config.hidden_size, config.rank, self._layer
-        self.text_norm, self.root_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
-        self.root_proj = nn.Linear(dim, dim, bias=False)
-        nn.init.zeros_(self.root_proj.weight)
-        self.depths = nn.Parameter(torch.zeros(config.num_heads, dim))
+        self.text_norm = nn.RMSNorm(dim, layer.rms_norm_eps)
+        if config.mask_token is None:
+            self.root_norm = nn.RMSNorm(dim, layer.rms_norm_eps)
+            self.root_proj = nn.Linear(dim, dim, bias=False)
+            nn.init.zeros_(self.root_proj.weight)
+            self.depths = nn.Parameter(torch.zeros(config.num_heads, dim))
         layers = nn.ModuleList(DecoderLayer(dim, layer) for _ in range(config.num_layers))
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
-        self.down = nn.Parameter(torch.empty(rank, dim).uniform_(-1, 1) / math.sqrt(dim))
-        self.up = nn.Parameter(torch.zeros(dim, rank))
-        self._low_rank: tuple[LinearFunction, LinearFunction] | None = None  # P and W Q of frozen heads
+        own = config.own_correction
+        self.down = nn.Embedding(config.vocab_size, rank) if own else nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, config.output_size if own else dim, bias=False)
+        nn.init.zeros_(self.up.weight)
+        self._raised: LinearFunction | None = None  # the correction to logits, where it can be added to them
 
     def join(self, vocabulary: Vocabulary) -> None:
         """Besides, the layers get their cache, and the correction has the output layer behind it."""
         super().join(vocabulary)
         self.memory = BlockMemory(self, vocabulary)
-        if self.lm_heads is not None or vocabulary.linear:
-            self._low_rank = native_linear(self.down), native_linear(behind_output(self, self.up, vocabulary))
+        if self.config.own_correction:
+            self._raised = self.up
+        elif self.lm_heads is not None or vocabulary.linear:
+            self._raised = native_linear(behind_output(self, self.up.weight, vocabulary))
 
     def rows(self, state_RD: Tensor, roots_R: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The blocks' rows [R, K, D] in front of the layers, from s and the tokens behind it."""
+        if (mask := self.config.mask_token) is not None:
+            unknown_RK = roots_R[:, None].new_full((len(roots_R), self.config.num_heads - 1), mask)
+            return vocabulary.embed(torch.cat([roots_R[:, None], unknown_RK], dim=1)).to(state_RD.dtype)
         embedded_RD = self.root_norm(vocabulary.embed(roots_R).to(state_RD.dtype))
         rows_RKD: Tensor = (state_RD + self.root_proj(embedded_RD))[:, None] + self.depths
         return rows_RKD
 
-    def correction(self, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """[..., D]: Q P e of the tokens [...] just before."""
-        embedded = unit_embeddings(tokens, vocabulary, self.down.dtype)
-        return functional.linear(functional.linear(embedded, self.down), self.up)
+    def low(self, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """[..., R]: P e of the tokens [...] just before, or their rows of the table."""
+        if not self.config.own_correction:
+            tokens = unit_embeddings(tokens, vocabulary, self.up.weight.dtype)
+        low: Tensor = self.down(tokens)
+        return low
+
+    def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """Besides, features of ``forward`` have what the correction needs behind them where it is their own."""
+        said, low = features.tensor_split([self.config.hidden_size], dim=-1)
+        logits = super().head_logits(head, said, vocabulary)
+        return logits + self.up(low) if low.shape[-1] else logits
 
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
         """Every position that is wanted is the anchor of a block of its own."""
@@ -93,7 +111,9 @@ class BlockHeads(RememberingHeads):
             normed_RKD = layer.input_norm(x_RKD)
             text, block = layer.key_value(text_MD, of_text), layer.key_value(normed_RKD, of_rows)
             x_RKD = layer.finish(x_RKD, _attend(documents, layer.query(normed_RKD, of_rows), *block, *text))
-        features_RKD = self.scaled(self.output_norm(x_RKD)) + self.correction(path_MK[anchors_R], vocabulary)
+        features_RKD, low_RKR = self.scaled(self.output_norm(x_RKD)), self.low(path_MK[anchors_R], vocabulary)
+        own = self.config.own_correction
+        features_RKD = torch.cat([features_RKD, low_RKR], dim=-1) if own else features_RKD + self.up(low_RKR)
         return features_RKD.transpose(0, 1)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Beginning:
@@ -110,13 +130,12 @@ class BlockHeads(RememberingHeads):
         if isinstance(state, Beginning):
             assert isinstance(self.memory, BlockMemory), "begin has asked"
             state = self.scaled(self.memory.draft(*state, tokens_Bm[:, 0]))
-            if self._low_rank is not None:
+            if self._raised is not None:
                 state = self.head_logits(0, state, vocabulary)
-        before = state[:, head, None]
-        if self._low_rank is None:
-            return self.head_logits(head, before + self.correction(tokens_Bm, vocabulary), vocabulary), state
-        down, raised = self._low_rank
-        return before + raised(down(unit_embeddings(tokens_Bm, vocabulary, self.down.dtype))), state
+        before, low_BmR = state[:, head, None], self.low(tokens_Bm, vocabulary)
+        if self._raised is None:
+            return self.head_logits(head, before + self.up(low_BmR), vocabulary), state
+        return before + self._raised(low_BmR), state
 
 
 class BlockMemory(Follower):
@@ -184,9 +203,10 @@ class BlockMemory(Follower):
 
 def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, FusedLayers] | None:
     """Passes over a text and over a block, where they are known."""
-    if vocabulary.matrices is None or vocabulary.attention.name != "exact":
+    shape = heads._layer
+    if vocabulary.matrices is None or vocabulary.attention.name != "exact" or shape.norm_heads or shape.attention_bias:
         return None
-    embeddings, sizes = vocabulary.matrices[0], heads._layer.sizes
+    embeddings, sizes = vocabulary.matrices[0], shape.sizes
     text = [LayerWeights([layer.k_proj, layer.v_proj], heads.text_norm.weight) for layer in heads.layers]
     block = [LayerWeights(layer.linears, layer.input_norm.weight, layer.mlp_norm.weight) for layer in heads.layers]
     try:

@@ -65,13 +65,15 @@ class DecoderLayer(nn.Module):
         inner, size = layer.intermediate_size, layer.head_dim
         self._size = size
         self.input_norm, self.mlp_norm = (nn.RMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
-        self.q_proj = nn.Linear(dim, layer.num_attention_heads * size, bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(dim, layer.num_key_value_heads * size, bias=False) for _ in range(2))
-        self.o_proj = nn.Linear(layer.num_attention_heads * size, dim, bias=False)
+        queries, keys, bias = layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.attention_bias
+        self.query_norm, self.key_norm = layer.head_norms()
+        self.q_proj = nn.Linear(dim, queries, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(dim, keys, bias=bias) for _ in range(2))
+        self.o_proj = nn.Linear(queries, dim, bias=bias)
         self.gate_proj, self.up_proj = (nn.Linear(dim, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, dim, bias=False)
-        nn.init.zeros_(self.o_proj.weight)
-        nn.init.zeros_(self.down_proj.weight)
+        for parameter in (*self.o_proj.parameters(), self.down_proj.weight):
+            nn.init.zeros_(parameter)
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -81,12 +83,12 @@ class DecoderLayer(nn.Module):
 
     def query(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[..., H, d] of normed rows [..., D]."""
-        return turned(self.q_proj(normed).unflatten(-1, (-1, self._size)), angles)
+        return turned(self.query_norm(self.q_proj(normed).unflatten(-1, (-1, self._size))), angles)
 
     def key_value(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values [..., G, d] of normed rows [..., D]."""
         key, value = (linear(normed).unflatten(-1, (-1, self._size)) for linear in (self.k_proj, self.v_proj))
-        return turned(key, angles), value
+        return turned(self.key_norm(key), angles), value
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output [..., D] for rows x and what their attention gives [..., H, d]."""

@@ -1,10 +1,10 @@
-"""The shape of the decoder layer that attention heads are made of: the base's own, as far as it is Llama's kind."""
+"""The shape of the layers that heads with a memory are made of: the base's own, as far as it is Llama's kind."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -82,6 +82,12 @@ class LayerConfig:
             "heads": self.num_attention_heads, "kv_heads": self.num_key_value_heads, "dim": self.head_dim,
             "epsilon": self.rms_norm_eps,
         }  # fmt: skip
+
+    def head_norms(self) -> tuple[nn.Module, nn.Module]:
+        """Of queries and keys [..., head_dim]."""
+        if not self.norm_heads:
+            return nn.Identity(), nn.Identity()
+        return nn.RMSNorm(self.head_dim, self.rms_norm_eps), nn.RMSNorm(self.head_dim, self.rms_norm_eps)
 
     def angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, head_dim], in the dtype and on the device of ``like``."""

@@ -21,7 +21,13 @@ SHAPES = {
     "two layers of features": {"num_layers": 2, "feature_layers": (1,)},
     "as behind a soft cap": {"feature_layers": (1,)},
     "a part of the vocabulary": {"feature_layers": (1,), "draft_vocab_size": 30},
-}
+    "masked rows": {"feature_layers": (1,), "mask_token": 9},
+    "DSpark": {
+        "num_layers": 2, "feature_layers": (1,), "draft_vocab_size": 30, "own_lm_heads": True, "mask_token": 9,
+        "own_correction": True,
+    },
+}  # fmt: skip
+DSPARK_LAYER = {"norm_heads": True, "norm_features": False, "attention_bias": True}
 
 
 def model_of(base, make_heads, **options):
@@ -30,14 +36,15 @@ def model_of(base, make_heads, **options):
 
 @pytest.fixture(params=SHAPES)
 def model(request, base, make_heads):
-    heads = make_heads(4, architecture="block", rank=5, **SHAPES[request.param])
+    layer = LayerConfig.of(base.config, **(DSPARK_LAYER if request.param == "DSpark" else {}))
+    heads = make_heads(4, architecture="block", rank=5, layer=layer, **SHAPES[request.param])
     for parameter in heads.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     if heads.draft_ids is not None:
         heads.draft_ids.copy_(torch.arange(30) * 3)
     model = MedusaModel(base, heads)
     if "cap" in request.param:
-        model.heads._low_rank = None  # as where the base's output layer has one
+        model.heads._raised = None  # as where the base's output layer has one
     return model
 
 

@@ -86,7 +86,11 @@ def test_a_block_sees_nothing_behind_its_root(frozen: BaseModel, heads: DraftHea
     assert [torch.allclose(*pair) for pair in zip(after, before, strict=True)] == [True, False, True]
 
 
-@pytest.mark.parametrize("way", [{}, {"cache.mode": "hybrid", "heads.own_lm_heads": True}, {"lora.rank": 2}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"cache.mode": "hybrid", "heads.own_lm_heads": True}, {"lora.rank": 2, "heads.mask_token": 3}],
+    ids=str,
+)
 def test_they_learn_and_a_killed_run_ends_as_another(
     recipe: Path, tmp_path: Path, interrupted_at: Acting, way: dict[str, object]
 ) -> None:
