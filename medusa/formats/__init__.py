@@ -6,6 +6,7 @@ import torch
 
 from medusa.formats.base import CONFIG, Export, Format, read_config_file
 from medusa.formats.custom_generate import CustomGenerate
+from medusa.formats.dspark import Dspark
 from medusa.formats.eagle3 import Eagle3
 from medusa.formats.native import Native, load_provenance, save_heads
 from medusa.formats.original import Lorax, MedusaV1, MedusaV2, Tgi
@@ -15,7 +16,7 @@ from medusa.heads import DraftHeads, HeadsConfig
 
 _MEDUSA = (MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
 FORMATS: dict[str, Format] = {
-    each.name: each for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators())
+    each.name: each for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators(), Dspark())
 }
 """By name; a directory that is of several formats counts as the first of them."""
 

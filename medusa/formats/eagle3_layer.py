@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from medusa.formats.base import Export
+from medusa.formats.draft import ids_and_order, vocabulary_tensors
 from medusa.formats.vllm import base_output
 from medusa.heads.layer import ROTARY, LayerConfig
 
@@ -67,11 +68,7 @@ def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
         output = base_output(export, name)
         rows = output if ids_V is None else output[ids_V.to(output.device)]
         tensors["lm_head.weight"] = rows.to(state["gain"]) * state["gain"]
-    if ids_V is not None:
-        tensors["d2t"] = ids_V - torch.arange(len(ids_V), device=ids_V.device)
-        known = torch.zeros(heads.config.vocab_size, dtype=torch.bool, device=ids_V.device)
-        tensors["t2d"] = known.index_fill_(0, ids_V, True)
-    return tensors
+    return tensors | vocabulary_tensors(heads)
 
 
 def state_of(tensors: Mapping[str, Tensor], layer: LayerConfig, vocab_size: int) -> dict[str, Tensor]:
@@ -98,7 +95,7 @@ def state_of(tensors: Mapping[str, Tensor], layer: LayerConfig, vocab_size: int)
     if known:
         raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not speak of")
     if offsets_V is not None and len(offsets_V) < vocab_size:
-        state["draft_ids"], order_V = (torch.arange(len(offsets_V)) + offsets_V).sort()
+        state["draft_ids"], order_V = ids_and_order(offsets_V)
         output = None if output is None else output[order_V]
     if output is None:
         state["gain"] = torch.ones_like(state["output_norm.weight"])
@@ -123,7 +120,6 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
     config = AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"})
     rope = config.rope_parameters or {}
     for told, what in (
-        (config.num_hidden_layers != 1, f"{config.num_hidden_layers} layers"),
         (config.hidden_act != "silu", f"the activation {config.hidden_act!r}"),
         (getattr(config, "mlp_bias", False), "biases in its MLP"),
         ("sliding_attention" in (getattr(config, "layer_types", None) or ()), "a sliding window"),
@@ -136,20 +132,20 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
         if told:
             raise ValueError(f"it has {what}, which heads here cannot have")
     bias = bool(config.attention_bias)
-    return LayerConfig.of(config, attention_bias=bias, norm_heads=kind == "qwen3", **norms), config
+    return LayerConfig.of(config, **{"attention_bias": bias, "norm_heads": kind == "qwen3", **norms}), config
 
 
-def decoder_values(export: Export) -> dict[str, Any]:
-    """The layer as a config of transformers.
+def decoder_values(export: Export, layers: int = 1) -> dict[str, Any]:
+    """So many such layers as a config of transformers.
 
     Positions go as far as the base's: engines do not draft behind ``max_position_embeddings``.
     """
     config, layer = export.heads.config, export.heads.config.layer
-    assert layer is not None, "attention heads have one"
+    assert layer is not None, "heads with a memory have one"
     context = export.base.context_length if export.base else 0
     return {
         "model_type": "qwen3" if layer.norm_heads else "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,

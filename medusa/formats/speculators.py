@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.base.model import BaseModel
 from medusa.formats.base import Export
-from medusa.formats.eagle3 import DEFAULT_LAYERS, TAPS, Eagle3, Told, layers_read, norm_values
+from medusa.formats.draft import DEFAULT_LAYERS, base_of, layers_read
+from medusa.formats.eagle3 import TAPS, Eagle3, Told, norm_values
 from medusa.formats.eagle3_layer import decoder_values, tensors_of
 from medusa.formats.foreign import shape_values
 
@@ -24,31 +24,23 @@ class Speculators(Eagle3):
 
     def tensors(self, export: Export) -> dict[str, Tensor]:
         """The weights, the base's embeddings among them: without these the package computes with any numbers."""
-        tensors, embeddings = tensors_of(export, self.name), _base(export).model.get_input_embeddings().weight
+        tensors, base = tensors_of(export, self.name), base_of(export, self.name)
+        embeddings = base.model.get_input_embeddings().weight
         return tensors | {"embed_tokens.weight": embeddings.to(tensors["fc.weight"])}
 
     def values(self, export: Export) -> dict[str, Any]:
         """The config."""
-        config, shape = export.heads.config, shape_values(export)
-        verifier = {
-            "name_or_path": shape["base_model_name_or_path"],
-            "architectures": _base(export).model.config.architectures or [],
-        }
-        return norm_values(config) | {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "transformer_layer_config": decoder_values(export),
-            "draft_vocab_size": config.output_size,
-            TAPS: layers_read(export),
-            "tie_word_embeddings": False,
-            "embed_requires_grad": False,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
-                "verifier": verifier,
-            },
-        }
+        config = export.heads.config
+        return (
+            norm_values(config)
+            | package_values(export, "eagle3", self.name)
+            | {
+                "architectures": ["Eagle3Speculator"],
+                "transformer_layer_config": decoder_values(export),
+                TAPS: layers_read(export),
+                "embed_requires_grad": False,
+            }
+        )
 
     def told(self, values: Mapping[str, Any]) -> Told:
         """What a config says."""
@@ -66,7 +58,26 @@ class Speculators(Eagle3):
         )
 
 
-def _base(export: Export) -> BaseModel:
-    if export.base is None:
-        raise ValueError("format 'speculators' ships the embeddings of the base and no base is given; give it too")
-    return export.base
+def package_values(export: Export, kind: str, name: str) -> dict[str, Any]:
+    """Keys that the package's configs have for all kinds of drafts.
+
+    Args:
+        export: The heads and their base.
+        kind: The package's name of the drafts.
+        name: Of the format.
+    """
+    config = export.heads.config
+    return {
+        "speculators_model_type": kind,
+        "draft_vocab_size": config.output_size,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
+            "verifier": {
+                "name_or_path": shape_values(export)["base_model_name_or_path"],
+                "architectures": base_of(export, name).model.config.architectures or [],
+            },
+        },
+    }

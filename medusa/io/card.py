@@ -70,7 +70,7 @@ output = model.generate(**inputs, custom_generate="{name}", trust_remote_code=Tr
 ```"""
 READERS = {
     "tgi": (TGI,), "lorax": (LORAX,), "vllm": (VLLM,), "universal": (VLLM, TGI, LORAX), "custom-generate": (CUSTOM,),
-    "eagle3": (EAGLE3,), "speculators": (SPECULATORS,),
+    "eagle3": (EAGLE3,), "speculators": (SPECULATORS,), "dspark": (SPECULATORS,),
 }  # fmt: skip
 """How others than this project read a format."""
 

@@ -14,7 +14,7 @@ from medusa.base.names import is_path, near
 from medusa.base.on_hub import HUB_NAME, at_hand, is_hub_id, one_sentence
 from medusa.files import peek_object
 from medusa.formats.base import CONFIG
-from medusa.formats.eagle3 import is_draft
+from medusa.formats.draft import is_draft
 from medusa.formats.native import FORMAT
 from medusa.io.published import published_file
 

@@ -1,9 +1,9 @@
-"""Logits of EAGLE-3 drafts by the speculators package; runs in its environment.
+"""Logits of EAGLE-3 and DSpark drafts by the speculators package; runs in its environment.
 
 `python speculators_check.py JOB.json TENSORS.safetensors RESULT.safetensors`. The job has `base`, `steps`, `exports`
 (directories by name), and `made`: by name, a directory and options of drafts with random weights that are written
 there. The tensors are `ids` [T] of a text, and `hidden`: outputs of all of the base's layers at its positions [L, T,
-D]. The result has logits [steps, T - 1, V] by name: row t of a step reads the base at t and the text's next tokens.
+D]. The result has logits [steps, places, V] by name: place t of a step reads the base at t and the text's next tokens.
 """
 
 import json
@@ -15,12 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig, core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig
 
+ALGORITHMS = {
+    "eagle3": (Eagle3SpeculatorConfig, Eagle3DraftModel),
+    "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
+}
 
-def make(base: str, directory: str, kind: str, vocabulary: int, **options: Any) -> None:
+
+def make(base: str, directory: str, kind: str, vocabulary: int, algorithm: str = "eagle3", **options: Any) -> None:
     """Write a draft with random weights, as their trainer would."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(base)
@@ -28,14 +34,15 @@ def make(base: str, directory: str, kind: str, vocabulary: int, **options: Any) 
         name: getattr(config, name)
         for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
     }
-    layer = AutoConfig.for_model(kind, num_hidden_layers=1, head_dim=16, **shape, **options.pop("layer", {}))
+    layer = AutoConfig.for_model(kind, **{"num_hidden_layers": 1, "head_dim": 16} | shape | options.pop("layer", {}))
     proposal = GreedyTokenProposalConfig(speculative_tokens=3)
     speculators = SpeculatorsConfig(
-        algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy",
+        algorithm=algorithm, proposal_methods=[proposal], default_proposal_method="greedy",
         verifier=VerifierConfig.from_pretrained(base),
     )  # fmt: skip
-    model = Eagle3DraftModel(
-        Eagle3SpeculatorConfig(
+    config_class, model_class = ALGORITHMS[algorithm]
+    model = model_class(
+        config_class(
             transformer_layer_config=layer, draft_vocab_size=vocabulary, speculators_config=speculators, **options
         )
     )
@@ -56,11 +63,30 @@ def logits(directory: str, steps: int, ids: torch.Tensor, hidden: torch.Tensor) 
     config = SpeculatorModelConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
     model = SpeculatorModel.from_pretrained(directory, config=config, dtype=torch.float32).eval()
+    if config.speculators_model_type == "dspark":
+        return block_logits(model, ids, hidden)
     said: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, arguments, out: said.append(out[0]))
     features = torch.cat([hidden[layer - 1] for layer in model.config.eagle_aux_hidden_state_layer_ids], dim=-1)
     model(features[None, :-1], ids[None, 1:], torch.zeros(1, len(ids) - 1, dtype=torch.int64), ttt_steps=steps)
     return torch.stack(said)
+
+
+def block_logits(model: DSparkDraftModel, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The same of a block behind every place; its first row is the token behind."""
+    said: list[torch.Tensor] = []
+
+    def loss(logits: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        said.append(logits[0])
+        return logits.sum(), {}
+
+    core.compute_metrics = loss
+    features = torch.cat([hidden[layer - 1] for layer in model.config.aux_hidden_state_layer_ids], dim=-1)
+    places = len(ids) - model.block_size
+    nothing = torch.zeros(1, len(ids), dtype=torch.int64)
+    model(features[None], ids[None], 1 + nothing, hidden[-1:], nothing, max_anchors=places)
+    by_place = said[0].view(places, model.block_size, -1)[1:]  # nothing stands before the first
+    return by_place.transpose(0, 1).contiguous()
 
 
 def main(job_file: str, tensors_file: str, result_file: str) -> None:

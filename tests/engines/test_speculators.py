@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts between here and the speculators package: one reads what the other writes, and both say the same."""
+"""Drafts between here and the speculators package: one reads what the other writes, and both say the same."""
 
 import json
 import subprocess
@@ -24,9 +24,15 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "eagle-3.1": {"draft_vocab_size": 20},
     "shared": {"own_lm_heads": False, "feature_layers": (1, 3, 5, 8), "draft_vocab_size": 20},
     "joint": {"norm_jointly": True},
+    "dspark": {"architecture": "block", "draft_vocab_size": 20},
+    "dspark-shared": {"architecture": "block", "own_lm_heads": False, "attention_bias": True},
 }
 QWEN = {"kind": "qwen3", "norm_before_residual": True}
 LONG = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+DSPARK = {
+    "algorithm": "dspark", "kind": "qwen3", "block_size": STEPS, "mask_token_id": 4,
+    "aux_hidden_state_layer_ids": [1, 4, 7],
+}  # fmt: skip
 MADE: dict[str, dict[str, Any]] = {
     "default": {"kind": "llama", "vocabulary": 20},
     "theirs": QWEN | {"vocabulary": 20, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]},
@@ -35,6 +41,8 @@ MADE: dict[str, dict[str, Any]] = {
         "kind": "llama", "vocabulary": 50, "norm_before_fc": True,
         "layer": {"rope_parameters": LONG | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     },
+    "their-dspark": DSPARK | {"vocabulary": 20},
+    "their-whole-dspark": DSPARK | {"vocabulary": 50, "layer": {"num_hidden_layers": 3}, "markov_rank": 4},
 }  # fmt: skip
 
 
@@ -68,7 +76,9 @@ def text(base: BaseModel) -> torch.Tensor:
 def theirs(python: Path, base: BaseModel, text: torch.Tensor, directory: Path) -> dict[str, torch.Tensor]:
     """What the package says of our exports, and of drafts of its own."""
     for name, options in EXPORTS.items():
-        export_heads(Export(new_heads(base, **options), base), "speculators", directory / name)
+        heads = new_heads(base, **options)
+        form = "dspark" if heads.config.architecture == "block" else "speculators"
+        export_heads(Export(heads, base), form, directory / name)
     made = {name: options | {"directory": str(directory / name)} for name, options in MADE.items()}
     exports = {name: str(directory / name) for name in EXPORTS}
     job, tensors, result = (directory / name for name in ("job.json", "in.safetensors", "out.safetensors"))
@@ -92,7 +102,7 @@ def test_both_say_the_same_along_a_text(
     heads = new_heads(base, **EXPORTS[name]) if name in EXPORTS else load_heads(directory / name)
     heads = MedusaModel(base, heads).heads
     hidden = base.tapped(heads.config.feature_layers).hidden_states(text[None])[0]
-    places = len(text) - STEPS
+    places = min(len(text) - STEPS, theirs[name].shape[1])
     path = torch.stack([text[1 + ahead : 1 + ahead + places] for ahead in range(STEPS)], dim=1)
     features = heads.forward(hidden[:places], path, base)
     ours = torch.stack([heads.head_logits(head, features[head], base) for head in range(STEPS)])
@@ -104,10 +114,13 @@ def new_heads(base: BaseModel, **options: Any) -> DraftHeads:
     """Random heads, the same for the same options."""
     torch.manual_seed(1)
     shape = {"own_lm_heads": True, "feature_layers": (2, 4, 6), "draft_vocab_size": 0}
+    shape |= {"architecture": "attention", "mask_token": None}
     shape |= {name: options.pop(name) for name in shape if name in options}
+    if shape["architecture"] == "block":
+        shape |= {"mask_token": 4, "num_layers": 2, "rank": 6}
+        options |= {"norm_features": False, "norm_heads": True}
     layer = LayerConfig.of(base.config, **options)
-    config = HeadsConfig(base.hidden_size, base.vocab_size, STEPS, architecture="attention", layer=layer, **shape)
-    heads = build_heads(config)
+    heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, STEPS, layer=layer, **shape))
     heads.init_from_base(base.lm_head_weight, base.last_norm)
     for parameter in heads.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)

@@ -108,6 +108,27 @@ def test_layers_are_told_to_each_reader_in_its_own_way(base, new_heads, tmp_path
     assert stored(tmp_path / "again")[1][key] == [2, 4, 6]
 
 
+def test_names_and_shapes_are_those_that_sglang_reads(base, new_heads, tmp_path):
+    """It passes over tensors that it does not know, in silence: there must be none, and none may be missing."""
+    export_heads(Export(new_heads(draft_vocab_size=20), base), "eagle3", tmp_path)
+    tensors, config = stored(tmp_path)
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    dim, inner = config["hidden_size"], config["intermediate_size"]
+    layer = {
+        "input_layernorm": (dim,), "hidden_norm": (dim,), "post_attention_layernorm": (dim,),
+        "self_attn.q_proj": (queries, 2 * dim), "self_attn.k_proj": (keys, 2 * dim),
+        "self_attn.v_proj": (keys, 2 * dim), "self_attn.o_proj": (dim, queries),
+        "mlp.gate_proj": (inner, dim), "mlp.up_proj": (inner, dim), "mlp.down_proj": (dim, inner),
+    }  # fmt: skip
+    expected = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
+    expected |= {"fc.weight": (dim, 3 * dim), "norm.weight": (dim,), "lm_head.weight": (20, dim)}
+    expected |= {"d2t": (20,), "t2d": (base.vocab_size,)}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    assert (config["architectures"], config["num_hidden_layers"]) == (["LlamaForCausalLMEagle3"], 1)
+    assert (config["draft_vocab_size"], config["tie_word_embeddings"]) == (20, False)
+    assert not config["norm_before_residual"] and config["rope_theta"]
+
+
 def test_drafts_reach_as_far_as_the_base(base, new_heads, tmp_path):
     heads = new_heads()
     heads = heads.with_config(layer=dataclasses.replace(heads.config.layer, max_position_embeddings=7))

@@ -1,0 +1,169 @@
+"""DSpark drafts as the ``speculators`` package writes them, for itself and for vLLM.
+
+Tensors, with D the hidden size, n the number of the base's layers that are read, R the rank of the correction, V the
+tokens that are drafted: ``fc.weight`` [D, n D], ``hidden_norm``, ``layers.{i}`` with the names of Qwen 3's, ``norm``,
+``markov_head.markov_w1.weight`` [vocabulary, R], ``markov_head.markov_w2.weight`` [V, R]; where V is a part of the
+vocabulary also ``lm_head.weight`` [V, D], ``d2t`` and ``t2d``.
+
+Source: speculators/models/dspark and models/dflash of 0.9; vllm/model_executor/models/qwen3_dspark.py of 0.32. The two
+take another value where ``sample_from_anchor`` is not given: a config without it is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.formats.base import Export
+from medusa.formats.draft import DraftFormat, base_of, ids_and_order, layers_read, vocabulary_tensors
+from medusa.formats.eagle3_layer import decoder_values, layer_of
+from medusa.formats.speculators import package_values
+from medusa.formats.vllm import base_output
+from medusa.heads import DraftHeads, HeadsConfig
+from medusa.heads.blocks import unit_embeddings
+from medusa.heads.layer import LayerConfig
+from medusa.heads.markov import behind_output
+
+TAPS = "aux_hidden_state_layer_ids"
+NAMES = {"fusion": "fc", "text_norm": "hidden_norm", "output_norm": "norm"}
+"""Our modules by theirs."""
+LAYER_NAMES = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    **{f"{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Those of a layer."""
+BEFORE, AFTER = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+OUTPUT = "lm_head.weight"
+NOT_READ = ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+CONFIDENCE = "confidence_head."
+
+
+class Dspark(DraftFormat):
+    """A block of rows, and a correction by the token before."""
+
+    name = "dspark"
+    title = "DSpark draft"
+    summary = "the speculators package, and vLLM: drafts of the kind DSpark"
+    architectures = ("block",)
+
+    def obstacle(self, config: HeadsConfig) -> str:
+        """Rows, layers and norms are theirs or they are not."""
+        if reason := super().obstacle(config):
+            return reason
+        layer = config.layer
+        if config.mask_token is None or layer is None or layer.norm_features or not layer.norm_heads:
+            return "holds blocks as DSpark has them, and these begin or norm otherwise (heads.mask_token trains such)"
+        if config.own_lm_heads and not config.draft_vocab_size:
+            return "has the base's output layer for a whole vocabulary, and these heads have their own"
+        return ""
+
+    def tensors(self, export: Export) -> dict[str, Tensor]:
+        """The weights; what heads multiply the base's output layer by is their last norm's here."""
+        heads, base = export.heads, base_of(export, self.name)
+        output = base_output(export, self.name)
+        if base.matrices is None:
+            raise ValueError(
+                f"base ({base.name}) scales or bounds its embeddings or logits, which format 'dspark' cannot hold;"
+                " choose 'native'"
+            )
+        config, state = heads.config, heads.state_dict()
+        tensors = {theirs: state[ours] for ours, theirs in _names(config)}
+        if heads.gain is not None:
+            tensors["norm.weight"] = tensors["norm.weight"] * state["gain"]
+        tensors[BEFORE], tensors[AFTER] = _correction(heads, export)
+        if heads.draft_ids is not None:
+            shared = output[heads.draft_ids.to(output.device)].to(tensors["norm.weight"])
+            tensors[OUTPUT] = shared if heads.lm_heads is None else state["lm_heads"][0]
+        return tensors | vocabulary_tensors(heads)
+
+    def values(self, export: Export) -> dict[str, Any]:
+        """The config."""
+        config = export.heads.config
+        return package_values(export, "dspark", self.name) | {
+            "architectures": ["DSparkSpeculator"],
+            "transformer_layer_config": decoder_values(export, config.num_layers),
+            TAPS: layers_read(export),
+            "block_size": config.num_heads,
+            "mask_token_id": config.mask_token,
+            "sample_from_anchor": True,
+            "markov_rank": config.rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        }
+
+    def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
+        """Block heads with a correction of their own; what tells how sure a draft is of itself is left out."""
+        for right, what in (
+            (values.get("sample_from_anchor"), "does not guess from its first row (sample_from_anchor)"),
+            (values.get("markov_head_type") == "vanilla", "has another correction than one matrix behind a table"),
+        ):
+            if not right:
+                raise ValueError(f"it {what}, which heads here cannot be")
+        told = values["speculators_config"]
+        of_layer = values["transformer_layer_config"] | {"target_hidden_size": values.get("target_hidden_size")}
+        layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
+        whole = values["draft_vocab_size"] == decoder.vocab_size
+        config = HeadsConfig(
+            hidden_size=decoder.hidden_size,
+            vocab_size=decoder.vocab_size,
+            num_heads=values["block_size"],
+            num_layers=decoder.num_hidden_layers,
+            own_lm_heads=not whole,
+            base=str(told["verifier"].get("name_or_path") or ""),
+            architecture="block",
+            feature_layers=tuple(values[TAPS]),
+            rank=values["markov_rank"],
+            draft_vocab_size=0 if whole else values["draft_vocab_size"],
+            layer=layer,
+            mask_token=values["mask_token_id"],
+            own_correction=True,
+        )
+        return config, _state(config, tensors)
+
+
+def _names(config: HeadsConfig) -> Iterator[tuple[str, str]]:
+    """Our tensors that they have too, and their names for them."""
+    for ours, theirs in NAMES.items():
+        yield f"{ours}.weight", f"{theirs}.weight"
+    assert isinstance(config.layer, LayerConfig), "block heads have one"
+    for index in range(config.num_layers):
+        for ours, theirs in LAYER_NAMES.items():
+            yield f"layers.{index}.{ours}.weight", f"layers.{index}.{theirs}.weight"
+            if config.layer.attention_bias and theirs.startswith("self_attn") and ours.endswith("proj"):
+                yield f"layers.{index}.{ours}.bias", f"layers.{index}.{theirs}.bias"
+
+
+def _correction(heads: DraftHeads, export: Export) -> tuple[Tensor, Tensor]:
+    """Both matrices; made of the base's embeddings and output layer where they are not the heads' own."""
+    down, up = heads.state_dict()["down.weight"], heads.state_dict()["up.weight"]
+    if heads.config.own_correction:
+        return down, up
+    base = base_of(export, "dspark")
+    tokens = torch.arange(heads.config.vocab_size, device=base.device)
+    with torch.no_grad():
+        before = torch.nn.functional.linear(unit_embeddings(tokens, base, down.dtype), down)
+    return before, behind_output(heads, up, base)
+
+
+def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of ``BlockHeads``, columns in the order of tokens."""
+    known = {name: tensor.clone() for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
+    for name in NOT_READ:
+        known.pop(name, None)
+    state = {ours: known.pop(theirs) for ours, theirs in _names(config)}
+    state |= {"down.weight": known.pop(BEFORE), "up.weight": known.pop(AFTER)}
+    output, offsets_V = known.pop(OUTPUT, None), known.pop("d2t", None)
+    if known:
+        raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not speak of")
+    if not config.draft_vocab_size:
+        return state | {"gain": torch.ones_like(state["output_norm.weight"])}
+    if output is None or offsets_V is None:
+        raise ValueError("its output layer or which tokens it has (d2t) is missing")
+    state["draft_ids"], order_V = ids_and_order(offsets_V)
+    return state | {"lm_heads": output[order_V][None], "up.weight": state["up.weight"][order_V]}
