@@ -82,6 +82,12 @@ def named_paths(text):
             yield f"**/{name}"
 
 
+def anchors(text):
+    """Anchors of a page's headings, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
 def exists(pattern, base=ROOT):
     return any(base.glob(str(pattern).rstrip("/")))
 
@@ -132,3 +138,9 @@ def test_named_paths_exist(document):
         name for name in named_paths(document.read_text()) if not (exists(name) or exists(name, document.parent))
     ]
     assert not missing
+
+
+def test_linked_headings_exist(document):
+    for name, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", document.read_text()):
+        page = document.parent / name if name else document
+        assert anchor in anchors(page.read_text()), f"{name}#{anchor}"

@@ -88,7 +88,7 @@ def _export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "medusa export",
         description="Write heads in another format, and put them on the Hugging Face Hub.",
-        epilog=f"formats:\n{formats}\n\nmedusa export inspect DIR tells what heads are and what is wrong with them.",
+        epilog=f"formats:\n{formats}\n\nwhat heads are, and what is wrong with them:\n  medusa export inspect DIR",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
