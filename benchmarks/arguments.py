@@ -23,21 +23,29 @@ OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands."""
-    text = "Drafters beside plain decoding and other engines; what a decode step costs beside what it could at best."
+    text = "Compare drafters with plain decoding and other engines; measure a decode step against its lower bound."
     parser = argparse.ArgumentParser(
         "medusa bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{run,accept,tune,step,attention}")
     for name, text, add_flags in (
-        ("run", "drafters and rules beside plain decoding, transformers and other engines", _add_run),
+        ("run", "compare drafters and rules with plain decoding, transformers and other engines", _add_run),
         (
             "accept",
-            "how much of a drafter's guesses the base accepts, by depth, size and kind, and where guesses fail",
+            "measure how many guesses the base accepts, by depth, size and kind, and where guesses fail",
             _add_accept,
         ),
-        ("tune", "who drafts best here and how much, beside plain decoding and what auto finds", _add_tune),
-        ("step", "cost of a step against tree size and batch, beside the memory's bound", _add_step),
-        ("attention", "attention of one layer per backend, beside the memory's bound", _add_attention),
+        (
+            "tune",
+            "find the best drafter and tree size here, compared with plain decoding and auto",
+            _add_tune,
+        ),
+        ("step", "measure a step by tree size and batch, with the lower bound that memory sets", _add_step),
+        (
+            "attention",
+            "measure attention of a layer by backend, with the lower bound that memory sets",
+            _add_attention,
+        ),
     ):
         add_flags(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
     return parser
@@ -47,14 +55,14 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add_model(command)
     _add_rounds(command, rounds=3)
-    text = "random weights of a known shape and random prompts instead, plainly unless --methods says otherwise"
+    text = "use random weights of a known shape and random prompts; plain decoding unless --methods says otherwise"
     add("--shape", metavar="NAME", help=text)
-    text = "drafters, each perhaps with a rule: heads auto:typical (default: all that gain; LOSSY auto:typical above 0)"
+    text = "drafters, with or without a rule: heads auto:typical (default: all that gain; above 0 auto:typical, LOSSY)"
     add("--methods", nargs="+", metavar="NAME[:RULE]", help=text)
-    text = "greedy (0) or sampled, one run each (default: 0)"
+    text = "0 is greedy, above it tokens are sampled; one run for each (default: 0)"
     add("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help=text)
     add("--batch", type=_numbers, default=[1], metavar="B,...", help="prompts that share a call (default: 1)")
-    text = "also measure, greedily, the engines in DIR that benchmarks/peers/setup.sh has filled"
+    text = "also measure the engines that benchmarks/peers/setup.sh put into DIR, with greedy decoding"
     add("--peers", metavar="DIR", help=text)
     _add_report(command)
 
@@ -63,13 +71,13 @@ def _add_accept(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _add_model(command)
     _add_parts(command)
-    text = "who drafts, names with commas between them (default: heads, or whoever drafts where there are none)"
+    text = "drafters, separated by commas (default: heads, or the other drafters of a model without heads)"
     add("--drafters", type=_drafters, metavar="NAME,...", help=text)
     text = "sizes of drafts with the root (default: 4,8,16,32,64)"
     add("--nodes", type=_numbers, default=[4, 8, 16, 32, 64], metavar="N,...", help=text)
-    text = "leave no guess out as unlikely, as on a GPU, where trees are always full (default: as this device drafts)"
+    text = "keep unlikely guesses too, so that trees are always full, as on a GPU (default: as on this device)"
     add("--full", action="store_true", help=text)
-    text = "the base's greedy answers; what is missing is written and added (default: kept in the cache)"
+    text = "file of the base's greedy answers; missing ones are generated and added (default: kept in the cache)"
     add("--texts", metavar="FILE", help=text)
     _add_report(command)
     command.set_defaults(shape=None)
@@ -80,7 +88,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
     _add_model(command)
     _add_rounds(command, rounds=3)
     _add_parts(command)
-    text = "who is tried, names of drafters with commas between them (default: all that there are)"
+    text = "drafters to try, separated by commas (default: all that the model has)"
     add("--drafters", type=_drafters, metavar="NAME,...", help=text)
     text = "tree sizes with the root (default: 2,4,6,8,12)"
     add("--nodes", type=_numbers, default=[2, 4, 6, 8, 12], metavar="N,...", help=text)
@@ -94,7 +102,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
 
 def _add_parts(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases bring (default: off)")
+    add("--mtp", action="store_true", help="load the multi-token-prediction layer that some bases have (default: off)")
     add("--int8", action="store_true", help="LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)")
 
 
@@ -105,7 +113,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
     add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer (default: none)")
     add("--questions", metavar="FILE", help=f"{QUESTIONS} (default: held-out prompts of the repository)")
-    add("--count", type=at_least(1), default=12, metavar="N", help="prompts that are answered (default: %(default)s)")
+    add("--count", type=at_least(1), default=12, metavar="N", help="number of prompts (default: %(default)s)")
     text = "tokens per answer (default: %(default)s)"
     add("--max-new-tokens", type=at_least(1), default=128, metavar="N", help=text)
     _add_place(command)

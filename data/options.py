@@ -1,4 +1,4 @@
-"""What ``medusa data`` takes."""
+"""The command line of ``medusa data``."""
 
 import argparse
 from collections.abc import Callable
@@ -20,10 +20,10 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="medusa data", description="Make training data for draft heads.")
     commands = top.add_subparsers(dest="command", required=True)
     for name, what, add_flags in (
-        ("inspect", "show samples with what is trained on marked, and count tokens", _add_inspect),
+        ("inspect", "show samples, mark the text that is trained on, and count tokens", _add_inspect),
         ("regenerate", "let the base answer prompts; its own answers are the training data", _add_regenerate),
-        ("prompts", "let a chat base write prompts, in the user's place: for regenerate --prompts FILE", _add_prompts),
-        ("mix", "mix prompts of many sources, without duplicates and without what evaluations ask", _add_mix),
+        ("prompts", "let a chat base write prompts itself, for regenerate --prompts FILE", _add_prompts),
+        ("mix", "mix prompts of many sources, without duplicates and without questions of evaluations", _add_mix),
     ):
         add_flags(commands.add_parser(name, help=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
     return top
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base", default=EMBEDDED, help='whose tokenizer: directory, Hub id, or "embedded"')
+    add("--base", default=EMBEDDED, help='the base, for its tokenizer: directory, Hub id, or "embedded"')
     add("--source", required=True, help=A_SOURCE)
     _add_source(parser)
     add("--limit", type=at_least(0), default=1000, help="records that are read; 0 = all")
@@ -46,7 +46,7 @@ def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     add("--base", help=f'directory, Hub id, "smollm2", or "{EMBEDDED}", which is the default in this process')
     what = (
         '"train" or "heldout": prompts from the standard library; "chat" or "chat-heldout": questions and tasks of many'
-        f" kinds, made from templates; or {A_SOURCE} of conversations, every user turn of which is answered"
+        f" kinds, made from templates; or {A_SOURCE} of conversations, in which every user turn is answered"
     )
     add("--prompts", default="train", help=what)
     _add_source(parser)
@@ -57,7 +57,7 @@ def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     _add_here(parser.add_argument_group("the base runs in this process"))
     add = parser.add_argument_group("an OpenAI-compatible server runs the base").add_argument
     add("--endpoint", metavar="URL", help="its address, as http://localhost:8000/v1; --base then names the tokenizer")
-    add("--model", metavar="NAME", help="the base's name on the server; default: that of --base")
+    add("--model", metavar="NAME", help="name of the base on the server; default: that of --base")
     add("--api-key-env", metavar="VAR", help="environment variable that holds the key; default: no key")
     add("--concurrency", type=at_least(1), default=EndpointSettings.concurrency, help="requests under way at a time")
     add("--retries", type=at_least(0), default=EndpointSettings.retries, help="more tries of a request that failed")
@@ -67,7 +67,7 @@ def _add_regenerate(parser: argparse.ArgumentParser) -> None:
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base", required=True, help='a chat model: directory, Hub id, or "smollm2"')
-    add("--count", type=at_least(1), default=OWN_COUNT, help="prompts to begin; bad ones are left out")
+    add("--count", type=at_least(1), default=OWN_COUNT, help="prompts to begin with; bad ones are left out")
     add("--out", required=True, metavar="FILE", help="the .jsonl file to write")
     _add_sampling(parser, Settings(256, 1.0, 0.9))
     _add_here(parser)
@@ -76,34 +76,39 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 def _add_mix(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("mixture", metavar="FILE", help="a .yaml file that lists the sources, as data/mixtures/smollm2.yaml")
-    add("--base", default=EMBEDDED, help=f'whose tokenizer counts: directory, Hub id, "smollm2" or "{EMBEDDED}"')
+    add("--base", default=EMBEDDED, help=f'the base, for its tokenizer: directory, Hub id, "smollm2" or "{EMBEDDED}"')
     add("--sources", required=True, metavar="DIR", help="where the sources' files are")
-    add("--out", required=True, metavar="DIR", help="gets train/, heldout/ and report.json")
+    add("--out", required=True, metavar="DIR", help="directory to write: train/, heldout/ and report.json")
     what = "questions of an evaluation, in a file or directory; prompts that share words with one are left out"
     add("--without", action="append", default=[], metavar="FILE", help=what)
-    add("--size", type=at_least(1), default=1000, help="prompts of a file")
-    add("--seed", type=int, default=0, help="of the order, and of what is left out")
+    add("--size", type=at_least(1), default=1000, help="prompts in each file")
+    add("--seed", type=int, default=0, help="seed of the order and of the choice")
 
 
 def _add_source(parser: Any) -> None:
     add = parser.add_argument
-    add("--split", default="train", help="of a Hub data set")
-    add("--subset", default="", help="of a Hub data set")
+    add("--split", default="train", help="split of a Hub data set")
+    add("--subset", default="", help="configuration of a Hub data set")
     add("--streaming", action="store_true", help="do not download a Hub data set whole; needs a number to read")
 
 
 def _add_sampling(parser: Any, default: Settings) -> None:
     add = parser.add_argument
-    add("--max-new-tokens", type=at_least(1), default=default.max_new_tokens, help="most tokens written for each")
+    add("--max-new-tokens", type=at_least(1), default=default.max_new_tokens, help="most tokens of an answer")
     add("--temperature", type=_temperature, default=default.temperature, help="0 = greedy")
-    add("--top-p", type=_up_to(1.0), default=default.top_p, help="draw from the likeliest tokens of this probability")
-    add("--seed", type=int, default=default.seed, help="of the choice of prompts and of all that is drawn")
+    add(
+        "--top-p",
+        type=_up_to(1.0),
+        default=default.top_p,
+        help="sample from the most likely tokens that together have this probability",
+    )
+    add("--seed", type=int, default=default.seed, help="seed of the choice of prompts and of sampling")
 
 
 def _add_here(parser: Any) -> None:
     parser.add_argument("--batch", type=at_least(1), default=BATCH, help="prompts decoded together")
     add_base_flags(parser)
-    what = "drafter and nodes that medusa bench tune has found; default: several prompts are decoded plainly"
+    what = "drafter and nodes from medusa bench tune; default: several prompts are decoded plainly"
     parser.add_argument("--settings", metavar="FILE", help=what)
 
 

@@ -30,7 +30,7 @@ from medusa.sampling import Options, from_options
 
 
 class Stream:
-    """A completion as it grows: iterate over its pieces; ``output`` holds what there is at any time."""
+    """A completion as it grows: iterate over its pieces; ``output`` holds the completion so far."""
 
     def __init__(self, steps: Generator[list[list[Piece]]], output: Output) -> None:
         self._steps = steps
@@ -47,14 +47,13 @@ class MedusaModel:
     """A frozen base and the heads that draft for it.
 
     Attributes:
-        base: The base; with the feature layers that heads read.
-        heads: The heads, or None: then every step is a plain decode step, unless something else drafts. They are a
-            frozen copy on the base's device and in its dtype, which may share the memory of those that were handed
-            over; hand over a copy of heads that go on training.
+        base: The frozen base. Its hidden states include the feature layers that the heads read.
+        heads: The heads, or None. They are a frozen copy on the base's device and in its dtype. The copy may share
+            memory with the heads that were passed in: pass a copy of heads that go on training.
         named: Other heads that requests may choose, see ``with_heads``.
         graphs: Runs the steps as CUDA graphs, for one thread at a time; None = eagerly.
-        drafters: Chooses what drafts.
-        provenance: Where the heads come from, where that is known; saved with them.
+        drafters: Chooses the drafter of each request.
+        provenance: The origin of the heads, if it is known; saved with them.
     """
 
     def __init__(
@@ -107,29 +106,31 @@ class MedusaModel:
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on, or a base alone.
 
-        Heads of joint training (Medusa-2) bring an adapter that becomes part of the base, whichever is named: its
-        answers are no longer those of the original, and lossless decoding is exact towards the changed base.
+        Heads of joint training (Medusa-2) bring an adapter, which is merged into the base. Then the answers are no
+        longer those of the original, and lossless decoding is exact towards the changed base.
 
         Args:
-            heads: Directory of the heads, in any format of ``medusa.formats``, or their Hub id ("user/heads"). A whole
-                model in their place is loaded without heads, which is logged; "smollm2" brings heads. None = no heads.
-            base: The base: a directory, a GGUF file, a Hub id, "smollm2" or "embedded"; None = what the heads' config
-                names.
+            heads: Directory of the heads, in any format of ``medusa.formats``, or their Hub id ("user/heads"). The
+                name of a whole model loads that model without heads, which is logged; "smollm2" has heads. None = no
+                heads.
+            base: The base: a directory, a GGUF file, a Hub id, "smollm2" or "embedded"; None = the one that the heads'
+                config names.
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
                 a GPU, exact on a CPU with a C++ compiler, otherwise the reference.
             int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Decoding is
-                about a third faster, but what it says is no longer what the base says.
+                about a third faster, but the text is no longer the base's.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is
                 spread over several devices. ``{"tp_plan": "auto"}`` divides it among the processes that torchrun has
-                started (tensor parallel): the first one goes on, the others compute with it until it ends, and end.
-            graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = on a
-                GPU, and eagerly where a step cannot be recorded. Memory is kept from call to call, see ``release``.
+                started (tensor parallel). The call returns in the first process only; the others compute with it until
+                it ends, and then end too.
+            graph: Run each decode step as one CUDA graph: same tokens, without Python between kernels. None = yes on a
+                GPU. Steps that cannot be recorded run eagerly. Memory is kept from call to call, see ``release``.
             revision: Branch, tag or commit of heads on the Hub; None = its main branch.
-            draft_model: Name of a smaller model, as for ``base``, with the base's tokenizer that drafts
-                ("draft-model" of ``Speculation.drafter``), with or without heads beside it.
-            mtp: Load the multi-token-prediction layer that the base brings (DeepSeek-V3, GLM-4.5), which drafts too.
+            draft_model: Name of a smaller model that drafts, as for ``base``; it must have the base's tokenizer
+                (``Speculation.drafter="draft-model"``). Heads may be loaded too.
+            mtp: Load the multi-token-prediction layer of the base (DeepSeek-V3, GLM-4.5), which drafts too.
 
         Raises:
             FileNotFoundError: A directory is missing.
@@ -149,11 +150,11 @@ class MedusaModel:
     def with_heads(self, named: Mapping[str, DraftHeads]) -> "MedusaModel":
         """The same model with these heads beside its own; requests choose them by name (``Speculation.heads``).
 
-        All share the base, and requests with different heads share its passes. What was learned as it runs stays. This
-        model stays as it is.
+        All heads share the base, and requests with different heads share its passes. The new model keeps what was
+        measured so far. This model does not change.
 
         Args:
-            named: By name; those that were there before and are not among them are left out.
+            named: Heads by name. They replace those that were named before.
 
         Raises:
             ValueError: Heads for another base.
@@ -170,13 +171,13 @@ class MedusaModel:
         return model
 
     def save_pretrained(self, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
-        """Write the heads (never the base, but an adapter of it) in the native format; returns the directory.
+        """Write the heads in the native format, with their adapter but never the base; returns the directory.
 
         They are written in the dtype that they compute in, which is the base's.
 
         Args:
             directory: Created if missing.
-            provenance: Where the heads come from; None = what was loaded with them.
+            provenance: The origin of the heads; None = what was loaded with them.
 
         Raises:
             ValueError: There are no heads.
@@ -196,14 +197,14 @@ class MedusaModel:
     ) -> str:
         """Put the heads on the Hub, in the native format with a model card, in one commit; returns the page's address.
 
-        They go in the dtype that they compute in; ``medusa export`` pushes them as they are stored.
+        They are written in the dtype that they compute in; ``medusa export`` keeps the stored dtype.
 
         Args:
             repo: "user/heads"; created where it is missing.
-            private: Of a new repository; None = as its owner's settings say, which is public by default.
+            private: Whether a new repository is private; None = the owner's setting, which is public by default.
             revision: Branch to commit to; None = main.
-            message: Of the commit.
-            provenance: Where the heads come from; None = what was loaded with them. The card tells it too.
+            message: Message of the commit.
+            provenance: The origin of the heads; None = what was loaded with them. The card shows it too.
 
         Raises:
             ValueError: There are no heads, or they must be private and the repository is public.
@@ -222,18 +223,18 @@ class MedusaModel:
     @overload
     def generate(self, prompts: Tensor, **options: Unpack[Options]) -> Output | list[Output]: ...
     def generate(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> Output | list[Output]:
-        """Complete one prompt or a batch of them; lossless towards ``base``, as it is after joint training too.
+        """Complete one prompt or a batch of them; lossless towards ``base`` (after joint training: the changed base).
 
         Args:
-            prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these. Text is encoded as
-                its tokenizer does; where that begins texts with a token, an empty one is a prompt too.
+            prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these. The base's
+                tokenizer encodes text; an empty string is valid if the tokenizer adds a first token.
             **options: The fields of ``SamplingParams`` and ``Speculation``; ``seed`` may be one per prompt. Or
                 ``sampling`` (one ``SamplingParams``, or one per prompt) and ``speculation`` (likewise) as objects.
-                ``prefix`` (a ``Prefix``) keeps what is computed, so that later prompts with the same beginning are not
-                computed from their first token on; the text does not depend on it.
+                ``prefix`` (a ``Prefix``) keeps the KV cache for later prompts with the same beginning; the text does
+                not depend on it.
 
         Returns:
-            An ``Output`` for one prompt, a list of them for a batch; ``Output.seed`` is what drew its text.
+            An ``Output`` for one prompt, a list of them for a batch; ``Output.seed`` is the seed that was used.
 
         Raises:
             TypeError: There is no such option.
@@ -259,7 +260,7 @@ class MedusaModel:
 
         Args:
             pool: A KV cache that batches of one base and one thread share (``base.new_pool``); None = its own.
-            config: How much it does at a time; None = the defaults.
+            config: Limits of a pass; None = the defaults.
         """
         if pool is None and self.graphs is not None:
             pool = self.graphs.pool
@@ -267,11 +268,11 @@ class MedusaModel:
 
     @property
     def ngrams(self) -> NgramCache:
-        """What requests that name the drafter "ngram" draft from, and teach: one cache for all of them."""
+        """The cache that the drafter "ngram" reads and fills; all requests share it."""
         return self.drafters.parts.ngrams
 
     def explain(self, drafter: str | None = None) -> str:
-        """Who drafts one prompt where nodes are left open, and why, in one line."""
+        """Which drafter and tree size one prompt gets by default, and why, in one line."""
         return self.drafters.explain(drafter)
 
     def release(self) -> None:
@@ -297,7 +298,7 @@ class MedusaModel:
 
 
 def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:
-    """Heads in the base's dtype on its device, which know its vocabulary and layers: not all formats tell these."""
+    """Heads in the base's dtype on its device, with its vocabulary and layers: not all formats name these."""
     heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
     known = heads.with_config(vocab_size=base.vocab_size, feature_layers=heads.config.layers_of(base.num_layers))
     return known.to(device=base.device, dtype=base.dtype)

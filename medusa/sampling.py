@@ -1,4 +1,4 @@
-"""What a request asks for: how tokens are chosen (`SamplingParams`) and how they are drafted (`Speculation`).
+"""Options of a request: how tokens are chosen (`SamplingParams`) and how they are drafted (`Speculation`).
 
 Both are checked when they are made, and nowhere else.
 """
@@ -27,13 +27,13 @@ MAX_PENALTY = 2.0
 MAX_LOGPROBS = 20
 """Most alternatives per token (the range of OpenAI's API)."""
 LARGEST = 2**62
-"""Of numbers without another limit; larger ones have no place in tensors."""
+"""Limit of numbers that have no other limit; tensors hold no larger ones."""
 NO_LIMIT = ("max_steps", "nodes", "logprobs", "prompt_logprobs")
 """Whole numbers that may be None."""
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of ``MedusaModel.generate``, which says what they are."""
+    """Keyword arguments of ``MedusaModel.generate``, which describes them."""
 
     max_new_tokens: int
     max_steps: int | None
@@ -74,20 +74,20 @@ class SamplingParams:
         top_k: Keep the k most likely tokens; 0 = all.
         top_p: Keep the smallest set of tokens with at least this probability, above 0 to 1; 1 = all.
         min_p: Keep tokens with at least this fraction of the best one's probability, 0 to 1; 0 = all.
-        repetition_penalty: Above 1, tokens of prompt and completion become less likely, below 1 more; 1 = off. It holds
-            at temperature 0 too, as do the next three.
-        presence_penalty: Taken from the logit of every token that stands in the completion, -2 to 2.
-        frequency_penalty: Taken from a token's logit for each time that it stands in the completion, -2 to 2.
+        repetition_penalty: Above 1, tokens of prompt and completion become less likely; below 1, more likely; 1 = off.
+            Like the next three options it also applies at temperature 0.
+        presence_penalty: Subtracted from the logit of every token that is in the completion, -2 to 2.
+        frequency_penalty: Subtracted from a token's logit once for each time it is in the completion, -2 to 2.
         logit_bias: Token id to a number from -100 to 100 that is added to its logit.
-        seed: Fixes sampled output, whatever drafts, tree or batch: 0 to 2**63 - 1. Equal prompts with equal seeds get
-            equal texts. None = another one each time, drawn by torch's global generator; ``Output.seed`` tells it.
+        seed: Fixes sampled text for every drafter, tree and batch: 0 to 2**63 - 1. Equal prompts with equal seeds get
+            equal texts. None = a new one each time, from torch's global generator; ``Output.seed`` holds it.
         stop: Strings that end the completion; not part of its text.
         ignore_eos: Go on after an end-of-sequence token.
         logprobs: Report the log-probability of every new token and of so many of the most likely ones there, 0 to 20;
             None = no report. They are those of the base's own distribution, before temperature, filters, penalties and
             bias.
-        prompt_logprobs: The same of every token of the prompt but the first, which nothing stands before; all of the
-            prompt is computed for it, whatever is cached.
+        prompt_logprobs: The same for every token of the prompt except the first, which has no context. The whole
+            prompt is computed for it, even if a part is cached.
 
     Raises:
         ValueError: A value out of its range.
@@ -158,27 +158,28 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How the tokens of one completion are drafted, and which drafts stand.
+    """How the tokens of one completion are drafted, and which drafts are accepted.
 
-    Greedy and sampled text does not depend on it; under speculative and typical acceptance it does.
+    Greedy and sampled text does not depend on it. Text under speculative and typical acceptance does.
 
     Attributes:
         drafter: "heads"; "prompt-lookup", which repeats what followed the last words earlier in the text and needs no
             heads; "ngram", which repeats what followed them in earlier completions that named it
             (``MedusaModel.ngrams``, which a corpus can fill too); "draft-model", a smaller model that was loaded with
             the base; "early-exit", the base's own first layers; "mtp", the multi-token-prediction layer that some bases
-            bring; several of these in one tree, joined by "+"; "hybrid" = "heads+prompt-lookup"; "heads-sampled", which
+            have; several of these in one tree, joined by "+"; "hybrid" = "heads+prompt-lookup"; "heads-sampled", which
             draws from the heads at the temperature, for speculative acceptance; or a ``medusa.drafters.Drafter`` of
-            your own. None = the fastest of what there is, found out as it runs: hybrid, "draft-model+prompt-lookup",
-            "mtp+prompt-lookup"; prompt lookup alone for a single sequence on a CPU; and plain decoding. Where the base
-            verifies chains only (``BaseModel.decoding``), every draft is taken as a chain.
+            your own. None = the fastest that the model has, measured while it runs: hybrid,
+            "draft-model+prompt-lookup", "mtp+prompt-lookup", plain decoding, and for a single sequence on a CPU prompt
+            lookup alone. If the base verifies chains only (``BaseModel.decoding``), every draft becomes a chain.
         acceptance: None = lossless: "greedy" at temperature 0, "sampling" above. "speculative" (p/q) is lossless in
             distribution, but the text for a seed depends on the draft; made for drawn drafts. "typical" is lossy.
         epsilon: Threshold of typical acceptance, 0 to 1.
         delta: Entropy factor of typical acceptance, at least 0.
-        nodes: Tree budget N with the root; 1 = plain decoding. None = what brings the most tokens per second, found out
-            as it runs; plain decoding is among the choices, and drawn drafts ("heads-sampled") have 8. Under
-            speculative and typical acceptance with other drafters only a number makes the text repeat for a seed.
+        nodes: Tree budget N with the root; 1 = plain decoding. None = the size with the most tokens per second,
+            measured while it runs; plain decoding is one of the choices, and drawn drafts ("heads-sampled") have 8
+            nodes. Under speculative and typical acceptance with other drafters, text repeats for a seed only if
+            ``nodes`` is a number.
         tree: A static tree instead of a dynamic one of ``nodes`` nodes.
         heads: Which heads draft, where the model has several (``MedusaModel.with_heads``); None = its own.
 
@@ -251,7 +252,7 @@ def _per_prompt(name: str, value: Any, prompts: int) -> list[Any]:
 
 
 def sources(drafter: str) -> tuple[str, ...]:
-    """What drafts under this name: one or several of ``SOURCES``, or "heads-sampled".
+    """The drafters of this name: one or several of ``SOURCES``, or "heads-sampled".
 
     Raises:
         ValueError: The name is not known.
@@ -268,13 +269,13 @@ def sources(drafter: str) -> tuple[str, ...]:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number, or None where a limit may be left out."""
+    """Refuse a value that is no whole number; None is allowed for limits that may be left out."""
     if not is_whole(value) and (value is not None or name not in NO_LIMIT):
         raise ValueError(f"{name} ({value}) must be a whole number; correct it")
 
 
 def check_range(name: str, value: object, low: float, high: float) -> None:
-    """Refuse what is out of its range, or no finite number."""
+    """Refuse a value that is out of its range or no finite number."""
     if not is_number(value) or not low <= value <= high or value > LARGEST:
         raise ValueError(f"{name} ({value}) must be between {low} and {high}; correct it")
 

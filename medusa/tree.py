@@ -69,7 +69,7 @@ class Tree:
 
 
 def ancestor_mask(parents_N: Tensor, depth: int) -> Tensor:
-    """Who is above whom in trees of at most ``depth`` edges.
+    """Which node is an ancestor of which, in trees of at most ``depth`` edges.
 
     Args:
         parents_N: [..., N] int64 index of each node's parent; the root's is the root.
@@ -100,15 +100,15 @@ class Draft:
         tokens: [B, N] int64; column 0 holds the roots.
         parents: [B, N] int64 index of each node's parent, always smaller than the node's own; 0 for the root.
         depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
-        probs: [B, N, V] where tokens were drawn: row n is the distribution that node n's token was drawn from, given
-            what was drawn before it; the root's row is not read. None where all tokens were chosen (one-hot rows).
-        parts: Where rows drafted apart: which rows [b], and their own draft. See ``stack``.
+        probs: [B, N, V] if tokens were drawn: row n is the distribution that node n's token was drawn from, given the
+            tokens drawn before it; the root's row is not read. None if all tokens were chosen (one-hot rows).
+        parts: If rows were drafted separately: which rows [b], and their own draft. See ``stack``.
         straight: Every node's parent is the node before it.
-        sizes: Nodes of each tree, the root included, where some have fewer than N: what stands behind them fills up,
-            and no path takes it. On a CPU alone: these are numbers of the host.
-        scores: [B, N] log-probability of the path from the root to each node, as whoever drafted it believes; None
-            where nobody says.
-        together: Nodes see all of their tree, and not their ancestors alone: rows that are computed, never a draft.
+        sizes: Nodes of each tree, the root included, if some trees have fewer than N. The columns after them are
+            padding, which no path takes. Only on a CPU: these are numbers of the host.
+        scores: [B, N] log-probability of the path from the root to each node, as the drafter estimates it; None if it
+            gives no estimate.
+        together: Nodes see their whole tree, not only their ancestors. Such rows are computed, but are never a draft.
     """
 
     tokens: Tensor
@@ -128,11 +128,11 @@ class Draft:
         return self.sizes or (nodes,) * batch
 
     def flat(self, rows_BN: Tensor) -> Tensor:
-        """[R, ...] of [B, N, ...]: what belongs to the trees' own nodes alone, sequence by sequence."""
+        """[R, ...] of [B, N, ...]: the rows of the trees' own nodes, without padding, sequence by sequence."""
         return rows_BN.flatten(0, 1) if self.real is None else rows_BN[self.real]
 
     def spread(self, rows_RF: Tensor) -> Tensor:
-        """[B, N, F]: what was computed of these nodes, at their places; 0 behind the smaller trees."""
+        """[B, N, F] of [R, F]: the rows of the nodes at their places; 0 in the padding of smaller trees."""
         if self.real is None:
             return rows_RF.view(*self.tokens.shape, -1)
         return rows_RF.new_zeros(*self.tokens.shape, rows_RF.shape[-1]).masked_scatter_(self.real[..., None], rows_RF)
@@ -167,10 +167,10 @@ class Draft:
 
     @classmethod
     def stack(cls, parts: Sequence[tuple[Tensor, "Draft"]]) -> "Draft":
-        """One draft of rows that drafted apart; small trees are filled up with children of the root that no path takes.
+        """One draft of rows that were drafted separately; small trees are padded with nodes that no path takes.
 
         Args:
-            parts: Which rows [b], and their draft; every row is in one of them. Distributions stay in the parts.
+            parts: Which rows [b], and their draft; every row is in one part. Distributions stay in the parts.
         """
         rows, nodes = sum(len(index) for index, _ in parts), max(part.tokens.shape[1] for _, part in parts)
         tokens_BN = parts[0][1].tokens.new_zeros(rows, nodes)
@@ -187,7 +187,7 @@ class Draft:
         return cls(tokens_BN, parents_BN, depth, parts=tuple(parts), sizes=ragged(sizes))
 
     def keeping(self, real_BN: Tensor) -> "Draft":
-        """The trees with these nodes alone, on a CPU: the root is one of them, and so is the parent of each.
+        """The trees with these nodes only, on a CPU; the root and the parent of each kept node must be among them.
 
         Trees become as large as the largest that is left; ``sizes`` says where others are smaller.
         """
@@ -236,7 +236,7 @@ class Draft:
         return Draft(tokens, parents, depth, probs, straight=self.straight, sizes=ragged(kept), scores=scores)
 
     def join(self, other: "Draft") -> "Draft":
-        """Both trees of each sequence below their common root; the other's draft tokens stand behind all of ours."""
+        """Both trees of each sequence below their common root; the other draft's nodes come after all of ours."""
         behind, parents_BM = self.tokens.shape[1] - 1, other.parents[:, 1:]
         parents_BM = torch.where(parents_BM == 0, 0, parents_BM + behind)
         joined = Draft(

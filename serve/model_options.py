@@ -17,7 +17,7 @@ ATTENTION = ("auto", "reference", "exact", "flash", "triton")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which base, which heads, and how they run."""
+    """The base, the heads, and how they run."""
 
     heads: str | None = flag(
         None,
@@ -31,14 +31,14 @@ class ModelOptions:
         metavar="NAME",
     )
     draft_model: str | None = flag(
-        None, "a smaller model with the base's tokenizer that guesses, a directory or a Hub id", metavar="NAME"
+        None, "a smaller model that drafts, with the base's tokenizer; a directory or a Hub id", metavar="NAME"
     )
-    mtp: bool = flag(False, "load the multi-token-prediction layer that some bases bring, which guesses too")
+    mtp: bool = flag(False, "load the multi-token-prediction layer that some bases have, which drafts too")
     dtype: str = flag("auto", "type of the weights", choices=DTYPES)
     device: str = flag("auto", "cpu, cuda, cuda:1, ... (default: %(default)s, cuda if there is one)")
     attention: str = flag(
         "auto",
-        "what computes attention over trees (default: %(default)s, the first of triton and flash that works on a GPU,"
+        "attention backend for trees (default: %(default)s, the first of triton and flash that works on a GPU,"
         " exact on a CPU with a compiler)",
         choices=ATTENTION,
     )
@@ -89,7 +89,7 @@ class ModelOptions:
         )
 
     def heads_or_default(self) -> str | None:
-        """The heads that are loaded where none are named; None = none."""
+        """The heads that are loaded if none are named; None = no heads."""
         from medusa.data import EMBEDDED, shipped_heads
 
         alone = self.draft_model or self.base not in (None, EMBEDDED)
@@ -97,7 +97,7 @@ class ModelOptions:
 
 
 def describe(model: "MedusaModel", directory: str | None) -> str:
-    """The banner: which base, which heads, where and in what type they run."""
+    """The banner: base, heads, device and dtype."""
     base, heads = model.base, model.heads
     here = f"{Path.cwd()}/"
     lines = [f"base   {base.name.removeprefix(here)} ({base.context_length:,} tokens of context)"]

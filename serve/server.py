@@ -26,8 +26,9 @@ EPILOG = """\
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "stream": true}'
 
-Keys are read from the environment, where lists of processes do not show them: MEDUSA_API_KEYS of those that may ask,
-separated by commas (none = everyone), MEDUSA_ADMIN_KEY of who may load and remove heads at run time (none = nobody).
+Keys are best given in the environment, which lists of processes do not show. MEDUSA_API_KEYS holds the keys that
+clients may use, separated by commas (none = everyone may ask). MEDUSA_ADMIN_KEY holds the key that may load and remove
+heads at run time (none = nobody may).
 """
 
 
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(model, ModelOptions)
     text = "other heads on the same base, which requests choose as their model (default: none)"
     model.add_argument("--more-heads", nargs="+", default=[], metavar="NAME=DIR", help=text)
-    text = "keys of those that may ask, beside those in MEDUSA_API_KEYS (default: none)"
+    text = "keys that clients may use, besides those in MEDUSA_API_KEYS (default: none)"
     parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help=text)
     for title, kind in (("limits", EngineSettings), ("requests", ApiSettings), ("network", Network)):
         add_flags(parser.add_argument_group(title), kind)
@@ -80,7 +81,7 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
 
 
 def read_keys(given: Sequence[str]) -> frozenset[str]:
-    """Keys of those that may ask; none = everyone may.
+    """Keys that clients may use; none = everyone may ask.
 
     Args:
         given: On the command line; those of the environment come beside them.

@@ -12,11 +12,11 @@ class EngineSettings:
     """Limits of the engine."""
 
     max_batch: int = flag(64, "requests that decode together", at_least(1), "N")
-    max_waiting: int = flag(256, "requests that wait for that; more get status 429", at_least(0), "N")
+    max_waiting: int = flag(256, "requests that may wait; more get status 429", at_least(0), "N")
     cache_tokens: int | None = flag(
         None,
-        "positions of the KV cache; where they run out, the request that came last waits and goes on later; memory is"
-        " used when they are written (default: 40 %% of the memory)",
+        "positions of the KV cache; if they run out, the newest request waits and goes on later; memory is used when"
+        " positions are written (default: 40 %% of the memory)",
         at_least(1),
         "N",
     )
@@ -31,22 +31,24 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """Who may ask, for how much, and what is told."""
+    """Access, limits of a request, and what answers report."""
 
     name: str = flag("", "name of the base in requests (default: its own, shortened)", metavar="NAME")
     api_keys: frozenset[str] = frozenset()
     """One of them must come as a bearer token; none = everyone may ask."""
     admin_key: str = ""
-    """Of /v1/heads; empty = nobody may load heads at run time."""
-    origins: Sequence[str] = flag((), "web pages of other hosts that may ask (CORS), * = all", metavar="URL", nargs="+")
+    """Key of /v1/heads; empty = nobody may load heads at run time."""
+    origins: Sequence[str] = flag(
+        (), "web pages of other hosts that may send requests (CORS), * = all", metavar="URL", nargs="+"
+    )
     allow_credentials: bool = flag(False, "these pages may send cookies and keys that the browser keeps")
     max_body: int = flag(4 << 20, "largest body of a request", at_least(1), "BYTES")
     max_n: int = flag(16, "completions of a request, prompts times n", at_least(1), "N")
     timeout: float | None = flag(
-        None, "seconds that a request may take, waiting included (default: any, unless it names some)", float, "S"
+        None, "seconds that a request may take, waiting included (default: no limit, unless it names one)", float, "S"
     )
     spec_metrics: bool = flag(
-        False, "answers bring metrics.speculative_decoding unless they say otherwise (default: when asked for)"
+        False, "answers include metrics.speculative_decoding unless the request says otherwise (default: if asked for)"
     )
 
 

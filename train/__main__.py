@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", required=True, metavar="FILE", help="YAML file, e.g. train/recipes/embedded.yaml")
-    parser.add_argument("--check", action="store_true", help="tell all mistakes of recipe, base and files, and stop")
+    parser.add_argument("--check", action="store_true", help="report all mistakes in recipe, base and files, and stop")
     return parser
 
 

@@ -25,8 +25,8 @@ class BaseRecipe:
     name: str = "embedded"
     """Directory, GGUF file, Hub id, "embedded" (this repository's small model) or "smollm2" (SmolLM2-135M-Instruct)."""
     dtype: str = _choice("auto", "auto", "float32", "bfloat16")
-    """Of the frozen weights and of the loss's vocabulary products; auto = the checkpoint's, or float32 on a CPU that
-    multiplies faster in it."""
+    """Dtype of the frozen weights and of the products with the vocabulary; auto = the checkpoint's, or float32 on a CPU
+    that multiplies faster in it."""
     shard: bool = False
     """Split the frozen weights over the processes (ZeRO-3) when the base does not fit on one device."""
     quantise: str = _choice("none", "none", "4bit")
@@ -44,25 +44,26 @@ class HeadsRecipe:
     architecture: str = "medusa"
     """Name in medusa.heads.ARCHITECTURES."""
     num_heads: int = _limits(4, low=1, high=16)
-    """Number of heads; head k predicts token t+1+k. Attention: passes of its layer, each from the one before.
-    Block: rows of its only pass."""
+    """Number of heads; head k predicts token t+1+k. Architecture attention: passes of its layer, each from the previous
+    output. Architecture block: rows of its only pass."""
     num_layers: int = _limits(1, low=1, high=8)
     """Residual blocks per head; block: decoder layers."""
     own_lm_heads: bool = False
     """Train one vocabulary matrix per head (attention, block: for all) instead of sharing the base's frozen one."""
     feature_layers: int = _limits(0, low=0, high=8)
-    """Layers of the base, spread evenly below the last, whose outputs heads read too; attention, block: instead (3)."""
+    """Number of further layers of the base, spread evenly below the last, whose outputs heads read too; attention and
+    block read them in place of the last (3)."""
     rank: int = _limits(64, low=1, high=4096)
-    """Rank of the correction by the token before; architectures markov and block only."""
+    """Rank of the correction by the previous token; architectures markov and block only."""
     mask_token: int = _limits(-1, low=-1)
     """Token whose embedding a block's rows begin with but for the first, as DSpark's do: heads that can be exported as
     such (best a token that no text has); -1 = rows of our own; architecture block only."""
     norm_features: bool = True
-    """Norm what each feature layer gives, with weights of its own (EAGLE 3.1); architecture attention only."""
+    """Normalise the output of each feature layer, with weights of its own (EAGLE 3.1); architecture attention only."""
     norm_output: bool = True
-    """Each pass reads the output before it behind its last norm (EAGLE 3.1); architecture attention only."""
+    """Each pass reads the previous output after its last norm (EAGLE 3.1); architecture attention only."""
     draft_vocab: int = _limits(0, low=0)
-    """Tokens that heads can draft: the most frequent ones of the training data; 0 = all of the vocabulary."""
+    """Number of tokens that heads can draft: the most frequent ones of the training data; 0 = the whole vocabulary."""
     init_from: str = ""
     """Heads whose weights training starts from, of this shape and in any format: a directory or a Hub id; empty = fresh
     ones. Tokens that heads can draft are chosen anew, unless heads own their vocabulary matrices."""
@@ -75,11 +76,11 @@ class DataRecipe:
     train: str = ""
     """Training samples (required): a .jsonl, .json or .parquet file, a directory of them, or a Hub data set."""
     train_split: str = "train"
-    """Split of a Hub data set that is trained on."""
+    """Split of a Hub data set to train on."""
     heldout: str = _limits("", resume=True)
     """Held-out samples for the evaluation, as for train; empty = no evaluation."""
     heldout_split: str = _limits("test", resume=True)
-    """Split of a Hub data set that is held out."""
+    """Split of a Hub data set to hold out."""
     subset: str = ""
     """Configuration of a Hub data set; empty = its default."""
     streaming: bool = False
@@ -133,7 +134,8 @@ class EngineRecipe:
     zero_stage: int = _limits(1, low=0, high=3, resume=True)
     """0 = replicate, 1 = partition the optimizer, 2 = and the gradients, 3 = and the heads."""
     precision: str = _choice("auto", "auto", "float32", "bfloat16")
-    """Products inside the heads; bfloat16 = autocast over float32 master weights; auto = so where the base is in it."""
+    """Dtype of products inside the heads; bfloat16 = autocast over float32 master weights; auto = bfloat16 if the base
+    is in bfloat16."""
     device: str = _choice("auto", "auto", "cpu", "cuda")
     """Where to train; auto = cuda when there is one."""
     offload: bool = _limits(False, resume=True)
@@ -149,7 +151,8 @@ class CacheRecipe:
     mode: str = _choice("online", "online", "offline", "hybrid", resume=True)
     """online = no cache; offline = fill it before the first step; hybrid = fill it during the first epoch."""
     directory: str = _limits("", resume=True)
-    """Where, for all machines of the run; empty = <run>/hidden. Runs of equal base, data and heads may share it."""
+    """Directory of the cache, for all machines of the run; empty = <run>/hidden. Runs with equal base, data and heads
+    may share it."""
     shard_mb: int = _limits(256, low=1, resume=True)
     """Size of one file, 10^6 bytes."""
 
@@ -163,11 +166,11 @@ class LoraRecipe:
     alpha: float = _limits(16.0, low=0.0)
     """Scale of the adapters = alpha / rank."""
     dropout: float = _limits(0.05, low=0.0, high=0.99)
-    """Of the adapters' input."""
+    """Dropout of the adapters' input."""
     base_loss: str = _choice("kl", "kl", "ce")
-    """What keeps the base: kl = distance to itself without adapters; ce = the text."""
+    """Loss that keeps the base as it was: kl = distance to itself without adapters; ce = the text."""
     heads_weight: float = _limits(0.2, low=0.0)
-    """lambda_0: weight of all heads beside the base's loss."""
+    """lambda_0: weight of the heads' loss; that of the base has weight 1."""
     heads_schedule: str = _choice("constant", "constant", "sine")
     """lambda_0 from the first step, or rising to it along a quarter of a sine."""
     heads_only: float = _limits(0.2, low=0.0, high=1.0)

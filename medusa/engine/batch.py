@@ -36,11 +36,11 @@ PLAIN = PlainDrafter()
 class Batch:
     """Requests that share every pass of the base; for one thread.
 
-    Greedy and sampled completions have the tokens that they would have alone, whatever stands beside them.
+    Greedy and sampled completions have the tokens that they would have alone, whatever else the batch computes.
 
     Args:
         base: Prepared for decoding.
-        drafters: Chooses what drafts for a request.
+        drafters: Chooses the drafter of a request.
         graphs: Runs decode steps as CUDA graphs; None = eagerly.
         pool: The KV cache, which batches of one base and one thread may share (``BaseModel.new_pool``); None = its own.
         config: How much it does at a time; None = the defaults.
@@ -103,8 +103,8 @@ class Batch:
             params: How its tokens are chosen; None = the defaults.
             speculation: How they are drafted; None = the defaults.
             incremental: Make text token by token, for streaming.
-            constraint: What the completion may say; None = anything.
-            client: Who asks: of those that wait, who has fewest requests under way comes first.
+            constraint: A grammar that the completion must follow; None = anything.
+            client: Name of the client; the client with the fewest running requests comes first.
             priority: Lower numbers come first, whoever asks.
 
         Raises:

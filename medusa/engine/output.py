@@ -32,29 +32,29 @@ class TokenLogprob(NamedTuple):
     """Log-probabilities in nats at one place of the completion, by the base's own distribution there."""
 
     logprob: float
-    """Of the token that stands there."""
+    """Log-probability of the token at this place."""
     top: dict[int, float]
-    """Of the most likely token ids, the best first."""
+    """Log-probabilities of the most likely token ids, the best first."""
 
 
 @dataclass
 class Output:
-    """What ``generate`` returns for one prompt.
+    """The completion of one prompt.
 
     Attributes:
         tokens: New token ids; an end-of-sequence token is the last of them.
-        drafted: For every token whether it was accepted from the draft.
+        drafted: Whether each token was accepted from the draft.
         text: The new text, without special tokens and without the stop string.
         prompt_tokens: Length of the prompt in tokens.
-        steps: Passes that brought tokens: the prompt's last one, and those that verified.
-        draft_tokens: Tokens that were drafted and verified in them.
+        steps: Passes that gave tokens: the last pass of the prompt, and those that verified drafts.
+        draft_tokens: Tokens that were drafted and verified in these passes.
         accepted: How many steps accepted 0, 1, 2, ... of their draft tokens.
         finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
-        seed: Fixes the draws of its tokens, see ``SamplingParams``; None where none was given and nothing is drawn.
+        seed: The seed of its draws, see ``SamplingParams``; None if none was given and nothing was drawn.
         seconds: Wall-clock time from the first token to the last.
         cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix`` and ``BlockPool``).
-        logprobs: Of every token, where ``SamplingParams.logprobs`` asks for them.
-        prompt_logprobs: Of every token of the prompt, None of the first, where they are asked for.
+        logprobs: Log-probabilities of every token, if ``SamplingParams.logprobs`` asks for them.
+        prompt_logprobs: The same for every token of the prompt, if asked for; None for the first token.
     """
 
     prompt_tokens: int
@@ -78,7 +78,7 @@ class Output:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed, without the prefill and the token that it brings."""
+        """Decode speed, without the prefill and the token that it gives."""
         return (len(self.tokens) - 1) / self.seconds if self.seconds and self.tokens else 0.0
 
 
@@ -89,7 +89,7 @@ class Completion:
         tokenizer: Decodes the tokens.
         prompt_tokens: Length of the prompt.
         params: Limits, stop strings, and whether the end-of-sequence token counts.
-        room: Tokens that the base's context has left behind the prompt.
+        room: Tokens that the base's context has left after the prompt.
         eos_ids: Tokens that end the completion.
         incremental: Decode token by token, for streaming; otherwise the text is made once, at the end (decoding text
             costs about as much as a small model's layer), unless stop strings must be looked for.
@@ -133,12 +133,12 @@ class Completion:
     def extend(
         self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = (), draft_tokens: int = 0
     ) -> list[Piece]:
-        """Take the tokens of one step, the last of which is the base's own; returns the text that became final.
+        """Add the tokens of one step, the last of which is the base's own; returns the text that became final.
 
         Args:
-            tokens: At least one.
-            logprobs: Of each, where they are asked for.
-            draft_tokens: How many were drafted.
+            tokens: Token ids, at least one.
+            logprobs: Log-probabilities of each, if they are asked for.
+            draft_tokens: How many tokens were drafted.
         """
         output, pieces = self.output, []
         output.steps += 1

@@ -11,8 +11,8 @@ class Prefix:
     empty cache would give.
 
     Args:
-        tokens: Positions that it may hold; what was not used for longest goes first. None = what one text needs at a
-            time, and what was remembered beside it as long as its memory is not needed.
+        tokens: Positions that it may hold; the text that was unused for longest goes first. None = as many as one text
+            needs at a time, and earlier texts as long as their memory is not needed.
 
     Example:
         >>> prefix = Prefix()
@@ -29,7 +29,7 @@ class Prefix:
         self._pool = None
 
     def pool(self, base: BaseModel) -> BlockPool:
-        """Where the texts of this base are kept; those of another one are forgotten."""
+        """The pool that keeps the texts of this base; texts of another base are forgotten."""
         if self._pool is None or self._pool.owner is not base.model:
             self._pool = base.new_pool(self._tokens)
         return self._pool

@@ -1,4 +1,4 @@
-"""One request, from the moment it is added until it has ended: what it asks for, what is cached, what it has said."""
+"""One request, from the moment it is added until it has ended: its options, its cache and its completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from medusa.sampling import SamplingParams, Speculation
 
 @dataclass(eq=False)
 class Request:
-    """Everything else about a request follows from these.
+    """One request of a ``Batch``; everything else about it follows from these fields.
 
     Attributes:
         prompt: Token ids.
         params: How tokens are chosen.
         speculation: How they are drafted.
-        rule: What follows from both.
-        observers: Layers among what drafts for it that must see what the base commits.
-        completion: Grows by what it says.
-        constraint: What it may say; None = anything.
-        client: Who asks; of those that wait, who has fewest requests under way comes first.
-        priority: Lower numbers come first, whoever asks.
-        number: Its place among all requests by arrival.
-        sequence: What is cached of its text; None while it waits and when it has ended.
+        rule: The acceptance rule that follows from both.
+        observers: Layers of its drafters that must see what the base commits.
+        completion: The completion so far.
+        constraint: A grammar that the completion must follow; None = anything.
+        client: Name of the client; among waiting requests, the client with the fewest running requests comes first.
+        priority: Lower numbers come first, before the order of clients.
+        number: Its number in the order of arrival.
+        sequence: The cached part of its text; None while it waits and after it has ended.
     """
 
     prompt: list[int]
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def output(self) -> Output:
-        """What it has said so far."""
+        """The completion so far."""
         return self.completion.output
 
     @property
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def text(self) -> list[int]:
-        """Token ids of the prompt and of what it has said."""
+        """Token ids of the prompt and of the completion so far."""
         return self.prompt + self.output.tokens
 
     @property
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who keeps its place when there is not room for all: the smallest first."""
+        """Sort key of who keeps its place when there is not room for all: the smallest first."""
         return self.priority, self.number
 
     @property

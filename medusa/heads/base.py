@@ -58,20 +58,20 @@ class HeadsConfig:
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
     base_source: str = ""
-    """What that base's weights were, where its name does not tell (``BaseModel.source``)."""
+    """Which weights of that base were used, if its name does not say it (``BaseModel.source``)."""
     architecture: str = "medusa"
     """A name in ``medusa.heads.ARCHITECTURES``."""
     base_adapter: str = ""
-    """Directory of the adapter that the base was changed by in joint training (Medusa-2); "" = it was frozen."""
+    """Directory of the adapter that joint training (Medusa-2) added to the base; "" = the base was frozen."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state ("attention", "block":
     in its place). 0 = the middle one, -3 = the last but three; see ``layers_of``."""
     rank: int = 64
     """Rank of the correction by the drafted token before; architectures "markov" and "block" only."""
     draft_vocab_size: int = 0
-    """Tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
+    """Number of tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
     layer: LayerConfig | None = None
-    """The decoder layer that they are made of; architectures "attention" and "block" only."""
+    """Shape of the heads' decoder layer; architectures "attention" and "block" only."""
     mask_token: int | None = None
     """A block's rows begin as the base's embeddings: the root's, and this token's for all that are not known (DSpark);
     None = as ``BlockHeads`` says."""
@@ -128,7 +128,7 @@ class HeadsConfig:
 
 
 class DraftHeads(nn.Module, ABC):
-    """K draft heads. Training and decoding know nothing else about an architecture.
+    """K draft heads: all that training and decoding know about an architecture.
 
     Training calls ``forward``: all heads at many positions of a text that is known. Decoding calls ``begin`` once per
     step and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.

@@ -38,28 +38,28 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser.add_argument_group("model"), ModelOptions)
-    add = parser.add_argument_group("a server, in place of a model here").add_argument
-    text = "of medusa serve or vLLM, as http://localhost:8000/v1; MEDUSA_API_KEY is its key (default: none)"
+    add = parser.add_argument_group("a server instead of a local model").add_argument
+    text = "address of medusa serve or vLLM, as http://localhost:8000/v1; MEDUSA_API_KEY is its key (default: none)"
     add("--endpoint", metavar="URL", help=text)
-    add("--model", metavar="NAME", help="as the server names it (default: its first)")
+    add("--model", metavar="NAME", help="name of the model on the server (default: its first model)")
     answers = parser.add_argument_group("answers")
     answers.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
     add_flags(answers, GenerationOptions)
     add = parser.add_argument_group("files").add_argument
-    text = "draft the static tree of a file, in place of --nodes and --drafter (default: a tree per step)"
+    text = "draft the static tree of a file, instead of --nodes and --drafter (default: a new tree in each step)"
     add("--tree", metavar="FILE", help=text)
-    text = "drafter and nodes that medusa bench tune has found, in place of --nodes and --drafter (default: none)"
+    text = "drafter and nodes from medusa bench tune, instead of --nodes and --drafter (default: none)"
     add("--settings", metavar="FILE", help=text)
-    text = "what the drafter ngram has learned: read at the start if the file is there, written at the end"
+    text = "what the drafter ngram has learned; read at the start if the file exists, written at the end"
     add("--ngrams", metavar="FILE", help=f"{text} (default: kept in memory)")
-    text = "forget the lines that were typed (default: the next chat recalls them, from the cache directory)"
+    text = "do not keep the lines that you type (default: they are kept in the cache directory for the next chat)"
     parser.add_argument("--no-history", action="store_true", help=text)
-    parser.add_argument("--colour", action="store_true", help="colour the text that was guessed (default: off)")
+    parser.add_argument("--colour", action="store_true", help="colour the text that was drafted (default: off)")
     return parser
 
 
 def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, GenerationOptions]:
-    """What was given; flags that contradict each other are wrong use."""
+    """The flags; flags that contradict each other are wrong use."""
     parser = build_parser()
     args = parser.parse_args(argv)
     here = [f"--{name.replace('_', '-')}" for name in HERE if getattr(args, name)]

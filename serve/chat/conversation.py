@@ -1,4 +1,4 @@
-"""State of a chat: what was said, and how answers are generated. Nothing here knows a model or a terminal."""
+"""State of a chat: its messages, and how answers are generated. Nothing here knows a model or a terminal."""
 
 import json
 from bisect import bisect_left
@@ -32,43 +32,42 @@ class GenerationOptions:
     temperature: float = flag(0.0, "0 is greedy, above it tokens are sampled (default: %(default)s)", float, "X")
     top_p: float = flag(
         1.0,
-        "sample from the likeliest tokens with this much probability (default: %(default)s, off)",
+        "sample from the most likely tokens that together have this probability (default: %(default)s, off)",
         float,
         "P",
     )
-    top_k: int = flag(0, "sample from this many likeliest tokens (default: %(default)s, off)", int, "N")
+    top_k: int = flag(0, "sample from this many most likely tokens (default: %(default)s, off)", int, "N")
     min_p: float = flag(
         0.0,
-        "sample from tokens with at least this share of the likeliest one's probability (default: %(default)s, off)",
+        "sample from tokens with at least this share of the best token's probability (default: %(default)s, off)",
         float,
         "P",
     )
     repetition_penalty: float = flag(
-        1.0, "above 1, what occurred before becomes less likely (default: %(default)s, off)", float, "X"
+        1.0, "above 1, tokens that occurred before become less likely (default: %(default)s, off)", float, "X"
     )
-    seed: int | None = flag(
-        None, "of the sampling noise (default: another one for each answer, told below it)", int, "N"
-    )
+    seed: int | None = flag(None, "seed of sampling (default: a new one for each answer, shown below it)", int, "N")
     acceptance: str | None = flag(
         None,
         "how draft tokens are accepted. greedy and sampling are lossless: the answer is that of the base alone."
-        " speculative is lossless in distribution: answers are as likely as those of the base alone, but for a seed not"
-        " the same. typical is LOSSY: faster, but answers can differ (default: greedy at temperature 0, else sampling)",
+        " speculative is lossless in distribution: answers are as likely as those of the base alone, but differ from"
+        " them for a given seed. typical is LOSSY: faster, but answers can differ (default: greedy at temperature 0,"
+        " else sampling)",
         choices=RULES,
     )
     nodes: int | None = flag(
         None,
-        "tree budget, in tokens per verify pass; 1 is plain decoding (default: auto, what brings the most tokens per"
-        " second, found out as it runs)",
+        "tree budget, in tokens per verify pass; 1 is plain decoding (default: auto, the size with the most tokens per"
+        " second, measured while it runs)",
         tree_budget,
         "N",
     )
     drafter: str | None = flag(
         None,
-        "what guesses: heads, prompt-lookup (what followed the last words earlier in the text), ngram (and in earlier"
-        " answers), draft-model, early-exit (the base's first layers), mtp, several of them joined by +; hybrid is"
+        "what drafts: heads, prompt-lookup (what followed the last words earlier in the text), ngram (and in earlier"
+        " answers), draft-model, early-exit (the base's first layers), mtp, or several of them joined by +; hybrid is"
         " heads+prompt-lookup; heads-sampled draws from the heads, for speculative acceptance. Under greedy and"
-        " sampling the answer does not depend on it (default: auto, the fastest of what there is)",
+        " sampling the answer does not depend on it (default: auto, the fastest that the model has)",
         metavar="NAME",
     )
 

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="medusa report", description="Writes training.json and training.png of a run, and prints a table."
     )
-    parser.add_argument("run", help="run directory, e.g. runs/demo; a run that is under way will do")
+    parser.add_argument("run", help="run directory, as runs/demo; the run may still be under way")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     try:
