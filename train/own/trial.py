@@ -18,7 +18,7 @@ from medusa.clock import seconds
 from medusa.data.exchange import BATCH, Prompt, Settings
 from medusa.data.packing import pack
 from medusa.data.sources import Sample
-from medusa.loading.self_test import choose_decoding
+from medusa.loading.self_test import choose_decoding, fuse
 from medusa.loading.separation import choose_separation
 from medusa.train.base import load_base
 from medusa.train.blocks import Block
@@ -156,13 +156,14 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     base, device = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers)), base.device
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
-    one = seconds(lambda: BasePass(base, packed, num_heads, 1).read(torch.tensor([0])), device)
+    read_by = fuse(base)  # as training does
+    one = seconds(lambda: BasePass(read_by, packed, num_heads, 1).read(torch.tensor([0])), device)
     packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
 
     module = HeadsLoss(fresh_heads(recipe, base, packed, workers), base, recipe.engine.loss_rows, optim.loss).to(device)
     steps, size = max(1, len(packed) // optim.rows_per_step), max(1, recipe.engine.loss_rows // num_heads)
     block = Block(optim, packed, num_heads, 0, steps, 0, 1, base.hidden_size)
-    passes, states = BasePass(base, packed, num_heads, optim.micro_rows), _Given()
+    passes, states = BasePass(read_by, packed, num_heads, optim.micro_rows), _Given()
     reading = seconds(lambda: states.keep(passes.read(block.rows)), device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
 
