@@ -9,7 +9,7 @@ from medusa.base.gguf_names import SUFFIX
 SMOLLM2, HUB_ID = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 """A small real chat model, and its name on the Hub."""
 EMBEDDED = "embedded"
-"""The base that ships with this package."""
+"""A small base that the repository holds; wheels leave out its 20 megabytes."""
 SHIPPED = (Path(__file__).parents[1] / "data").resolve()
 """A folder of the repository, which the package has by a link, or of the installed package."""
 
@@ -18,14 +18,15 @@ def full_name(name: str) -> str:
     """The Hub id for "smollm2", the directory for "embedded"; any other name as it is.
 
     Raises:
-        FileNotFoundError: This installation lacks the embedded base.
+        FileNotFoundError: This installation lacks the embedded base, as wheels do.
     """
     if name != EMBEDDED:
         return HUB_ID if name == SMOLLM2 else name
     directory = SHIPPED / EMBEDDED / "base"
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
-            f"embedded base ({directory}) is missing; clone the repository again or name another base"
+            f"embedded base ({directory}) is missing: only clones of the repository have it; run this in one, name its"
+            f" data/embedded/base as the base, or name another base, as {SMOLLM2}"
         )
     return str(directory)
 

@@ -56,6 +56,12 @@ def test_the_embedded_base_has_its_name_everywhere(shipped):
     assert load_tokenizer("embedded").get_vocab() == model.base.tokenizer.get_vocab()
 
 
+def test_a_missing_embedded_base_is_one_error_that_says_who_has_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(names, "SHIPPED", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"is missing: only clones .* name another base, as smollm2"):
+        MedusaModel.from_pretrained("embedded")
+
+
 def test_smollm2_brings_its_heads(shipped, base_directory, make_heads, monkeypatch):
     monkeypatch.setattr(smollm2, "_from_hub", lambda cached: base_directory)
     monkeypatch.setattr(smollm2, "cache_directory", lambda: shipped / "nothing")
