@@ -204,7 +204,7 @@ class Speculation:
         if isinstance(self.drafter, str):
             sources(self.drafter)
         if self.tree is not None and self.drafter is not None and not isinstance(self.drafter, str):
-            raise ValueError("tree takes the place of nodes and drafter; give one of them, on a model with heads")
+            raise ValueError("tree replaces nodes and drafter; give only one of them, on a model with heads")
         if self.nodes is not None and self.nodes < 1:
             raise ValueError(f"nodes ({self.nodes}) must be at least 1 (1 = plain decoding); give a larger tree budget")
 

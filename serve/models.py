@@ -104,14 +104,14 @@ def read_heads(path: str, revision: str | None = None) -> DraftHeads:
     """Heads of any format from a directory or the Hub.
 
     Raises:
-        ValueError: They cannot be read, or bring a change of the base.
+        ValueError: They cannot be read, or they change the base.
     """
     try:
         heads = load_heads(fetch_heads(path, revision), dtype=None)
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"heads ({path}) cannot be read: {error}") from error
     if heads.config.base_adapter:
-        raise ValueError(f"heads ({path}) bring a change of the base (Medusa-2); serve them from a server of their own")
+        raise ValueError(f"heads ({path}) change the base (Medusa-2); start a server of their own for them")
     return heads
 
 

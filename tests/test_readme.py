@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import medusa
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -144,3 +146,9 @@ def test_linked_headings_exist(document):
     for name, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", document.read_text()):
         page = document.parent / name if name else document
         assert anchor in anchors(page.read_text()), f"{name}#{anchor}"
+
+
+def test_the_api_page_has_all_public_names():
+    shown = re.findall(r"^::: (medusa[\w.]*)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(name for _, name in shown) == sorted(medusa.__all__)
+    assert all(getattr(import_module(module), name) is getattr(medusa, name) for module, name in shown)

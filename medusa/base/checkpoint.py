@@ -72,7 +72,7 @@ def read_checkpoint(
             if dtype is None and grouped and keep:
                 dtype = groupwise.packed_dtype(config)
                 if dtype != config.dtype:
-                    logger.info("dtype %s: packed weights stand for it, and would be expanded in another", PACKED_DTYPE)
+                    logger.info("dtype %s: packed weights are kept in it; others would expand them", PACKED_DTYPE)
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
@@ -106,7 +106,7 @@ def _stays_packed(path: str) -> bool:
     expanded, memory = gguf.expanded_bytes(path), machine_memory()
     if expanded <= EXPANDED_SHARE * memory:
         return False
-    logger.info("weights stay packed, which is slower here: expanded they take %d of %d bytes", expanded, memory)
+    logger.info("weights stay packed, which is slower here: expanded they would take %d of %d bytes", expanded, memory)
     return True
 
 

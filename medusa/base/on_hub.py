@@ -54,7 +54,7 @@ def at_hand(name: str, what: str, revision: str | None = None) -> str:
             HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except OSError as error:
         if directory := kept_directory(name, revision):
-            logger.info("%s; what is kept of it is used (%s)", error, directory)
+            logger.info("%s; the cached copy is used (%s)", error, directory)
             return directory
         raise
     return name

@@ -15,7 +15,7 @@ class AutoDrafter(Drafter):
     For one completion, or one batch of them, at a time; those that share a policy share what is learned.
 
     Args:
-        policy: Chooses who drafts, and how much.
+        policy: Chooses the drafter and the size of its trees.
         build: The drafter of an arm.
         largest: The largest arm of each drafter.
     """

@@ -24,7 +24,7 @@ MARGIN = 1.05
 
 
 class Arm(NamedTuple):
-    """A choice: who drafts, and at most how many nodes."""
+    """A choice: a drafter, and the most nodes of its trees."""
 
     drafter: str
     nodes: int

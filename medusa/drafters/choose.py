@@ -119,7 +119,7 @@ class Drafters:
         takes_tree = parts.heads is not None and nodes is None and name in (None, "heads", "heads-sampled")
         if tree is not None and not takes_tree:
             raise ValueError(
-                "tree needs heads and takes the place of nodes and drafter; give one of them, on a model with heads"
+                "tree needs heads, and replaces nodes and drafter; give only one of them, on a model with heads"
             )
         if name is not None and (need := missing(name, parts)) is not None:
             raise ValueError(f"drafter ({name!r}) needs {need.what}; {need.remedy}, or choose prompt-lookup")

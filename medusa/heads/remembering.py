@@ -103,5 +103,5 @@ class RememberingHeads(DraftHeads):
         """
         if self.memory is None or not sequences:
             name = self.config.architecture
-            raise ValueError(f"{name} heads draft behind what is cached of a text; decode with MedusaModel or Batch")
+            raise ValueError(f"{name} heads need the KV cache of a text; decode with MedusaModel or Batch")
         return self.memory.read(sequences)

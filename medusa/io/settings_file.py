@@ -1,4 +1,4 @@
-"""Who drafts, and how much, as a JSON file: what ``medusa bench tune`` has found."""
+"""Drafter and tree size as a JSON file, as ``medusa bench tune`` writes it."""
 
 from collections.abc import Mapping
 from pathlib import Path

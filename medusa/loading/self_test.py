@@ -72,7 +72,7 @@ def choose_decoding(base: BaseModel) -> BaseModel:
 
 def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
     if base.explicit_mask:
-        logger.info("base (%s): masks travel with each call, its attention does not get the step's plan", base.name)
+        logger.info("base (%s): each call carries the whole mask, since its attention gets no plan", base.name)
     if base.decoding != "tree":
         drafts = "drafts are chains" if base.decoding == "chain" else "it decodes plainly, one token per step"
         kind = base.config.model_type

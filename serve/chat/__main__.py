@@ -64,14 +64,14 @@ def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Generat
     args = parser.parse_args(argv)
     here = [f"--{name.replace('_', '-')}" for name in HERE if getattr(args, name)]
     if args.endpoint and here:
-        parser.error(f"endpoint ({args.endpoint}) is a model elsewhere; leave {', '.join(here)} out")
+        parser.error(f"endpoint ({args.endpoint}) is a remote model; leave {', '.join(here)} out")
     if args.model and not args.endpoint:
         parser.error(f"model ({args.model}) is one of a server; name the server with --endpoint")
     if args.tree and args.settings:
         parser.error(f"tree ({args.tree}) and settings ({args.settings}) both say what is drafted; leave one out")
     for name in ("tree", "settings"):
         if (file := getattr(args, name)) and (args.nodes is not None or args.drafter is not None):
-            parser.error(f"{name} ({file}) takes the place of --nodes and --drafter; leave them out")
+            parser.error(f"{name} ({file}) replaces --nodes and --drafter; leave them out")
     try:
         return args, from_flags(GenerationOptions, args)
     except ValueError as error:

@@ -33,7 +33,7 @@ SETTINGS = {
     "seed": Setting("of the sampling noise", int),
     "max_new_tokens": Setting("longest answer, in tokens", int),
     "nodes": Setting("tree budget per step, or auto; 1 is plain decoding", tree_budget),
-    "drafter": Setting("what guesses; /set drafter lists them", _choice, DRAFTERS),
+    "drafter": Setting("what drafts; /set drafter lists the names", _choice, DRAFTERS),
     "acceptance": Setting("how guesses are judged; typical is LOSSY", _choice, RULES),
 }
 SHORT = {

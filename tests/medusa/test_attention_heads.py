@@ -216,7 +216,7 @@ def test_they_are_saved_with_the_shape_of_their_layer(base, make_heads, tmp_path
 
 def test_without_a_text_they_say_what_to_do(base, make_heads):
     heads = make_heads(2, architecture="attention")
-    with pytest.raises(ValueError, match="draft behind what is cached of a text; decode with MedusaModel or Batch"):
+    with pytest.raises(ValueError, match="need the KV cache of a text; decode with MedusaModel or Batch"):
         MedusaModel(base, heads).heads.begin(torch.zeros(1, base.hidden_size), base)
     with pytest.raises(ValueError, match=r"layer \(None\) must be given for the architecture attention"):
         build_heads(HeadsConfig(32, 50, architecture="attention"))

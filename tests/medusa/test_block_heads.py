@@ -217,7 +217,7 @@ def test_fresh_heads_say_what_the_state_names(base):
 
 
 def test_without_a_text_they_say_what_to_do(base, make_heads):
-    with pytest.raises(ValueError, match="draft behind what is cached of a text; decode with MedusaModel or Batch"):
+    with pytest.raises(ValueError, match="need the KV cache of a text; decode with MedusaModel or Batch"):
         model_of(base, make_heads).heads.begin(torch.zeros(1, base.hidden_size), base)
     with pytest.raises(ValueError, match=r"layer \(None\) must be given for the architecture block"):
         build_heads(HeadsConfig(32, 50, architecture="block"))
