@@ -54,8 +54,8 @@ def regenerate(
         shown: Show a progress bar.
 
     Raises:
-        ValueError: There are no prompts, none was answered, or the unfinished file is damaged or was begun with other
-            prompts or settings.
+        UnansweredError: None of the prompts was answered.
+        ValueError: There are no prompts, or the unfinished file is damaged or was begun with other prompts or settings.
     """
     if not prompts:
         raise ValueError("prompts (0) hold nothing to answer; give at least one")
@@ -74,7 +74,7 @@ def regenerate(
                 else:
                     part.add(number, records(answer))
         if not part.lines:
-            raise ValueError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
+            raise UnansweredError(f"prompts ({len(prompts)}) got no answer at all; the first one: {failures[0]}")
         tokens = part.finish(out)
     if failures:
         logger.warning("%d of %d prompts are left out; the first one: %s", len(failures), len(prompts), failures[0])

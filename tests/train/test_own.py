@@ -69,6 +69,14 @@ def test_what_is_fixed_comes_first_and_too_little_time_is_refused_with_what_is_n
         divide(3000, fixed, 10**6)
 
 
+def test_the_time_that_is_said_to_be_needed_is_enough() -> None:
+    answers = costs(answer=10.0, first=2.0, later=0.1)._replace(fixed={"training": 100.0})
+    with pytest.raises(ValueError, match="raise --hours") as refused:
+        divide(300, answers, 10**6)
+    more = float(str(refused.value).rpartition(" ")[2])
+    assert divide(300 + 3600 * more, answers, 10**6)[0] >= FEWEST
+
+
 def test_a_pass_is_worth_less_than_the_one_before() -> None:
     gains = [worth(count + 1) - worth(count) for count in range(4)]
     assert gains == sorted(gains, reverse=True)
@@ -185,6 +193,17 @@ def test_a_chat_base_writes_half_of_its_prompts(with_template, tmp_path: Path) -
     assert [sum(text.startswith("own ") for text in side) for side in sides] == [6, 4]
     assert not {*sides[0]} & {*sides[1]}
     assert asked.beginnings(with_template("nobody"), asked.CHAT, 3) == [], "it shows no place where a user speaks"
+
+
+def test_a_chat_base_that_ends_no_prompt_is_asked_what_is_made_from_templates(  # type: ignore[no-untyped-def]
+    with_template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(asked, "CHAT_SETTINGS", Settings(1))  # cut off behind one token
+    model, plan = with_template(CHAT_TEMPLATE), plan_of(asked.CHAT, 20, 6)
+    asked.write_prompts(plan, model, tmp_path, lambda *_: None)
+    assert "got no answer at all" in caplog.text
+    train, heldout = asked.division(plan, model, tmp_path, [])
+    assert (len(train), len(heldout)) == (20, 8)
 
 
 def test_a_trial_of_answers_counts_those_that_do_not_end(base: BaseModel) -> None:
@@ -324,7 +343,7 @@ def finish(job: subprocess.Popen[str]) -> str:
 def test_a_run_that_was_killed_ends_like_one_that_was_not_and_its_recipe_trains(
     base_directory: Path, tmp_path: Path
 ) -> None:
-    prompts, whole, killed = prompt_file(tmp_path / "prompts.jsonl", 600), tmp_path / "whole", tmp_path / "killed"
+    prompts, whole, killed = prompt_file(tmp_path / "prompts.jsonl", 200), tmp_path / "whole", tmp_path / "killed"
     said = finish(start(base_directory, prompts, whole))
     assert "over plain" in said
     assert f"medusa chat --heads {whole / 'heads'}" in said

@@ -6,6 +6,7 @@ they were found or finished in. So a run that was stopped divides them as one th
 
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 from medusa import MedusaModel
 from medusa.data import EMBEDDED, resolve_base_name
 from medusa.data.chat_prompts import chat_prompts
-from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, Settings
+from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, Settings, UnansweredError
 from medusa.data.files import file_records
 from medusa.data.local import LocalAnswerer
 from medusa.data.own_prompts import OwnPrompts, openings
@@ -24,6 +25,8 @@ from medusa.data.prompts import conversations, embedded_prompts
 from medusa.data.regenerate import regenerate
 from medusa.data.sources import Source
 from medusa.train.own.plan import FEWEST, LEAST_HELD_OUT, Plan
+
+logger = logging.getLogger(__name__)
 
 FROM_FILE, CODE, CHAT, TEXT = "the file's", "code to write or continue", "chat prompts", "texts that it goes on with"
 """Kinds of prompts: the user's; for the embedded base; for bases with a chat template; for those without one."""
@@ -64,7 +67,7 @@ def kind_of(model: MedusaModel, path: str) -> str:
 
 
 def some(model: MedusaModel, kind: str, found: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Prompts of the kind that will be answered, with token ids, to measure with."""
+    """Prompts of the kind that will be answered, to measure with."""
     if kind == FROM_FILE:
         return [_encoded(model, prompt) for prompt in found[:count]]
     if kind == CODE:
@@ -127,11 +130,16 @@ def write_prompts(plan: Plan, model: MedusaModel, out: Path, tell: Callable[[flo
     own = OwnPrompts(model, local) if plan.kind == CHAT else None
     watched = Watched(own or local, lambda left: tell(1 - left / len(begun), f"{len(begun) - left:,} written"))
     made_by = {"base": model.base.name, **vars(settings)}
-    regenerate(begun, watched, path, made_by, own.record if own else partial(_text, model.base.eos_ids), shown=False)
+    record = own.record if own else partial(_text, model.base.eos_ids)
+    try:
+        regenerate(begun, watched, path, made_by, record, shown=False)
+    except UnansweredError as error:
+        logger.warning("%s; only prompts that are made from templates are used", error)
+        path.touch()
 
 
 def division(plan: Plan, model: MedusaModel, out: Path, found: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts that are trained on, and those that are held out; with token ids.
+    """The prompts that are trained on, and those that are held out.
 
     Args:
         plan: the plan.
@@ -157,7 +165,7 @@ def division(plan: Plan, model: MedusaModel, out: Path, found: Sequence[Prompt])
 
 
 def _encoded(model: MedusaModel, prompt: Prompt) -> Prompt:
-    """With token ids where chat prompts have none: plain text for a base without a chat template."""
+    """As plain text, where the base has no chat template."""
     tokenizer = model.base.tokenizer
     if prompt.ids or tokenizer.chat_template:
         return prompt
@@ -167,9 +175,10 @@ def _encoded(model: MedusaModel, prompt: Prompt) -> Prompt:
 
 def _written(out: Path) -> list[Prompt]:
     """The different prompts in the file that the base wrote."""
-    if not (out / WRITTEN).exists():
+    path = out / WRITTEN
+    if not path.exists() or not path.stat().st_size:
         return []
-    records = [record for _, record in file_records(out / WRITTEN)]
+    records = [record for _, record in file_records(path)]
     chats = (Prompt(((message,),)) for record in records for message in record.get("messages", ()))
     texts = (Prompt(ids=tuple(record["input_ids"])) for record in records if "input_ids" in record)
     return _unique([*chats, *texts], lambda prompt: json.dumps([prompt.asked, prompt.ids]))

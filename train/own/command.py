@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from rich.logging import RichHandler
 from medusa.data.exchange import Prompt
 from medusa.train.own.plan import STAGES, Asked, Plan
 from medusa.train.own.screen import Screen, clock
-from medusa.train.stop import Stopped
+from medusa.train.stop import Stopped, StopRequest
 
 HOURS = 2.0
 MOST_HOURS = 1000.0
@@ -41,13 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", handlers=[handler], level=logging.WARNING)
     logging.getLogger("medusa.base.smollm2").setLevel(logging.INFO)  # what it says of a download
     try:
-        _make(options, Screen(console), began)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command goes on where it was\n")
-        return 130
-    except Stopped as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return 128 + stopped.number
+        with StopRequest().listening():
+            _make(options, Screen(console), began)
+    except (KeyboardInterrupt, Stopped) as stopped:
+        number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
+        sys.stderr.write(f"stopped by {signal.Signals(number).name}; the same command goes on where it was\n")
+        return 128 + number
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -69,6 +69,7 @@ def _make(options: argparse.Namespace, screen: Screen, began: float) -> None:
     if not finished(recipe, out):
         with screen.stage("training", plan.seconds["training"]) as tell:
             train(plan, recipe, out, tell)
+    shutil.rmtree(out / "hidden", ignore_errors=True)  # hidden states are large, and of use to this run only
     from medusa.train.own import result
 
     if not (out / result.FILE).exists():

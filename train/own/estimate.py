@@ -65,8 +65,8 @@ def _costs(measured: Measured, compared: int) -> Costs:
     answers, training, facts, turns = measured.answers, measured.training, measured.facts, measured.turns
     row = measured.shape["data.row_tokens"]
     both = 1 + HELD_OUT_SHARE  # held-out prompts are written and answered too
-    reading = turns * (answers.prompt_tokens + answers.length) * training.row_token / facts.processes
-    learning = _positions(measured) * training.position / facts.processes
+    reading = turns * (answers.prompt_tokens + answers.length) * training.row_token / facts.devices
+    learning = _positions(measured) * training.position / facts.devices
     decoding = compared * COMPARED_TOKENS * measured.alone.token
     return Costs(
         prompt=both * _prompt_seconds(measured),
@@ -109,7 +109,7 @@ def _ends(measured: Measured, compared: int) -> Values:
     answers, gpu = measured.answers, measured.facts.device == "cuda"
     tokens = measured.shape["optim.rows_per_step"] * measured.shape["data.row_tokens"]
     share = answers.length / (answers.prompt_tokens + answers.length)
-    step = tokens * share * measured.training.position / measured.facts.processes
+    step = tokens * share * measured.training.position / measured.facts.devices
     return {
         "evaluate.prompts": compared,
         "evaluate.max_new_tokens": COMPARED_TOKENS,

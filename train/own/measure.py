@@ -87,10 +87,10 @@ def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes:
     began = time.monotonic()
     model = load(base)
     loading = importing + time.monotonic() - began
-    dtype = training_dtype(model.base)
+    facts, kind = Facts.of(model.base, processes), kind_of(model, path)
+    dtype = training_dtype(model.base, facts)
     if dtype == "float32" and slow_in_bfloat16(model.base.device) and not model.base.packed:
         model = load(base, dtype)  # many answers together are faster in it too
-    facts, kind = Facts.of(model.base, processes), kind_of(model, path)
     prompts = fitting(model, some(model, kind, found, BATCH), facts.answer_tokens)
     alone = single(model, prompts[len(prompts) // 2])
     mean = fmean(len(prompt.ids) for prompt in prompts)
@@ -125,10 +125,9 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def training_dtype(base: BaseModel) -> str:
+def training_dtype(base: BaseModel, facts: Facts) -> str:
     """`base.dtype` of the recipe: named where it would be found out, so that it is the same after each start."""
     if base.device.type == "cuda":
         return "auto"
     wide = base.dtype != torch.bfloat16 or slow_in_bfloat16(base.device)
-    needed = 4 * sum(weight.numel() for weight in base.model.parameters())
-    return "float32" if wide and needed < MEMORY_SHARE * machine_memory() else "bfloat16"
+    return "float32" if wide and 4 * facts.parameters < MEMORY_SHARE * machine_memory() else "bfloat16"

@@ -1,5 +1,6 @@
 """What is done, decided once from what was measured, so that a run that was stopped ends like one that was not."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -133,13 +134,15 @@ def divide(seconds: float, costs: Costs, most: int) -> tuple[int, int]:
         each = costs.prompt + costs.answer + costs.first + (epochs - 1) * costs.later
         return max(0, min(most, int(left / each)))
 
-    epochs = max(range(1, MOST_EPOCHS + 1), key=lambda count: affordable(count) * worth(count))
-    if affordable(epochs) >= FEWEST:
+    possible = [epochs for epochs in range(1, MOST_EPOCHS + 1) if affordable(epochs) >= FEWEST]
+    if possible:
+        epochs = max(possible, key=lambda epochs: affordable(epochs) * worth(epochs))
         return affordable(epochs), epochs
     needed = sum(costs.of(FEWEST, 1, stage) for stage in STAGES)
+    lacking = math.ceil((needed - seconds) / 36 + 1) / 100
     raise ValueError(
         f"time ({seconds / 3600:.3g} hours are left) is too short here for {FEWEST} answers, which take "
-        f"{needed / 3600:.2g} hours with all that belongs to them; raise --hours by {(needed - seconds) / 3600:.2g}"
+        f"{needed / 3600:.2g} hours with all that belongs to them; raise --hours by {lacking:.2f}"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa.base.model import BaseModel
+from medusa.cpu.packed import PackedEmbedding, PackedLinear
 
 Values = dict[str, Any]
 """Recipe values by their dotted keys."""
@@ -41,9 +42,16 @@ class Facts:
     @staticmethod
     def of(base: BaseModel, processes: int) -> "Facts":
         """Those of a loaded base."""
-        parameters = sum(weight.numel() for weight in base.model.parameters())
+        parts = (module.packed for module in base.model.modules() if isinstance(module, PackedLinear | PackedEmbedding))
+        packed = {id(weight): weight.inputs * weight.outputs for weight in parts}  # tied ones are one
+        parameters = sum(weight.numel() for weight in base.model.parameters()) + sum(packed.values())
         shape = base.hidden_size, base.num_layers, base.vocab_size, base.context_length
         return Facts(base.device.type, processes, parameters, *shape)
+
+    @property
+    def devices(self) -> int:
+        """That train side by side; processes on a CPU share its cores."""
+        return self.processes if self.device == "cuda" else 1
 
     @property
     def answer_tokens(self) -> int:
@@ -69,7 +77,7 @@ def shape_values(facts: Facts, longest: int) -> Values:
         "optim.lr": 1e-3 if large else 2e-3,
         "optim.loss": "kl",  # half of the answers are drawn
         "optim.head_decay": 0.8 if large else 0.9,
-        "optim.rows_per_step": max(16, facts.processes) if gpu else 4,
+        "optim.rows_per_step": max(16 if gpu else 4, facts.processes),
         "optim.micro_rows": 4 if gpu and not large else 2,
         "engine.zero_stage": 1 if facts.processes > 1 else 0,
         "engine.loss_rows": 4096 if gpu else 1024,

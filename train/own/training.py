@@ -76,8 +76,7 @@ def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
         tell: is told how far it is.
 
     Raises:
-        Stopped: a signal asked for it; training has a checkpoint.
-        KeyboardInterrupt: Ctrl-C.
+        Stopped: a signal asked for it, Ctrl-C among them; the last checkpoint counts.
         RuntimeError: training failed; its last words are in the message.
     """
     words = [sys.executable, "-m", "medusa", "train", "--recipe", str(recipe)]
@@ -95,8 +94,6 @@ def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
             except subprocess.TimeoutExpired:
                 tell(*_progress(plan, out))
     if received:
-        if received[0] == signal.SIGINT:
-            raise KeyboardInterrupt
         raise Stopped(received[0], "in training")
     if status:
         last = (out / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_WORDS:]

@@ -156,7 +156,7 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     base, device = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers)), base.device
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
-    read_by = fuse(base)  # as training does
+    read_by = fuse(base)  # as `Medusa1` reads
     one = seconds(lambda: BasePass(read_by, packed, num_heads, 1).read(torch.tensor([0])), device)
     packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
 
