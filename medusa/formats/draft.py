@@ -97,6 +97,8 @@ def is_draft(values: Mapping[str, Any]) -> str:
         return OF_PACKAGE.get(str(kind), "")
     names = values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
+    if name == "Qwen3DSparkModel":
+        return "dspark"
     plain = "Eagle3" in name or (name == "LlamaForCausalLM" and "draft_vocab_size" in values)
     return "eagle3" if plain else ""
 

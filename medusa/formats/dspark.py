@@ -1,4 +1,4 @@
-"""DSpark drafts as the ``speculators`` package writes them, for itself and for vLLM.
+"""DSpark drafts as the ``speculators`` package writes them, for itself and for vLLM; DeepSpec's are read too.
 
 Tensors, with D the hidden size, n the number of the base's layers that are read, R the rank of the correction, V the
 tokens that are drafted: ``fc.weight`` [D, n D], ``hidden_norm``, ``layers.{i}`` with the names of Qwen 3's, ``norm``,
@@ -6,7 +6,7 @@ tokens that are drafted: ``fc.weight`` [D, n D], ``hidden_norm``, ``layers.{i}``
 vocabulary also ``lm_head.weight`` [V, D], ``d2t`` and ``t2d``.
 
 Source: speculators/models/dspark and models/dflash of 0.9; vllm/model_executor/models/qwen3_dspark.py of 0.32. The two
-take another value where ``sample_from_anchor`` is not given: a config without it is refused.
+take another value where a config of the package has no ``sample_from_anchor``: it is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -99,12 +99,15 @@ class Dspark(DraftFormat):
 
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
         """Block heads with a correction of their own; what tells how sure a draft is of itself is left out."""
+        if "speculators_model_type" not in values:
+            values = _as_the_package_has_it(values)
         for right, what in (
             (values.get("sample_from_anchor"), "does not guess from its first row (sample_from_anchor)"),
             (values.get("markov_head_type") == "vanilla", "has another correction than one matrix behind a table"),
+            (0 not in values[TAPS], "reads the base's embeddings as a layer"),
         ):
             if not right:
-                raise ValueError(f"it {what}, which heads here cannot be")
+                raise ValueError(f"it {what}, which heads here cannot")
         told = values["speculators_config"]
         of_layer = values["transformer_layer_config"] | {"target_hidden_size": values.get("target_hidden_size")}
         layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
@@ -114,7 +117,7 @@ class Dspark(DraftFormat):
             vocab_size=decoder.vocab_size,
             num_heads=values["block_size"],
             num_layers=decoder.num_hidden_layers,
-            own_lm_heads=not whole,
+            own_lm_heads=OUTPUT in tensors,
             base=str(told["verifier"].get("name_or_path") or ""),
             architecture="block",
             feature_layers=tuple(values[TAPS]),
@@ -125,6 +128,15 @@ class Dspark(DraftFormat):
             own_correction=True,
         )
         return config, _state(config, tensors)
+
+
+def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of DeepSpec: one of a decoder with more keys, and layers counted from 0."""
+    defaults = {"sample_from_anchor": True, "markov_head_type": "vanilla", "draft_vocab_size": values["vocab_size"]}
+    layers = {TAPS: [index + 1 for index in values["target_layer_ids"]]}
+    return defaults | dict(values) | layers | {
+        "transformer_layer_config": dict(values), "speculators_config": {"verifier": {}},
+    }  # fmt: skip
 
 
 def _names(config: HeadsConfig) -> Iterator[tuple[str, str]]:
@@ -161,9 +173,11 @@ def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     output, offsets_V = known.pop(OUTPUT, None), known.pop("d2t", None)
     if known:
         raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not speak of")
-    if not config.draft_vocab_size:
+    if config.draft_vocab_size:
+        if output is None or offsets_V is None:
+            raise ValueError("its output layer or which tokens it has (d2t) is missing")
+        state["draft_ids"], order_V = ids_and_order(offsets_V)
+        output, state["up.weight"] = output[order_V], state["up.weight"][order_V]
+    if output is None:
         return state | {"gain": torch.ones_like(state["output_norm.weight"])}
-    if output is None or offsets_V is None:
-        raise ValueError("its output layer or which tokens it has (d2t) is missing")
-    state["draft_ids"], order_V = ids_and_order(offsets_V)
-    return state | {"lm_heads": output[order_V][None], "up.weight": state["up.weight"][order_V]}
+    return state | {"lm_heads": output[None]}

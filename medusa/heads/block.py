@@ -73,10 +73,9 @@ class BlockHeads(RememberingHeads):
         """Besides, the layers get their cache, and the correction has the output layer behind it."""
         super().join(vocabulary)
         self.memory = BlockMemory(self, vocabulary)
-        if self.config.own_correction:
-            self._raised = self.up
-        elif self.lm_heads is not None or vocabulary.linear:
-            self._raised = native_linear(behind_output(self, self.up.weight, vocabulary))
+        up, own = self.up.weight, self.config.own_correction
+        if own or self.lm_heads is not None or vocabulary.linear:
+            self._raised = native_linear(up if own else behind_output(self, up, vocabulary))
 
     def rows(self, state_RD: Tensor, roots_R: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The blocks' rows [R, K, D] in front of the layers, from s and the tokens behind it."""

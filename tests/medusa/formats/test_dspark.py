@@ -108,6 +108,22 @@ def test_drafts_of_others_draft_in_trees(base, new_heads, tmp_path):
     model = MedusaModel(base, loaded)
     plain = model.generate(TEXT, max_new_tokens=20, nodes=1)
     assert model.generate(TEXT, max_new_tokens=20, nodes=6, drafter="heads").tokens == plain.tokens
+    model.save_pretrained(tmp_path / "native")
+    assert load_heads(tmp_path / "native").state_dict().keys() == loaded.state_dict().keys()
+
+
+def test_drafts_of_deepspec(base, new_heads, tmp_path):
+    """One flat config, layers counted from 0, an output layer for the whole vocabulary."""
+    heads = new_heads()
+    export_heads(Export(heads, base), "dspark", tmp_path)
+    tensors, config = stored(tmp_path)
+    save_file(tensors | {"lm_head.weight": base.lm_head_weight}, tmp_path / "model.safetensors")
+    flat = config["transformer_layer_config"] | {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": [1, 3, 5]}
+    flat |= {key: config[key] for key in ("block_size", "mask_token_id", "markov_rank")}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    loaded = load_heads(tmp_path)
+    assert loaded.config.feature_layers == (2, 4, 6) and loaded.config.own_lm_heads
+    torch.testing.assert_close(said(base, loaded), said(base, heads), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +144,7 @@ def test_what_it_cannot_hold_is_refused(new_heads, options, reason):
     [
         ({"sample_from_anchor": None}, "does not guess from its first row"),
         ({"markov_head_type": "gated"}, "another correction than one matrix behind a table"),
+        ({"aux_hidden_state_layer_ids": [0, 4, 6]}, "the base's embeddings as a layer"),
         ({"target_hidden_size": 64}, "a hidden size of its own"),
         ({"block_size": None}, "num_heads .* must be a whole number"),
         ({"speculators_config": None}, "is missing or wrong"),
