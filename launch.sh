@@ -33,7 +33,7 @@ usage: ./launch.sh [command] [arguments]
   report         figures and curves of a training run
   study          train head designs one after the other, and compare what they draft
   export         write heads for other engines, put them on the Hub, look at heads of any format
-  bench          drafters beside plain decoding and other engines; what a step costs, beside what it could at best
+  bench          compare drafters with plain decoding and other engines; measure a step against its lower bound
   doctor         what this machine has, what will run fast on it, and what to do about the rest
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest

@@ -33,34 +33,34 @@ from medusa.tree import Draft
 class BaseModel:
     """The frozen causal language model that verifies drafts.
 
-    What is found out about it, the layers that heads read and a fused pass make another ``BaseModel`` of the same
-    transformers model: see ``with_traits``, ``tapped`` and ``with_fused_pass``.
+    Other traits, other layers that heads read, and a fused pass make another ``BaseModel`` of the same transformers
+    model: see ``with_traits``, ``tapped`` and ``with_fused_pass``.
 
     Args:
         model: The transformers model; it is frozen, and its layers call our attention from now on.
         tokenizer: Its tokenizer.
-        name: Path or Hub id it was loaded from.
+        name: Path or Hub id that it was loaded from.
         attention: A backend of ``medusa.attention`` or "auto", see ``load``.
-        source: What its weights are, where that is known and not plain ("4-bit weights .. expanded to bfloat16").
-        int8: Its weights are rounded: this is another model than the one of that name.
-        adapter: Where the adapter is that joint training (Medusa-2) changed it by, and that makes it another model than
-            the one of that name; "" = there is none.
+        source: The kind of its weights, if it is known and special ("4-bit weights .. expanded to bfloat16").
+        int8: Its weights are rounded, so this is another model than the one of that name.
+        adapter: Directory of the adapter of joint training (Medusa-2), which makes it another model than the one of
+            that name; "" = no adapter.
 
     Attributes:
         model: The transformers model, in evaluation mode, without gradients.
-        config: Of the language model in it.
+        config: Config of the language model in it.
         hidden_size: D, the width of the last hidden state; see ``state_size``.
         num_layers: Layers of the decoder.
         vocab_size: V, rows of the output layer.
         context_length: Tokens of prompt and completion together, see ``medusa.base.context``.
-        decoder: What is between token ids and the output layer.
+        decoder: The layers between token ids and the output layer.
         attention: The backend that computes attention over tree rows.
-        device: Where tokens, hidden states and logits are: the output layer's, where the model is spread over several.
-        traits: What was found out about it.
-        mtp: Its multi-token-prediction layer, where that was loaded, see ``with_mtp``.
-        feature_layers: Layers, counted from 1, whose outputs stand behind the last hidden state, see ``tapped``.
-        ranks: Processes that the model is divided among (tensor parallel); 1 = it is whole.
-        others: The other ones, where this one leads, see ``leading``.
+        device: Where tokens, hidden states and logits are; if the model is spread, the device of the output layer.
+        traits: Results of the tests at load.
+        mtp: Its multi-token-prediction layer, if that was loaded, see ``with_mtp``.
+        feature_layers: Layers, counted from 1, whose outputs follow the last hidden state, see ``tapped``.
+        ranks: Number of processes that share the model (tensor parallel); 1 = it is whole.
+        others: The other processes, if this one leads, see ``leading``.
     """
 
     def __init__(
@@ -113,17 +113,17 @@ class BaseModel:
 
         Args:
             name: Directory, Hub id or "smollm2".
-            dtype: Of weights and computation; None = the checkpoint's, or what a CPU has instead: ``choose_dtype``.
+            dtype: Dtype of weights and computation; None = the checkpoint's, or the CPU's choice: ``choose_dtype``.
             device: None = the GPU where there is one.
             pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
                 layers that transformers quantises, or on a base that is spread).
-            int8: LOSSY, for CPUs: round linear layers and what they read to 8 bits, but not the output layer.
+            int8: LOSSY, for CPUs: round linear layers and their inputs to 8 bits, but not the output layer.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
                 exact on a CPU with a C++ compiler, otherwise the reference.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
-                devices and takes the place of ``device``, ``quantization_config`` quantises it, ``tp_plan="auto"``
-                divides it among the processes of torchrun, all of which compute the same then: see ``leading``.
-            adapter: Directory of an adapter that joint training made; it becomes part of the weights.
+                devices and replaces ``device``, ``quantization_config`` quantises it, ``tp_plan="auto"`` divides it
+                among the processes of torchrun, which then all compute the same: see ``leading``.
+            adapter: Directory of an adapter of joint training; it is merged into the weights.
 
         Raises:
             OSError: There is no such base, here or on the Hub, or no such adapter.
@@ -153,7 +153,7 @@ class BaseModel:
 
     @property
     def exact(self) -> bool | None:
-        """Whether rows are equal bit by bit in passes of any rows; None = not tried."""
+        """Whether rows are equal bit by bit in every pass; None = not tested."""
         return self.traits.exact
 
     @property
@@ -163,19 +163,19 @@ class BaseModel:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether weights of 4 or 8 bits are read as they are, see ``medusa.cpu.packed``."""
+        """Whether weights of 4 or 8 bits stay packed, see ``medusa.cpu.packed``."""
         return any(isinstance(module, PackedLinear) for module in self.model.modules())
 
     @property
     def cheap_rows(self) -> int:
-        """Rows of a pass that cost little more than one, about."""
+        """About how many rows of a pass cost little more than one."""
         if self.device.type != "cpu":
             return 32
         return 16 if self.fused and self.dtype == torch.bfloat16 and not self.int8 and native.has_tiles() else 4
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the hidden states."""
+        """Dtype of the hidden states."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -210,7 +210,7 @@ class BaseModel:
         return signs_D.abs()
 
     def with_traits(self, **found: Any) -> "BaseModel":
-        """The same base, of which these fields of ``Traits`` are known; both share the model, and this one stays."""
+        """The same base with these fields of ``Traits``; both share the model, and this object does not change."""
         known = copy.copy(self)
         known.traits = replace(self.traits, **found)
         return known
@@ -243,13 +243,13 @@ class BaseModel:
         return fused
 
     def leading(self, leader: Leader) -> "BaseModel":
-        """The same base, whose passes are announced to other ranks that make them too."""
+        """The same base, which announces its passes to the other ranks; these make the same passes."""
         known = copy.copy(self)
         known.others = leader
         return known
 
     def tapped(self, layers: Sequence[int]) -> "BaseModel":
-        """The same base with wider hidden states: outputs of some layers stand behind the last one.
+        """The same base with wider hidden states: the outputs of some layers follow the last one.
 
         Both share the model and all else; this one stays as it is.
 
@@ -267,7 +267,7 @@ class BaseModel:
         return tapped.with_fused_pass() if self.fused else tapped
 
     def shallow(self, layers: int) -> "BaseModel":
-        """The base's first layers, its last norm and its output layer: a guess of what it says.
+        """The base's first layers, its last norm and its output layer, as an estimate of its output.
 
         It shares the weights, and may write behind what the base has cached.
 
@@ -320,7 +320,7 @@ class BaseModel:
         return plan_pass(parts, self.attention, self.spans, kv_length, lengths_B)
 
     def run(self, pool: BlockPool, plan: TreePlan) -> Tensor:
-        """Hidden states [R, F] of a pass's rows, which see what is cached of their sequence and their own ancestors.
+        """Hidden states [R, F] of a pass's rows, which see the cached part of their sequence and their own ancestors.
 
         Their keys and values go behind what is cached. Positions beyond the context (drafts that can no longer be
         emitted) become its last one.
@@ -390,7 +390,7 @@ class BaseModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """What a pass reads, about."""
+        """About how many bytes a pass reads."""
         modules = list(self.model.modules())
         int8 = [one for module in modules if isinstance(module, Int8Linear) for one in (module.rounded, module.scales)]
         packed = [module.packed.parts for module in modules if isinstance(module, PackedLinear)]
@@ -414,7 +414,7 @@ class BaseModel:
         return (embeddings.weight, *output) if plain else None
 
     def check_tokens(self, where: str, tokens: Iterable[object]) -> None:
-        """Refuse what is no token id of this base.
+        """Refuse values that are no token ids of this base.
 
         Raises:
             ValueError: It is none.
@@ -438,7 +438,7 @@ class BaseModel:
         return self._output(hidden)
 
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
-        """What computes columns ``tokens`` of ``logits`` alone: hidden states [..., D] -> [..., n].
+        """A function that computes only the columns ``tokens`` of ``logits``: hidden states [..., D] -> [..., n].
 
         It reads a copy of the output layer's rows of these tokens; where the layer is offloaded until it is needed, all
         of it.

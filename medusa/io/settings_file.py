@@ -16,7 +16,7 @@ def save_settings(speculation: Speculation, path: str | Path, details: Mapping[s
     Args:
         speculation: With a drafter's name, or None.
         path: The file.
-        details: More keys: what they were found with. Nothing reads them.
+        details: More keys, as how they were found. Nothing reads them.
     """
     values = {"drafter": speculation.drafter, "nodes": speculation.nodes}
     write_json(Path(path), header("settings") | values | dict(details or {}))

@@ -16,14 +16,14 @@ def save_tree(tree: Tree, path: str | Path, details: Mapping[str, Any] | None = 
     Args:
         tree: The tree.
         path: The file.
-        details: More keys: where the tree comes from and what is expected of it. Nothing reads them.
+        details: More keys, as the tree's origin and its expected acceptance. Nothing reads them.
     """
     values = {"nodes": tree.nodes, "depth": tree.depth, "paths": tree.paths}
     write_json(Path(path), header("tree") | values | dict(details or {}))
 
 
 def load_tree(path: str | Path) -> Tree:
-    """Read a tree; of the keys that ``save_tree`` writes ``nodes`` and ``depth`` may be missing.
+    """Read a tree that ``save_tree`` wrote; the keys ``nodes`` and ``depth`` may be missing.
 
     Raises:
         FileNotFoundError: There is no such file.
