@@ -67,14 +67,14 @@ def command_lines(text):
 
 
 def one_of_ours(words):
-    while words and (re.fullmatch(r"[A-Z_]+=.*", words[0]) or words[0] in ("do", "docker", "torchrun")):
+    while words and (re.fullmatch(r"[A-Z_]+=.*", words[0]) or words[0] in ("do", "torchrun")):
         words = words[1:]
     if words[:1] == ["--nproc_per_node"]:  # of torchrun
         words = ["python", *words[2:]]
     for start in STARTS:
         if tuple(words[: len(start)]) == start:
             yield words[len(start) :]
-    if words[:2] == ["python", "-m"] and MODULE.fullmatch(words[2]):
+    if words[:2] == ["python", "-m"] and MODULE.fullmatch("".join(words[2:3])):
         yield words[2:]
 
 
