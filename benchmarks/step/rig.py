@@ -12,7 +12,7 @@ import torch
 
 from medusa import Batch, Draft, EngineConfig, MedusaModel, Request, SamplingParams, Speculation, Tree
 from medusa.benchmarks.machine import SAMPLE_SECONDS
-from medusa.cache import BLOCK, CachedSequence
+from medusa.cache import BLOCK, Cached
 from medusa.clock import seconds
 from medusa.drafters import Drafter
 from medusa.state import DecodeState
@@ -66,7 +66,7 @@ class FreeDrafter(Drafter):
             torch.zeros(1, tree.nodes - 1, dtype=torch.int64).to(device),
         )
 
-    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """The tree below the roots."""
         batch = len(state.roots)
         tokens_BN = torch.cat([state.roots[:, None], self._tokens.expand(batch, -1)], dim=1)

@@ -63,6 +63,10 @@ class Accepted:
         """[B] how many tokens are emitted."""
         return self.emitted[-1]
 
+    def along_path(self, rows_BNF: Tensor) -> Tensor:
+        """[B, A, F] of what nodes have, that of the path's; beyond ``counts`` anything."""
+        return rows_BNF.gather(1, self.path[..., None].expand(-1, -1, rows_BNF.shape[2]))
+
     @property
     def tokens(self) -> Tensor:
         """[B, A] the emitted tokens; beyond ``counts`` undefined."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from medusa.budget.policy import PLAIN, Arm, Policy
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters.base import Drafter
 from medusa.state import DecodeState
 from medusa.tree import Draft
@@ -27,12 +27,12 @@ class AutoDrafter(Drafter):
         self._arm = policy.choose()
         self._drafter = build(self._arm)
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots``."""
         arm = self._policy.choose()
         if arm != self._arm:
             self._arm, self._drafter = arm, self._build(arm)
-        return self._drafter.propose(state, sequences)
+        return self._drafter.propose(state, cached)
 
     def beside_prompts(self) -> Drafter:
         """Nobody: first tokens come sooner."""

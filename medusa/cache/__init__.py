@@ -1,18 +1,22 @@
 """Keys and values of many sequences, in blocks of a pool that all of them share."""
 
-from medusa.cache.follower import Follower, tell
+from medusa.cache.follower import Cached, Follower, tell
 from medusa.cache.layer import PassCache
 from medusa.cache.pool import BLOCK, BlockPool, PoolFullError
 from medusa.cache.sequence import CachedSequence, Observer, commit, plan_pass, provisional
+from medusa.cache.texts import FixedTexts, Texts
 
 __all__ = [
     "BLOCK",
     "BlockPool",
+    "Cached",
     "CachedSequence",
+    "FixedTexts",
     "Follower",
     "Observer",
     "PassCache",
     "PoolFullError",
+    "Texts",
     "commit",
     "plan_pass",
     "provisional",

@@ -3,12 +3,16 @@
 Its row p reads the base's hidden state at position p and the embedding of token p + 1, sees rows 0 .. p, and gives an
 output from which token p + 2 is guessed. Rows are computed when a draft needs them, those of prompts at once.
 
+In steps that are recorded (``medusa.engine.graph``) rows are computed as soon as they are committed, as many for each
+sequence as can be at most, and nothing is kept here until the steps end.
+
 Legend: B sequences, C positions of each, R rows of a pass, D hidden size, F width of the base's hidden states.
 """
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +20,24 @@ from torch.nn.utils.rnn import pad_sequence
 
 from medusa.attention.contract import TreeAttention, TreePlan
 from medusa.cache.pool import BlockPool
-from medusa.cache.sequence import CachedSequence, plan_pass
+from medusa.cache.sequence import CachedSequence
+from medusa.cache.texts import FixedTexts, HostTexts, Texts
 from medusa.tree import Draft
 
 MANY = 16
 """Rows that do not wait for a draft: a prompt's."""
+
+
+class Followed(NamedTuple):
+    """A follower's part of a recorded step.
+
+    Attributes:
+        texts: What it has cached of them.
+        latest: [B, D] its outputs at the last rows.
+    """
+
+    texts: FixedTexts
+    latest: Tensor
 
 
 class Follower(ABC):
@@ -78,13 +95,36 @@ class Follower(ABC):
         self._catch_up([one for one, count in zip(own, counts, strict=True) if count and self._count(one) >= MANY])
 
     @torch.inference_mode()
-    def read(self, sequences: Sequence[CachedSequence]) -> tuple[list[CachedSequence], Tensor]:
-        """The layer's own sequences beside the base's, all rows computed, and its outputs [B, D] at the last ones."""
-        own = self.follow(sequences)
+    def read(self, cached: "Cached") -> tuple[Texts, Tensor]:
+        """What the layer has cached of the base's texts, all rows computed, and its outputs [B, D] at the last ones."""
+        if isinstance(cached, Mapping):
+            return cached[self]
+        sequences, own = cached, self.follow(cached)
         self._catch_up(own)
         for ours, theirs in zip(own, sequences, strict=True):
             assert ours.length == theirs.length > 0, "it has observed the text from its first token on"
-        return own, torch.stack([self._latest[one] for one in own])
+        return HostTexts(own), torch.stack([self._latest[one] for one in own])
+
+    def advance(self, followed: Followed, hidden_BAF: Tensor, tokens_BA: Tensor, counts_B: Tensor) -> Tensor:
+        """The base commits so many positions, in a recorded step: compute their rows; the outputs [B, D] at the last.
+
+        Args:
+            followed: Its part of the step, before these.
+            hidden_BAF: The base's hidden states at these positions; anything beyond their number.
+            tokens_BA: The tokens that follow them, likewise.
+            counts_B: int64, 0 where a sequence may not grow.
+        """
+        draft = Draft.chain(tokens_BA)
+        plan = followed.texts.plan(draft, self.attention)
+        out_BAD = draft.spread(self.run(followed.texts.pool, plan, draft.flat(self.states(hidden_BAF))))
+        index_B = torch.arange(len(counts_B), device=counts_B.device)
+        new_BD = out_BAD[index_B, (counts_B - 1).clamp(min=0)]
+        return torch.where(counts_B[:, None] > 0, new_BD, followed.latest)
+
+    def resume(self, sequences: Sequence[CachedSequence], latest_BD: Tensor) -> None:
+        """Recorded steps of the base's sequences have ended with these outputs."""
+        for one, latest_D in zip(self.follow(sequences), latest_BD.clone(), strict=True):
+            self._latest[one] = latest_D
 
     def extend(
         self, own: Sequence[CachedSequence], states_BCD: Tensor, tokens_BC: Tensor, counts: Sequence[int]
@@ -98,8 +138,9 @@ class Follower(ABC):
             counts: Rows of each sequence, from the first on.
         """
         draft = Draft.chain(tokens_BC, counts)
-        plan = plan_pass([(draft, own)], self.attention)
-        out_RD = self.run(own[0].pool, plan, draft.flat(states_BCD))
+        texts = HostTexts(own)
+        plan = texts.plan(draft, self.attention)
+        out_RD = self.run(texts.pool, plan, draft.flat(states_BCD))
         for one, count in zip(own, counts, strict=True):
             one.length += count
         return out_RD[torch.tensor(plan.firsts[1:], device=out_RD.device) - 1]
@@ -117,6 +158,10 @@ class Follower(ABC):
         tokens_BC = pad_sequence([torch.cat([tokens for _, tokens in rows]) for rows in parts], batch_first=True)
         for one, out_D in zip(behind, self.extend(behind, self.states(hidden_BCF), tokens_BC, counts), strict=True):
             self._latest[one] = out_D
+
+
+Cached = Sequence[CachedSequence] | Mapping[Follower, Followed]
+"""What drafters are given of texts: what the base has cached of each, or, in a recorded step, its followers' parts."""
 
 
 def tell(sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:

@@ -149,6 +149,7 @@ def plan_pass(
     kv_length: int | None = None,
     lengths_B: Tensor | None = None,
     computed: int = 0,
+    ahead: int = 0,
 ) -> TreePlan:
     """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
 
@@ -159,13 +160,14 @@ def plan_pass(
         kv_length: Places that attention reads; None = as far as the longest sequence reaches.
         lengths_B: [B] int64 the lengths of the first part's sequences, where they are on the device already.
         computed: Nodes of each tree that earlier passes have computed.
+        ahead: Where the roots stand, from the first position that is not cached on.
 
     Raises:
         PoolFullError: There are no blocks left.
     """
     sequences = [one for _, ones in parts for one in ones]
     sizes, pool = [size for draft, _ in parts for size in draft.row_sizes], sequences[0].pool
-    lengths = [one.length for one in sequences]
+    lengths = [one.length + ahead for one in sequences]
     ends = [length + size for length, size in zip(lengths, sizes, strict=True)]
     for one, end in zip(sequences, ends, strict=True):
         one.reserve(end)

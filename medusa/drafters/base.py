@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from medusa.cache import CachedSequence, Observer
+from medusa.cache import Cached, Observer
 from medusa.state import DecodeState
 from medusa.tree import Draft
 
@@ -21,14 +21,16 @@ class Drafter(Protocol):
     A drafter that inherits from this class may leave it out."""
     observers: Sequence[Observer] = ()
     """Layers of its own that must see what the base commits; likewise."""
+    places: int = 0
+    """Places behind a text that a draft takes in their caches; likewise."""
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft whose column 0 holds ``state.roots``.
 
         Args:
             state: Of the requests that it drafts for.
-            sequences: What the base has cached of each; eager steps give it. For drafters whose models follow it
-                (``CachedSequence.follower``).
+            cached: What is cached of each, for drafters whose models follow the base (``CachedSequence.follower``); in
+                recorded steps by observer.
         """
 
     def beside_prompts(self) -> "Drafter":
@@ -51,6 +53,6 @@ class PlainDrafter(Drafter):
     nodes = 1
     recordable = True
 
-    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """The roots alone."""
         return Draft.chain(state.roots[:, None])

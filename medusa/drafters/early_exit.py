@@ -5,14 +5,13 @@ of them, or not at all, which ``nodes=None`` finds out. Bases that were trained 
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters.base import Drafter
 from medusa.drafters.model import ROW_COST, ModelDrafter
 from medusa.drafters.writers import FirstLayers
@@ -95,7 +94,7 @@ class EarlyExitDrafter(Drafter):
         self.nodes, self._base, self._exit, self._how = nodes, base, exit_layer, how
         self._drafter: ModelDrafter | None = None
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots``; the roots alone until there is text enough to choose where to leave."""
         if self._drafter is None:
             model = self._exit.find(state)
@@ -103,4 +102,4 @@ class EarlyExitDrafter(Drafter):
                 return Draft.chain(state.roots[:, None])
             cost, vocab_size = model.num_layers / self._base.num_layers, self._base.vocab_size
             self._drafter = ModelDrafter(FirstLayers(model), vocab_size, self.nodes, cost, width=1, **self._how)
-        return self._drafter.propose(state, sequences)
+        return self._drafter.propose(state, cached)

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.cpu import native
 from medusa.cpu.growth import Grown, Growth, NativeGrowth
 from medusa.cpu.recurrent import RecurrentDrafts
@@ -86,8 +85,9 @@ class HeadsDrafter(Drafter):
         host_decides = host_decides and device.type == "cpu"
         best_first = _BestFirst(nodes, depth, width, floors if host_decides else None)
         self._shape: _BestFirst | StaticShape = best_first if tree is None else StaticShape(tree, device)
-        self.recordable = not heads.remembers and (tree is not None or not host_decides)
+        self.recordable = tree is not None or not host_decides
         self.observers = heads.observers
+        self.places = max(num_heads, sum(self._shape.growth().parents)) if heads.remembers else 0
         self.nodes = self._shape.nodes
         # A step that is recorded sees torch's operators alone.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
@@ -95,15 +95,15 @@ class HeadsDrafter(Drafter):
         if host_decides and native.reads(next(heads.parameters())) and self._shape.depth:
             self._growth = NativeGrowth(self._shape.growth(), output_size, heads.draft_ids)
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots`` from the hidden state that predicted them."""
         if self.nodes == 1:
             return Draft.chain(state.roots[:, None])
         if self._native is not None:
             return _draft(self._in_one_call(self._native, state))
         if self._growth is not None:
-            return _draft(self._by_levels(self._growth, state, sequences))
-        return self._grow(state, sequences)
+            return _draft(self._by_levels(self._growth, state, cached))
+        return self._grow(state, cached)
 
     def _in_one_call(self, drafts: RecurrentDrafts, state: DecodeState) -> Grown:
         """``_grow`` by a kernel that knows these heads."""
@@ -112,10 +112,10 @@ class HeadsDrafter(Drafter):
             keys_BK = keys(state.seeds, state.positions[:, None] + 1 + ahead_K)
         return drafts(self.heads.own(state.hidden), state.roots, state.active, keys_BK, self._temperature)
 
-    def _by_levels(self, growth: NativeGrowth, state: DecodeState, sequences: Sequence[CachedSequence]) -> Grown:
+    def _by_levels(self, growth: NativeGrowth, state: DecodeState, cached: Cached) -> Grown:
         """``_grow`` with a kernel that grows trees from the heads' logits."""
         trees = growth.plant(state.roots, state.active)
-        heads_state = self.heads.begin(state.hidden, self.vocabulary, sequences)
+        heads_state = self.heads.begin(state.hidden, self.vocabulary, cached)
         for head in range(self._shape.depth):
             logits, heads_state = self.heads.level(head, heads_state, trees.slots, trees.frontier, self.vocabulary)
             if self._temperature:
@@ -124,14 +124,14 @@ class HeadsDrafter(Drafter):
                 break
         return trees.draft()
 
-    def _grow(self, state: DecodeState, sequences: Sequence[CachedSequence]) -> Draft:
+    def _grow(self, state: DecodeState, cached: Cached) -> Draft:
         frontier_Bm, shape = state.roots[:, None], self._shape
         # Columns number all candidates of the step, level by level; column 0 is the root.
         columns_Bm = slots_Bm = torch.zeros_like(frontier_Bm)
         # A finished sequence has no say in how far the others are drafted; within a row only differences count.
         scores_Bm = torch.where(state.active, 0.0, LOWEST)[:, None]
         tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
-        heads_state = self.heads.begin(state.hidden, self.vocabulary, sequences)
+        heads_state = self.heads.begin(state.hidden, self.vocabulary, cached)
         for head in range(shape.depth):
             logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
             if self._temperature:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import merge
 from medusa.state import DecodeState
@@ -34,13 +34,14 @@ class HybridDrafter(Drafter):
         self.nodes = max(nodes, 1 + sum(drafter.nodes - 1 for drafter in everyone))
         self.recordable = all(drafter.recordable for drafter in everyone)
         self.observers = [one for drafter in everyone for one in drafter.observers]
+        self.places = max((drafter.places for drafter in everyone), default=0)
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots``."""
-        drafts = [drafter.propose(state, sequences) for drafter in self.cheap]
+        drafts = [drafter.propose(state, cached) for drafter in self.cheap]
         on_host = state.roots.device.type == "cpu" and not self.recordable
         if not (on_host and len(state.roots) == 1 and _expected(drafts) >= ENOUGH):
-            drafts = [*(drafter.propose(state, sequences) for drafter in self.dear), *drafts]
+            drafts = [*(drafter.propose(state, cached) for drafter in self.dear), *drafts]
         drafts = [draft for draft in drafts if draft.tokens.shape[1] > 1] or drafts[:1]
         if self._chain:
             return max(drafts, key=lambda draft: _expected([draft]))

@@ -10,13 +10,14 @@ Legend: B batch, N tree nodes, D hidden size, V vocabulary, W tokens that are lo
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.acceptance.logits import NO_NOISE, Warper, widened
-from medusa.cache import provisional
+from medusa.cache import Cached, provisional
 from medusa.cpu.selection import gumbel
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, best, build
@@ -72,14 +73,15 @@ class ModelDrafter(Drafter):
         self._stream, self.observers = stream, writer.observers
         self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
-    def propose(self, state: DecodeState, sequences: Sequences = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A tree or chain below ``state.roots``; the root alone where a text fills the model's context."""
+        assert not isinstance(cached, Mapping), "steps of models that write are never recorded"
         last = self._writer.context_length - self.nodes
-        drafting = [on and one.length < last for on, one in zip(state.active.tolist(), sequences, strict=True)]
+        drafting = [on and one.length < last for on, one in zip(state.active.tolist(), cached, strict=True)]
         if not any(drafting):
             return Draft.chain(state.roots[:, None])
         write = self._tree if self._host_decides else self._chain
-        with self._writer.reading(state, sequences, drafting) as (own, hidden_BD), provisional(own):
+        with self._writer.reading(state, cached, drafting) as (own, hidden_BD), provisional(own):
             return write(state, own, hidden_BD, drafting)
 
     def _logprobs(self, state: DecodeState, hidden_BD: Tensor, ahead: int) -> Tensor:

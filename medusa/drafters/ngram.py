@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters.base import Drafter
 from medusa.drafters.merge import FLOOR, Node, build
 from medusa.files import replace_file
@@ -174,7 +174,7 @@ class NgramDrafter(Drafter):
         self.cache, self.nodes, self._branches = cache, nodes, branches
         self._last: tuple[Tensor, list[int], list[list[Node]]] | None = None
 
-    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """A tree below ``state.roots``; the root alone where no context is known."""
         width = max(ORDERS)
         recent = state.positions[:, None] + torch.arange(1 - width, 1, device=state.positions.device)

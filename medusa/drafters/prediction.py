@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters.base import Drafter
 from medusa.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
 from medusa.state import DecodeState
@@ -29,11 +29,11 @@ class PredictionDrafter(Drafter):
         self._lookup = PromptLookupDrafter(nodes)
         self._texts: tuple[Tensor, Tensor] | None = None
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A tree below ``state.roots``."""
         texts = self._behind(state)
         before = texts.shape[1] - state.history.shape[1]
-        return self._lookup.propose(replace(state, history=texts, positions=state.positions + before), sequences)
+        return self._lookup.propose(replace(state, history=texts, positions=state.positions + before), cached)
 
     def _behind(self, state: DecodeState) -> Tensor:
         """The histories with the prediction before them, behind the prompt's end: so its beginning is found too.

@@ -6,13 +6,12 @@ themselves are full of it; new text is not, so it is at its best beside heads (`
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.cpu import native
 from medusa.cpu.lookup import Search, look_up
 from medusa.drafters.base import Drafter
@@ -60,7 +59,7 @@ class PromptLookupDrafter(Drafter):
         self._confidence = confidence or Confidence(SEARCH)
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def propose(self, state: DecodeState, _: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
         """A tree below ``state.roots``, found in ``state.history``."""
         if not (self.host_decides and state.roots.device.type == "cpu"):
             return self._chains(state)

@@ -4,12 +4,10 @@ Legend: B batch, N tree nodes, m nodes that get children, C children of a level,
 V columns of the draft logits.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters.base import Drafter
 from medusa.drafters.heads import LOWEST, WIDTH, StaticShape, check_tree
 from medusa.heads import DraftHeads, Vocabulary
@@ -72,15 +70,16 @@ class SampledHeadsDrafter(Drafter):
         check_tree(tree, config)
         if not temperature > 0:
             raise ValueError(f"temperature ({temperature}) must be above 0 to draw drafts; raise it, or draft the best")
-        self.recordable = not heads.remembers
+        self.recordable = True
         self.observers = heads.observers
         self.heads, self.vocabulary, self.tree = heads, vocabulary, tree
         self.temperature, self.nodes = temperature, tree.nodes
         device = next(heads.parameters()).device
         self._shape = StaticShape(tree, device)
+        self.places = max(config.num_heads, sum(self._shape.growth().parents)) if heads.remembers else 0
         self._parents_N = tree.parents.to(device)
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft below ``state.roots`` with the distribution that every token was drawn from."""
         batch, width, output_size = len(state.roots), self.tree.width, self.heads.config.output_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
@@ -88,7 +87,7 @@ class SampledHeadsDrafter(Drafter):
         frontier_Bm = state.roots[:, None]
         slots_Bm = torch.zeros_like(frontier_Bm)
         tokens, probs = [frontier_Bm], [noise_BKV.new_zeros(batch, 1, output_size)]
-        heads_state = self.heads.begin(state.hidden, self.vocabulary, sequences)
+        heads_state = self.heads.begin(state.hidden, self.vocabulary, cached)
         for head, (children_C, picks_m) in enumerate(zip(self._shape.candidates, self._shape.picks, strict=True)):
             logits, heads_state = self.heads.level(head, heads_state, slots_Bm, frontier_Bm, self.vocabulary)
             logprobs_BmV = (logits.float() / self.temperature).log_softmax(-1).nan_to_num(nan=LOWEST).clamp(min=LOWEST)

@@ -134,7 +134,8 @@ class MtpWriter:
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
         """The layer's own sequences, and its outputs at their last rows."""
-        yield self._layer.read(sequences)
+        own, (_, hidden_BD) = self._layer.follow(sequences), self._layer.read(sequences)
+        yield own, hidden_BD
 
     def write(self, own: Sequences, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
         """A token more of each that goes on."""

@@ -13,7 +13,8 @@ their own beside the recorded steps.
 import dataclasses
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from medusa.acceptance import Rule
 from medusa.attention import TreePlan
 from medusa.attention.contract import BlockTable
 from medusa.base.model import BaseModel
-from medusa.cache import BlockPool, CachedSequence
+from medusa.cache import BlockPool, CachedSequence, FixedTexts
+from medusa.cache.follower import Followed, Follower
 from medusa.drafters import Drafter
 from medusa.engine.prefill import Chunk, advance
 from medusa.engine.step import read_tokens, verify
@@ -48,6 +50,9 @@ Record = Callable[[Replay], Replay]
 Raises RuntimeError where it cannot be recorded, without having done anything to the buffers."""
 Key = tuple[BaseModel, Drafter, Rule]
 """Of a recorded step."""
+Latest = Mapping[Follower, Tensor]
+"""Outputs [B, D] at the last rows of layers that follow the base."""
+NOBODY: Latest = MappingProxyType({})
 
 
 def cuda_recorder() -> Record:
@@ -76,27 +81,54 @@ class _Recorded(NamedTuple):
     emitted: Tensor
 
 
+class _Memory(NamedTuple):
+    """A layer that follows the base, in a bucket.
+
+    Attributes:
+        follower: The layer.
+        pool: Its blocks.
+        lines: [requests] int64, the line of each in that pool's table.
+        latest: [requests, D] its outputs at the last rows.
+    """
+
+    follower: Follower
+    pool: BlockPool
+    lines: Tensor
+    latest: Tensor
+
+    def part(self, lengths_B: Tensor, kv_length: int) -> Followed:
+        """Of a step, behind so many positions."""
+        table = BlockTable(self.pool.tables.tensor()[self.lines], self.pool.size)
+        return Followed(FixedTexts(self.pool, table, lengths_B, kv_length), self.latest)
+
+
 class _Bucket:
     """Fixed buffers for so many requests, and what is recorded over them.
 
     Attributes:
         pool: Whose blocks the steps read.
-        epoch: Of the pool when the buffers were made.
+        memories: Layers that follow.
+        epochs: Of the pools when the buffers were made.
         kv_length: Places that attention reads at most.
         state: Of all requests, inert ones behind those that decode.
         lines: [requests] int64, the line of each in the pool's table.
         recorded: By drafter and rule.
     """
 
-    def __init__(self, pool: BlockPool, like: DecodeState, requests: int, kv_length: int) -> None:
+    def __init__(self, pool: BlockPool, like: DecodeState, latest: Latest, requests: int, kv_length: int) -> None:
         def buffer(tensor: Tensor) -> Tensor:
             return tensor.new_zeros(requests, *tensor.shape[1:])
 
-        self.pool, self.epoch, self.kv_length = pool, pool.epoch, kv_length
+        self.pool, self.kv_length = pool, kv_length
         tensors = {field.name: buffer(getattr(like, field.name)) for field in dataclasses.fields(like)}
         tensors["history"] = like.history.new_zeros(requests, kv_length + 1)
         self.state = DecodeState(**tensors)
         self.lines = torch.zeros_like(tensors["roots"])
+        self.memories = [
+            _Memory(one, pool.beside(one, one.new_pool), torch.zeros_like(self.lines), buffer(outputs))
+            for one, outputs in latest.items()
+        ]
+        self.epochs = self._epochs()
         self.recorded: OrderedDict[Key, _Recorded] = OrderedDict()
 
     @property
@@ -104,14 +136,27 @@ class _Bucket:
         """How many, inert ones too."""
         return len(self.lines)
 
+    @property
+    def stale(self) -> bool:
+        """Whether anything that is recorded over it has moved since."""
+        return self.epochs != self._epochs()
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Layers that follow."""
+        return [memory.follower for memory in self.memories]
+
+    def _epochs(self) -> list[tuple[int, int]]:
+        return [pool.epoch for pool in (self.pool, *(memory.pool for memory in self.memories))]
+
     def fits(self, state: DecodeState, requests: int, kv_length: int) -> bool:
         """Whether so many requests with so long texts have room here, and fill enough of it."""
         enough = requests <= self.requests <= LARGER * requests and kv_length <= self.kv_length <= LARGER * kv_length
         return enough and self.state.hidden.shape[1] == state.hidden.shape[1]
 
-    def load(self, state: DecodeState, lines: Sequence[int]) -> None:
-        """Take over a state; whatever lies behind it becomes inert."""
-        count = len(lines)
+    def load(self, state: DecodeState, sequences: Sequence[CachedSequence], latest: Latest = NOBODY) -> None:
+        """Take over a state, and what layers that follow have given last; whatever lies behind it becomes inert."""
+        count = len(sequences)
         for field in dataclasses.fields(state):
             ours, theirs = getattr(self.state, field.name), getattr(state, field.name)
             if field.name == "history":
@@ -120,13 +165,23 @@ class _Bucket:
             else:
                 ours[count:] = 0
                 ours[:count].copy_(theirs)
-        self.lines[count:] = 0
-        self.lines[:count].copy_(torch.tensor(lines))
+        _set_lines(self.lines, sequences)
+        for memory in self.memories:
+            _set_lines(memory.lines, memory.follower.follow(sequences))
+            memory.latest[:count].copy_(latest[memory.follower])
 
-    def read(self, count: int) -> DecodeState:
-        """The state of the first requests, which leaves the fixed buffers."""
-        fields = dataclasses.fields(self.state)
+    def read(self, sequences: Sequence[CachedSequence]) -> DecodeState:
+        """The state of these, the first requests, which leaves the fixed buffers."""
+        fields, count = dataclasses.fields(self.state), len(sequences)
+        for memory in self.memories:
+            memory.follower.resume(sequences, memory.latest[:count])
         return DecodeState(**{field.name: getattr(self.state, field.name)[:count].clone() for field in fields})
+
+
+def _set_lines(buffer: Tensor, sequences: Sequence[CachedSequence]) -> None:
+    """The lines of these sequences, and of nobody's behind them."""
+    buffer[len(sequences) :] = 0
+    buffer[: len(sequences)].copy_(torch.tensor([one.line for one in sequences]))
 
 
 class StepGraphs:
@@ -172,18 +227,27 @@ class StepGraphs:
         """Free what is kept between calls."""
         self._idle, self._pool = [], None
 
-    def lend(self, pool: BlockPool, state: DecodeState, reach: int, key: Key | None = None) -> _Bucket:
+    def lend(
+        self,
+        pool: BlockPool,
+        state: DecodeState,
+        reach: int,
+        key: Key | None = None,
+        latest: Latest = NOBODY,
+    ) -> _Bucket:
         """Buffers for a state whose texts may reach so far in the next steps; two users never share them.
 
         Some that are there already, and not much too large, come before new ones, for which steps must be recorded;
         those over which this step is recorded come first.
         """
         requests, kv_length = 1 << (len(state.roots) - 1).bit_length(), max(SHORTEST, 1 << (reach - 1).bit_length())
-        pool.tables.reach(-(-kv_length // pool.size))
-        self._idle = [one for one in self._idle if one.epoch == one.pool.epoch]
-        fitting = [one for one in self._idle if one.pool is pool and one.fits(state, requests, kv_length)]
+        for each in (pool, *(pool.beside(one, one.new_pool) for one in latest)):
+            each.tables.reach(-(-kv_length // each.size))
+        self._idle = [one for one in self._idle if not one.stale]
+        alike = [one for one in self._idle if one.pool is pool and one.followers == list(latest)]
+        fitting = [one for one in alike if one.fits(state, requests, kv_length)]
         if not fitting:
-            return _Bucket(pool, state, requests, kv_length)
+            return _Bucket(pool, state, latest, requests, kv_length)
         bucket = min(fitting, key=lambda one: (key not in one.recorded, one.requests, one.kv_length))
         self._idle.remove(bucket)
         return bucket
@@ -211,7 +275,7 @@ class StepGraphs:
         if base.decoding != "tree" or base.explicit_mask:
             how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
             return f"base ({base.name}) {how}"
-        if any(one.observers for one in sequences):
+        if not all(isinstance(observer, Follower) for one in sequences for observer in one.observers):
             return "a layer that drafts reads each step's hidden states on the host's account"
         if not base.attention.recordable:
             return f"attention ({base.attention.name}) reads lengths on the host here"
@@ -245,8 +309,9 @@ class GraphSteps:
     ) -> None:
         self._graphs, self._base, self._sequences, self._drafter, self._rule = graphs, base, sequences, drafter, rule
         self._key = base, drafter, rule
-        self._pool, self._lines = sequences[0].pool, [one.line for one in sequences]
-        self._state = state
+        self._pool, self._state = sequences[0].pool, state
+        # Requests of one drafter are observed by the same layers.
+        self._followers = [one for one in sequences[0].observers if isinstance(one, Follower)]
         self._bucket: _Bucket | None = None
         self._under_way: deque[_Arrival] = deque()
 
@@ -269,7 +334,7 @@ class GraphSteps:
         """The step under way is waited for, and the state leaves the fixed buffers."""
         late = self._arrive() if self._under_way else None
         if self._bucket is not None:
-            self._state = self._bucket.read(len(self._lines))
+            self._state = self._bucket.read(self._sequences)
             self._graphs.give_back(self._bucket)
             self._bucket = None
         return late, self._state
@@ -278,6 +343,9 @@ class GraphSteps:
         tokens, counts = read_tokens(self._under_way.popleft().wait())
         for one, count in zip(self._sequences, counts, strict=False):  # inert ones stand behind
             one.length += count
+        for follower in self._followers:
+            for ours, theirs in zip(follower.follow(self._sequences), self._sequences, strict=True):
+                ours.length = theirs.length
         return tokens[: len(self._sequences)]
 
     def _launch(self) -> None:
@@ -306,24 +374,34 @@ class GraphSteps:
         behind = self.ahead * self._drafter.nodes
         for one in self._sequences:
             one.reserve(one.length + behind)
+        behind += self._drafter.places
+        for follower in self._followers:
+            for ours, theirs in zip(follower.follow(self._sequences), self._sequences, strict=True):
+                ours.reserve(theirs.length + behind)
         reach, bucket = max(one.length for one in self._sequences) + behind, self._bucket
-        if bucket is not None and (reach > bucket.kv_length or bucket.epoch != self._pool.epoch):
-            self._state = bucket.read(len(self._lines))  # where kept, others may write there from now on
+        if bucket is not None and (reach > bucket.kv_length or bucket.stale):
+            self._state = bucket.read(self._sequences)  # where kept, others may write there from now on
             self._graphs.give_back(bucket)
             bucket = None
         if bucket is None:
-            bucket = self._bucket = self._graphs.lend(self._pool, self._state, reach, self._key)
-            bucket.load(self._state, self._lines)
-        self._pool.tables.tensor()  # what the host has changed goes to where it is read
+            latest = {follower: follower.read(self._sequences)[1] for follower in self._followers}
+            bucket = self._bucket = self._graphs.lend(self._pool, self._state, reach, self._key, latest)
+            bucket.load(self._state, self._sequences, latest)
+        for pool in (self._pool, *(memory.pool for memory in bucket.memories)):
+            pool.tables.tensor()  # what the host has changed goes to where it is read
         return bucket
 
     def _step(self, bucket: _Bucket) -> Tensor:
         """One step from the fixed state to the fixed state."""
         base, state = self._base, bucket.state
         table = BlockTable(self._pool.tables.tensor()[bucket.lines], self._pool.size)
-        draft = self._drafter.propose(state)
+        followed = {memory.follower: memory.part(state.positions, bucket.kv_length) for memory in bucket.memories}
+        draft = self._drafter.propose(state, followed)
         plan = TreePlan([draft], state.positions, bucket.kv_length, table, base.attention, base.spans)
-        accepted, _, after = verify(base, self._pool, plan, self._rule, state)
+        accepted, hidden_BNF, after = verify(base, self._pool, plan, self._rule, state)
+        for memory in bucket.memories:
+            part, path_BAF = followed[memory.follower], accepted.along_path(hidden_BNF)
+            memory.latest.copy_(memory.follower.advance(part, path_BAF, accepted.tokens, accepted.counts))
         for field in dataclasses.fields(state):
             getattr(state, field.name).copy_(getattr(after, field.name))
         return accepted.emitted

@@ -1,13 +1,13 @@
 """Requests of a batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from medusa.acceptance import Rule, Verdict
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.drafters import Drafter
 from medusa.engine.constraint import ConstrainedRule
 from medusa.engine.logprobs import LogprobReader
@@ -69,11 +69,12 @@ class MixedDrafter(Drafter):
         self._parts = [(torch.tensor(group.rows, device=device), group) for group in groups]
         self.nodes = max(group.drafter.nodes for group in groups)
 
-    def propose(self, state: DecodeState, sequences: Sequence[CachedSequence] = (), /) -> Draft:
+    def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """One draft below ``state.roots``, with the groups' own as its parts."""
+        assert not isinstance(cached, Mapping), "steps of a mix are never recorded"
         drafts = []
         for rows, group in self._parts:
-            own = [sequences[row] for row in group.rows] if sequences else ()
+            own = [cached[row] for row in group.rows] if cached else ()
             drafts.append((rows, group.drafter.propose(state.select(rows), own)))
         return Draft.stack(drafts)
 

@@ -142,8 +142,7 @@ def _next(state: DecodeState, accepted: Accepted) -> DecodeState:
 def _tell(sequences: Sequence[CachedSequence], accepted: Accepted, hidden_BNF: Tensor, counts: Sequence[int]) -> None:
     """Let layers that draft see what was committed."""
     if any(one.observers for one in sequences):
-        path_BAF = hidden_BNF.gather(1, accepted.path[..., None].expand(-1, -1, hidden_BNF.shape[2]))
-        tell(sequences, path_BAF, accepted.tokens, counts)
+        tell(sequences, accepted.along_path(hidden_BNF), accepted.tokens, counts)
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:

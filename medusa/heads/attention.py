@@ -6,7 +6,6 @@ Legend: M positions, K heads, B sequences, m tree nodes of a level, N nodes so f
 H attention heads, G key heads, d head size.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medusa.attention import Scoring, TreePlan, attend
-from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass, provisional
+from medusa.cache import BlockPool, Cached, Follower, Texts
 from medusa.cpu.fused import FusedLayers, LayerWeights, UnusualBlockError
 from medusa.heads.base import HeadsConfig, Vocabulary
 from medusa.heads.blocks import of_parents
@@ -26,9 +25,9 @@ from medusa.tree import Draft
 
 
 class Growth(NamedTuple):
-    """A tree under way: the layer's sequences, the nodes so far [B, N], and its outputs [B, m, D] at the last m."""
+    """A tree under way: what the layer has cached, the nodes so far [B, N], and its outputs [B, m, D] at the last m."""
 
-    own: Sequence[CachedSequence]
+    texts: Texts
     tokens: Tensor
     parents: Tensor
     out: Tensor
@@ -84,11 +83,11 @@ class AttentionHeads(RememberingHeads):
             state = self.handed_down(out, normed)
         return torch.stack(features)
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Growth:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Growth:
         """The roots' own rows, computed from what the base has committed."""
-        own, out_BD = self.remembered(sequences)
-        nothing_B1 = torch.zeros(len(own), 1, dtype=torch.int64, device=out_BD.device)
-        return Growth(own, nothing_B1, nothing_B1, out_BD[:, None])
+        texts, out_BD = self.remembered(cached)
+        nothing_B1 = torch.zeros(len(out_BD), 1, dtype=torch.int64, device=out_BD.device)
+        return Growth(texts, nothing_B1, nothing_B1, out_BD[:, None])
 
     def level(
         self, head: int, state: Growth, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
@@ -105,13 +104,11 @@ class AttentionHeads(RememberingHeads):
         tokens_BN = torch.cat([tree.tokens, tokens_Bm], dim=1)
         parents_BN = torch.cat([tree.parents, computed - above + parents_Bm], dim=1)
         states_BmD = of_parents(self.handed_down(tree.out, self.output_norm(tree.out)), parents_Bm)
-        with provisional(tree.own):
-            for one in tree.own:
-                one.length -= 1  # the root's row is the tree's first node
-            draft = Draft.of(tokens_BN, parents_BN, depth=computed)
-            plan = plan_pass([(draft, tree.own)], self.memory.attention, computed=computed)
-        out_RD = self.memory.run(tree.own[0].pool, plan, states_BmD.flatten(0, 1))
-        return Growth(tree.own, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
+        draft = Draft.of(tokens_BN, parents_BN, depth=computed)
+        # The root's row, the last one that is cached, is the tree's first node.
+        plan = tree.texts.plan(draft, self.memory.attention, ahead=-1, computed=computed)
+        out_RD = self.memory.run(tree.texts.pool, plan, states_BmD.flatten(0, 1))
+        return Growth(tree.texts, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
 
     def handed_down(self, out: Tensor, normed: Tensor) -> Tensor:
         """What the next pass reads of the layer's output."""

@@ -1,7 +1,7 @@
 """What every head architecture is: hidden state and drafted tokens in, one draft distribution per head out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.attention import TreeAttention
-from medusa.cache import CachedSequence, Follower
+from medusa.cache import Cached, Follower
 from medusa.cpu.native import native_linear
 from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
@@ -234,13 +234,13 @@ class DraftHeads(nn.Module, ABC):
         """
 
     @abstractmethod
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Any:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Any:
         """The state that the first level starts from.
 
         Args:
             hidden_BF: The hidden states that predicted the roots.
             vocabulary: Both ends of the base.
-            sequences: What the base has cached; heads that remember have observed it.
+            cached: What is cached of the texts; heads that remember have observed what the base has committed.
         """
 
     @abstractmethod

@@ -8,14 +8,14 @@ D hidden size, H attention heads, G key heads, d head size, L positions of a doc
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from medusa.attention import Scoring, TreePlan, attend
-from medusa.cache import BlockPool, CachedSequence, Follower, plan_pass
+from medusa.cache import BlockPool, Cached, Follower, Texts
 from medusa.cpu.fused import FusedLayers, LayerWeights, UnusualBlockError
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import HeadsConfig, Vocabulary
@@ -28,9 +28,9 @@ from medusa.tree import Draft
 
 
 class Beginning(NamedTuple):
-    """Before the roots are known: the layers' sequences, and the fused states [B, D] at their last positions."""
+    """Before the roots are known: what the layers have cached, and the fused states [B, D] at the last positions."""
 
-    own: Sequence[CachedSequence]
+    texts: Texts
     state: Tensor
 
 
@@ -115,9 +115,9 @@ class BlockHeads(RememberingHeads):
         features_RKD = torch.cat([features_RKD, low_RKR], dim=-1) if own else features_RKD + self.up(low_RKR)
         return features_RKD.transpose(0, 1)
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Beginning:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Beginning:
         """What the base has committed, in the layers' cache."""
-        return Beginning(*self.remembered(sequences))
+        return Beginning(*self.remembered(cached))
 
     def level(
         self, head: int, state: Beginning | Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
@@ -176,16 +176,16 @@ class BlockMemory(Follower):
                 cache.update(key.transpose(0, 1)[None], value.transpose(0, 1)[None], index)
         return states_RD
 
-    def draft(self, own: Sequence[CachedSequence], state_BD: Tensor, roots_B: Tensor) -> Tensor:
+    def draft(self, texts: Texts, state_BD: Tensor, roots_B: Tensor) -> Tensor:
         """The block's rows [B, K, D] behind all layers and the last norm.
 
         Its keys and values stand for a while where the text goes on.
         """
-        heads, pool = self._heads, own[0].pool
+        heads, pool = self._heads, texts.pool
         x_BKD = heads.rows(state_BD, roots_B, self._vocabulary)
         depths, x_RD = x_BKD.shape[1], x_BKD.flatten(0, 1)
         block = dataclasses.replace(Draft.chain(roots_B[:, None].expand(-1, depths)), together=True)
-        plan = plan_pass([(block, own)], self.attention)
+        plan = texts.plan(block, self.attention)
         if self.fused is not None:
             return self.fused[1](pool, plan, heads.rotary.tables(plan.kv_length, x_RD), x_RD).view_as(x_BKD)
         angles = heads.rotary.at(plan.positions, plan.kv_length, x_RD)

@@ -22,17 +22,18 @@ class Rotary:
 
     def __init__(self, layer: LayerConfig) -> None:
         self._layer = layer
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._tables: list[tuple[Tensor, Tensor]] = []  # recorded steps go on to read those that they have seen
 
     def tables(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, d] of at least so many positions, in the dtype and on the device of another."""
-        known = self._tables
-        if known is None or len(known[0]) < reach or known[0].dtype != like.dtype or known[0].device != like.device:
-            rows = POSITIONS
-            while rows < reach:
-                rows *= 2
-            known = self._tables = self._layer.angles(rows, like)
-        return known
+        for cosines, sines in self._tables:
+            if len(cosines) >= reach and cosines.dtype == like.dtype and cosines.device == like.device:
+                return cosines, sines
+        rows = POSITIONS
+        while rows < reach:
+            rows *= 2
+        self._tables.append(self._layer.angles(rows, like))
+        return self._tables[-1]
 
     def at(self, positions: Tensor, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., 1, d] of positions [...].

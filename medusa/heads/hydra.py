@@ -1,11 +1,9 @@
 """Hydra heads (Ankner et al. 2024, section 3): each reads all tokens between the hidden state and what it predicts."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
@@ -42,7 +40,7 @@ class HydraHeads(DraftHeads):
         read = [embeddings_ME[:, : (head + 1) * hidden_MD.shape[1]] for head in range(self.config.num_heads)]
         return torch.stack([self._features(head, hidden_MD, read_ME) for head, read_ME in enumerate(read)])
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Tensor:
         """State [B, 1, D]: what a head reads, so far the hidden state alone."""
         return self.fuse(hidden_BF)[:, None]
 

@@ -1,12 +1,11 @@
 """Medusa heads with a correction by the token drafted just before (as in DSpark): cheap, and one token of sight."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.blocks import unit_embeddings
@@ -55,7 +54,7 @@ class MarkovHeads(MedusaHeads):
         low_KMR = torch.bmm(embeddings_KMD, self.down.transpose(1, 2))
         return self._features(hidden_MD) + torch.bmm(low_KMR, self.up.transpose(1, 2))
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Tensor:
         """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
         if self._low_rank:
             return super().begin(hidden_BF, vocabulary)

@@ -1,11 +1,9 @@
 """The heads of the Medusa paper (Cai et al. 2024, section 2.1.1, equation 1)."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.cpu.native import LinearFunction, native_linear
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 
@@ -45,7 +43,7 @@ class MedusaHeads(DraftHeads):
         """Features [K, M, D]; the tokens are not read."""
         return self._features(self.fuse(hidden_MF))
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Tensor:
         """Logits of all levels [K, B, V]."""
         features_KBD = self._features(self.fuse(hidden_BF), self._joined_blocks)
         if self.lm_heads is None:

@@ -5,12 +5,10 @@ embeddings; here they arrive one per level in a state that is handed down the tr
 (as in ReDrafter, Zhang et al. 2024). K heads cost the memory of one, which stays in the processor's cache.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached
 from medusa.cpu.packed import Packed
 from medusa.cpu.recurrent import RecurrentWeights
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
@@ -62,7 +60,7 @@ class RecurrentHeads(DraftHeads):
             states.append(state_MD)
         return torch.stack(states)
 
-    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, sequences: Sequence[CachedSequence] = ()) -> Tensor:
+    def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Tensor:
         """State [B, 1, D]."""
         return self.fuse(hidden_BF)[:, None]
 

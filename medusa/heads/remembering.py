@@ -5,13 +5,12 @@ sequences.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from medusa.cache import CachedSequence
+from medusa.cache import Cached, Texts
 from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 from medusa.heads.decoder import Rotary
 from medusa.heads.documents import Documents
@@ -95,13 +94,13 @@ class RememberingHeads(DraftHeads):
         """What a vocabulary matrix reads of the normed output."""
         return normed if self.gain is None else normed * self.gain
 
-    def remembered(self, sequences: Sequence[CachedSequence]) -> tuple[list[CachedSequence], Tensor]:
-        """The layers' sequences beside the base's, and the outputs [B, D] at the last positions.
+    def remembered(self, cached: Cached) -> tuple[Texts, Tensor]:
+        """What the layers have cached of the base's texts, and their outputs [B, D] at the last positions.
 
         Raises:
             ValueError: They are not frozen, or nothing is cached.
         """
-        if self.memory is None or not sequences:
+        if self.memory is None or not cached:
             name = self.config.architecture
             raise ValueError(f"{name} heads need the KV cache of a text; decode with MedusaModel or Batch")
-        return self.memory.read(sequences)
+        return self.memory.read(cached)

@@ -94,7 +94,7 @@ def test_a_step_copies_to_the_host_once(base_directory):
     sequences, state = prefill(model.base, [prompt(4), prompt(9)])
     state = decode_step(model.base, sequences, drafter, greedy, state).state  # compiles and allocates
     bucket = StepGraphs(model.base).lend(sequences[0].pool, state, 128)
-    bucket.load(state, [one.line for one in sequences])
+    bucket.load(state, sequences)
     table = BlockTable(sequences[0].pool.tables.tensor()[bucket.lines], sequences[0].pool.size)
     torch.cuda.synchronize()
     try:

@@ -10,6 +10,7 @@ from medusa import MedusaModel, Prefix
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import StepGraphs
 from tests.gpu.test_decode import load
+from tests.medusa.kinds import REMEMBER
 from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 
@@ -58,6 +59,17 @@ def test_a_graph_writes_what_eager_steps_write(models, drafter, settings, caplog
     options = {"max_new_tokens": 48, "drafter": DRAFTERS[drafter](graphed)} | SETTINGS[settings]
     with caplog.at_level(logging.INFO, "medusa.engine.graph"):
         for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[::-1]):
+            assert contents(graphed.generate(prompts, **options)) == contents(eager.generate(prompts, **options))
+    assert not caplog.records, "nothing ran eagerly"
+
+
+@pytest.mark.parametrize("architecture", REMEMBER)
+def test_heads_that_remember_draft_in_graphs(base_directory, architecture, caplog):
+    graphed = load(base_directory, torch.float32, architecture=architecture)
+    eager = MedusaModel(graphed.base, graphed.heads, graph=False)
+    options = {"max_new_tokens": 48, "drafter": DRAFTERS["heads"](graphed)}
+    with caplog.at_level(logging.INFO, "medusa.engine.graph"):
+        for prompts in (PROMPTS[:1], PROMPTS):
             assert contents(graphed.generate(prompts, **options)) == contents(eager.generate(prompts, **options))
     assert not caplog.records, "nothing ran eagerly"
 

@@ -11,6 +11,7 @@ from medusa.cache import BLOCK
 from medusa.engine.graph import StepGraphs
 from medusa.engine.logprobs import SCORED
 from medusa.sampling import SamplingParams, Speculation
+from tests.medusa.kinds import REMEMBER
 from tests.medusa.tape import Recorder
 
 SCHEDULES = 30
@@ -25,15 +26,20 @@ def _anew(step):
 
 
 @pytest.fixture(
-    scope="module", params=["cpu", "cpu, heads that remember", "gpu", *(["gpu, triton"] if INTERPRETED else [])]
-)
+    scope="module",
+    params=[
+        "cpu", "cpu, attention heads", "gpu", *(["gpu, triton"] if INTERPRETED else []),
+        *(pytest.param(f"gpu, {name} heads", marks=pytest.mark.slow) for name in REMEMBER),
+    ],
+)  # fmt: skip
 def speaker(request, base, base_directory, make_heads):
     """Under a CPU's rules (any shape, asking is free) and a GPU's (recorded steps in fixed buckets).
 
     With Triton's kernels, in its interpreter, steps in such buckets run anew in place of being repeated.
     """
-    remembers = {"architecture": "attention", "feature_layers": (1,), "own_lm_heads": True}
-    heads, record = make_heads(**(remembers if "remember" in request.param else {})), Recorder()
+    kinds = [{"architecture": name} for name in REMEMBER if name in request.param]
+    options = kinds[0] | {"feature_layers": (1,), "own_lm_heads": True} if kinds else {}
+    heads, record = make_heads(**options), Recorder()
     if "triton" in request.param:
         base, heads = BaseModel.load(base_directory, torch.float32, "cpu", attention="triton"), heads.float()
         record = _anew

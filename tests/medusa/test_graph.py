@@ -10,16 +10,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from medusa import BaseModel, MedusaModel, Prefix
+from medusa import BaseModel, MedusaModel, Prefix, SamplingParams, Speculation
 from medusa.attention import TreePlan
 from medusa.attention.contract import BlockTable
-from medusa.cache import BLOCK, CachedSequence
+from medusa.cache import BLOCK, CachedSequence, FixedTexts
+from medusa.cache.follower import Followed
 from medusa.cache.layer import PassLayer
 from medusa.drafters import HeadsDrafter, HybridDrafter, PlainDrafter, PromptLookupDrafter, SampledHeadsDrafter
 from medusa.engine.graph import KEPT_GRAPHS, StepGraphs
 from medusa.engine.step import verify
+from medusa.heads import ARCHITECTURES
+from medusa.heads.frozen import freeze
 from medusa.state import DecodeState
-from tests.medusa.kinds import MEMORYLESS
+from tests.medusa.kinds import REMEMBER
 from tests.medusa.known_text import Chain
 from tests.medusa.rules import make_rule
 from tests.medusa.tape import Recorder, Strict, Tape
@@ -109,7 +112,7 @@ def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, pr
 @pytest.mark.parametrize("name", ["dynamic", pytest.param("sampled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
-    [*({"architecture": name} for name in MEMORYLESS), {"draft_vocab_size": 60}, {"feature_layers": (1,)}],
+    [*({"architecture": name} for name in ARCHITECTURES), {"draft_vocab_size": 60}, {"feature_layers": (1,)}],
     ids=str,
 )
 def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
@@ -121,33 +124,90 @@ def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
     assert model.recorder.recorded == 1
 
 
+@pytest.mark.parametrize("name", ["dynamic", "static", pytest.param("sampled hybrid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", REMEMBER)
+def test_heads_that_remember_draft_what_they_draft_eagerly(base, make_heads, monkeypatch, architecture, name):
+    """When others join and leave, in buckets and caches that grow, behind texts that are known."""
+    monkeypatch.setattr("medusa.engine.graph.SHORTEST", 16)
+    monkeypatch.setattr("medusa.cache.pool.RESERVED", 2 * BLOCK)
+    heads = make_heads(4, architecture=architecture, feature_layers=(1,), own_lm_heads=True)
+    model, eager = graphed(base, heads), MedusaModel(base, heads)
+    drafter, heat = DRAFTERS[name](model.heads, model.base), 1.0 if "sampled" in name else 0.0
+    params = [SamplingParams(max_new_tokens=most, temperature=heat, ignore_eos=True, seed=3) for most in (40, 9, 24)]
+    batch, wanted, requests = model.batch(), Speculation(drafter), []
+    for prompt, one in zip(PROMPTS, params, strict=True):
+        requests.append(batch.add(prompt, one, wanted))
+        batch.step()
+        batch.step()
+    while len(batch):
+        batch.step()
+    for prompt, one, request in zip(PROMPTS, params, requests, strict=True):
+        assert contents(request.output) == contents(eager.generate(prompt, sampling=one, speculation=wanted))
+    assert model.recorder.recorded > 1 and model.recorder.replays > 20
+    prefix, prompt = Prefix(), PROMPTS[0] * 6
+    options = {"drafter": drafter, "max_new_tokens": 15, "temperature": heat, "seed": 3}
+    for turn in range(3):
+        output = model.generate(prompt, prefix=prefix, **options)
+        assert contents(output) == contents(eager.generate(prompt, **options))
+        assert (output.cached_tokens > 0) == (turn > 0)
+        prompt = [*prompt, *output.tokens, 3, 4 + turn]
+
+
 @PAIRS
 def test_the_step_on_the_device_never_asks_the_host(make_heads, base, name, settings):
     """On the meta device there are no values, and the mode refuses copies that a graph cannot hold."""
     config = {key: value for key, value in SETTINGS[settings].items() if key not in ("seed", "acceptance")}
-    model = AutoModelForCausalLM.from_config(base.model.config).to("meta")
-    for layer in (model.lm_head, model.model.embed_tokens):
-        layer._hf_hook = SimpleNamespace(execution_device="meta")
-    meta, heads = BaseModel(model, None), make_heads().float().to("meta")
-    meta.spans = base.spans  # rules of masks cannot be asked for without values
+    meta, heads = on_meta(base), make_heads().float().to("meta")
     drafter, rule = DRAFTERS[name](heads, meta), make_rule(SETTINGS[settings].get("acceptance"), "meta", **config)
     pool = meta.new_pool(4 * BLOCK)
     with torch.inference_mode():
-        state = DecodeState(
-            **{
-                name: torch.zeros(2, dtype=torch.int64, device="meta")
-                for name in ("roots", "positions", "seeds", "starts")
-            },
-            hidden=torch.zeros(2, meta.feature_size, device="meta"),
-            active=torch.ones(2, dtype=torch.bool, device="meta"),
-            history=torch.zeros(2, 65, dtype=torch.int64, device="meta"),
-        )
-        table = BlockTable(torch.zeros(2, 2, dtype=torch.int64, device="meta"), BLOCK)
+        state, table = meta_state(meta)
         with Strict():
             plan = TreePlan([drafter.propose(state)], state.positions, 64, table, meta.attention, meta.spans)
             accepted, _, after = verify(meta, pool, plan, rule, state)
     assert accepted.emitted.shape[1] == 2
     assert (after.roots.shape, after.hidden.shape) == (state.roots.shape, state.hidden.shape)
+
+
+@pytest.mark.parametrize("architecture", REMEMBER)
+def test_nor_do_layers_that_follow(make_heads, base, architecture):
+    meta = on_meta(base)
+    heads = freeze(make_heads(4, architecture=architecture).to("meta", meta.dtype), meta)
+    drafter, pool, own = heads_drafter(heads, meta, 12), meta.new_pool(4 * BLOCK), heads.memory.new_pool()
+    with torch.inference_mode():
+        state, table = meta_state(meta)
+        latest = torch.zeros(2, meta.hidden_size, device="meta", dtype=meta.dtype)
+        part = Followed(FixedTexts(own, table, state.positions, 64), latest)
+        with Strict():
+            draft = drafter.propose(state, {heads.memory: part})
+            plan = TreePlan([draft], state.positions, 64, table, meta.attention, meta.spans)
+            accepted, hidden_BNF, _ = verify(meta, pool, plan, make_rule("greedy", "meta"), state)
+            path_BAF = accepted.along_path(hidden_BNF)
+            after = heads.memory.advance(part, path_BAF, accepted.tokens, accepted.counts)
+    assert (draft.tokens.shape, after.shape) == ((2, 12), latest.shape)
+
+
+def on_meta(base):
+    model = AutoModelForCausalLM.from_config(base.model.config).to("meta")
+    for layer in (model.lm_head, model.model.embed_tokens):
+        layer._hf_hook = SimpleNamespace(execution_device="meta")
+    meta = BaseModel(model, None)
+    meta.spans = base.spans  # rules of masks cannot be asked for without values
+    return meta
+
+
+def meta_state(meta):
+    """The state of two texts, and a table of their blocks."""
+    numbers = {
+        name: torch.zeros(2, dtype=torch.int64, device="meta") for name in ("roots", "positions", "seeds", "starts")
+    }
+    state = DecodeState(
+        **numbers,
+        hidden=torch.zeros(2, meta.feature_size, device="meta"),
+        active=torch.ones(2, dtype=torch.bool, device="meta"),
+        history=torch.zeros(2, 65, dtype=torch.int64, device="meta"),
+    )
+    return state, BlockTable(torch.zeros(2, 2, dtype=torch.int64, device="meta"), BLOCK)
 
 
 @pytest.mark.parametrize("options", [{"nodes": 1}, {"nodes": 9}, {"nodes": 9, "temperature": 1.0, "seed": 3}])
