@@ -118,7 +118,7 @@ class MedusaModel:
             dtype: None = the base checkpoint's dtype.
             device: None = the GPU where there is one.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
-                a GPU, exact on a CPU with a C++ compiler, otherwise the reference.
+                a GPU, exact on a CPU with the C++ kernels, otherwise the reference.
             int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Decoding is
                 about a third faster, but the text is no longer the base's.
             load_options: More arguments for loading the base, see ``BaseModel.load``: a quantised base, or one that is

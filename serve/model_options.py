@@ -39,7 +39,7 @@ class ModelOptions:
     attention: str = flag(
         "auto",
         "attention backend for trees (default: %(default)s, the first of triton and flash that works on a GPU,"
-        " exact on a CPU with a compiler)",
+        " exact on a CPU with the C++ kernels)",
         choices=ATTENTION,
     )
     int8: bool = flag(

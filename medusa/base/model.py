@@ -119,7 +119,7 @@ class BaseModel:
                 layers that transformers quantises, or on a base that is spread).
             int8: LOSSY, for CPUs: round linear layers and their inputs to 8 bits, but not the output layer.
             attention: A backend of ``medusa.attention``; "auto" = the first of triton and flash that works on a GPU,
-                exact on a CPU with a C++ compiler, otherwise the reference.
+                exact on a CPU with the C++ kernels, otherwise the reference.
             load_options: More arguments of transformers' ``from_pretrained``: ``device_map`` spreads the base over
                 devices and replaces ``device``, ``quantization_config`` quantises it, ``tp_plan="auto"`` divides it
                 among the processes of torchrun, which then all compute the same: see ``leading``.
@@ -232,7 +232,7 @@ class BaseModel:
         """The same base with its pass over tree rows as one call of C++; see ``fuse``, which also checks the outcome.
 
         Raises:
-            UnusualBlockError: Its layers are not the usual block, or it is not on a CPU with a compiler.
+            UnusualBlockError: Its layers are not the usual block, or it is not on a CPU with the C++ kernels.
         """
         if self.attention.name != "exact" or self.explicit_mask:
             raise UnusualBlockError("each call carries its mask" if self.explicit_mask else "it has other attention")

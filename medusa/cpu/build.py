@@ -1,4 +1,8 @@
-"""Small C++ kernels: built once with the system's compiler, kept in the user's cache, called through ctypes."""
+"""Small C++ kernels, called through ctypes.
+
+A wheel brings them compiled (``medusa.cpu.flavours``). Elsewhere the system's compiler builds them once, and they are
+kept in the user's cache.
+"""
 
 import contextlib
 import ctypes
@@ -15,14 +19,18 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from medusa.cpu import flavours
 from medusa.files import cache_directory, replace_file
 
 logger = logging.getLogger(__name__)
 
+SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
+"""The kernels of ``medusa.cpu.native``."""
 COMPILERS = ("g++", "clang++", "c++")
 """Where ``$CXX`` names none."""
 EXTRA_FLAGS = "MEDUSA_CXXFLAGS"
-"""Environment variable with more flags for the compiler; "-march=x86-64-v3" hides what a processor has beyond AVX2."""
+"""Environment variable with more flags for the compiler, which then builds in any case; "-march=x86-64-v3" hides what a
+processor has beyond AVX2."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-w")
 TIMEOUT = 600
 """Seconds; a quick machine needs ten."""
@@ -34,30 +42,36 @@ class NativeUnavailableError(RuntimeError):
 
 @cache
 def load(source: Path) -> ctypes.CDLL:
-    """The library that a source file compiles to; built where the cache has none for this source, compiler and CPU.
+    """The library that a source file compiles to: the wheel's, or one built here.
 
     Raises:
-        NativeUnavailableError: There is no compiler, it fails, or what it makes cannot be loaded.
+        NativeUnavailableError: There is neither a wheel's nor a compiler, the compiler fails, or loading fails.
     """
-    compiler = _compiler()
     try:
-        version = _run([*compiler, "--version"])
-        flags = _flags(version)
-        name = f"{source.stem}-{_fingerprint(source, compiler, flags, version)}"
-        library = _writable(cache_directory(), name) / f"{name}.so"
-        if not library.exists():
-            with library.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
-                if not library.exists():
-                    logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
-                    replace_file(library, lambda beside: _build(source, compiler, flags, beside))
-                    logger.info("kernel %s is built: %s", source.name, library)
-        return ctypes.CDLL(str(library))
+        library = None if os.environ.get(EXTRA_FLAGS) else flavours.shipped(source)
+        return ctypes.CDLL(str(library or _built(source)))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         first = next((index for index, line in enumerate(said) if "error" in line), 0)
         told = "\n".join(said[first:])[:500]
         raise NativeUnavailableError(f"kernel ({source.name}) does not build or load: {told}") from error
+
+
+def _built(source: Path) -> Path:
+    """The library in the cache, built where there is none yet for this source, compiler and processor."""
+    compiler = find_compiler()
+    version = _run([*compiler, "--version"])
+    flags = _flags(version)
+    name = f"{source.stem}-{_fingerprint(source, compiler, flags, version)}"
+    library = _writable(cache_directory(), name) / f"{name}.so"
+    if not library.exists():
+        with library.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
+            if not library.exists():
+                logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
+                replace_file(library, lambda beside: compile_library(source, compiler, flags, beside))
+                logger.info("kernel %s is built: %s", source.name, library)
+    return library
 
 
 def compiler_version() -> str:
@@ -66,15 +80,19 @@ def compiler_version() -> str:
     Raises:
         NativeUnavailableError: There is none, or it does not run.
     """
-    command = [*_compiler(), "--version"]
+    command = [*find_compiler(), "--version"]
     try:
         return next(iter(_run(command).splitlines()), command[0])
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(f"compiler ({shlex.join(command)}) does not run: {error}") from error
 
 
-def _compiler() -> list[str]:
-    """The command of the compiler, ``$CXX`` first."""
+def find_compiler() -> list[str]:
+    """The command of the compiler, ``$CXX`` first.
+
+    Raises:
+        NativeUnavailableError: There is none.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     if named and shutil.which(named[0]):
         return named
@@ -98,10 +116,24 @@ def _writable(directory: Path, name: str) -> Path:
     return temporary
 
 
-def _build(source: Path, compiler: list[str], flags: list[str], library: Path) -> None:
+def compile_library(
+    source: Path, compiler: list[str], flags: list[str], library: Path, timeout: float | None = TIMEOUT
+) -> None:
+    """Compile a source file.
+
+    Args:
+        source: The file.
+        compiler: Its command.
+        flags: For compiling; linking needs none.
+        library: What is written.
+        timeout: Seconds; None = no limit.
+
+    Raises:
+        subprocess.SubprocessError: The compiler fails, or takes too long.
+    """
     objects = library.with_name(f"{library.name}.o")
     try:
-        _run([*compiler, *flags, "-c", str(source), "-o", str(objects)])
+        _run([*compiler, *flags, "-c", str(source), "-o", str(objects)], timeout)
         # Linked without OpenMP: it shares the threads of torch's, which is loaded; two sets would wait for each other.
         _run([*compiler, "-shared", str(objects), "-o", str(library)])
     finally:
@@ -116,8 +148,8 @@ def _flags(version: str) -> list[str]:
     return [*FLAGS, here, *openmp, *os.environ.get(EXTRA_FLAGS, "").split()]
 
 
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT).stdout
+def _run(command: list[str], timeout: float | None = TIMEOUT) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout).stdout
 
 
 def _fingerprint(source: Path, compiler: list[str], flags: list[str], version: str) -> str:
@@ -127,14 +159,6 @@ def _fingerprint(source: Path, compiler: list[str], flags: list[str], version: s
         *(file.read_bytes() for file in files),
         version.encode(),
         " ".join([*compiler, *flags]).encode(),
-        _cpu().encode(),
+        flavours.processor().encode(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

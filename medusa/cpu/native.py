@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -18,7 +17,6 @@ from medusa.cpu import build
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What they compute in, in the order of ``NumberType`` of vectors.h."""
 
@@ -68,7 +66,7 @@ def kernels() -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: It cannot be built or loaded.
     """
-    library = build.load(SOURCE)
+    library = build.load(build.SOURCE)
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     arguments: dict[str, Sequence[Any]] = {
         "linear": [ctypes.c_int, ctypes.c_int, ctypes.POINTER(LinearStruct), number, pointer, pointer],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa.cpu import build
+from medusa.cpu import build, flavours
 from medusa.doctor.finding import Finding, install
 from medusa.files import cache_directory
 
@@ -83,7 +83,9 @@ def _cores() -> int:
 
 
 def compiler() -> Finding:
-    """The C++ compiler that builds the kernels."""
+    """The C++ compiler that builds the kernels where no wheel has brought them."""
+    if library := flavours.shipped(build.SOURCE):
+        return Finding("compiler", "ok", f"not needed: the kernels came compiled ({library.name})")
     try:
         version = build.compiler_version()
     except build.NativeUnavailableError as error:

@@ -87,6 +87,13 @@ def test_without_a_compiler_decoding_is_slow_and_the_remedy_is_named(monkeypatch
     assert "kernels" not in found
 
 
+def test_kernels_of_a_wheel_need_no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(machine.flavours, "shipped", lambda source: source.with_name("kernels-avx2.so"))
+    found = machine.compiler()
+    assert (found.state, found.says) == ("ok", "not needed: the kernels came compiled (kernels-avx2.so)")
+
+
 def test_kernels_that_do_not_build_are_slow_too(monkeypatch):
     def fails():
         raise build.NativeUnavailableError(
