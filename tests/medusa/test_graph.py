@@ -112,7 +112,12 @@ def test_a_recorded_step_is_the_eager_step(eager, long_lived, name, settings, pr
 @pytest.mark.parametrize("name", ["dynamic", pytest.param("sampled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
-    [*({"architecture": name} for name in ARCHITECTURES), {"draft_vocab_size": 60}, {"feature_layers": (1,)}],
+    [
+        *({"architecture": name} for name in ARCHITECTURES),
+        {"draft_vocab_size": 60},
+        {"feature_layers": (1,)},
+        {"architecture": "block", "own_lm_heads": True, "mask_token": 9, "own_correction": True},
+    ],
     ids=str,
 )
 def test_drafts_of_all_heads_can_be_recorded(base, make_heads, name, options):
