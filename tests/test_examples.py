@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix != ".py")
+SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch"))
 
 LAUNCHER = """#!/usr/bin/env bash
 [ "$1" = train ] || exit 0
