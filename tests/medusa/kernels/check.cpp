@@ -110,7 +110,7 @@ template <class T> static void check_attention(int64_t groups, int64_t dim, int6
         const int64_t count = parents.size(), firsts[] = {0, count}, size = 16;
         std::vector<int64_t> blocks(room / size + 1);
         std::iota(blocks.begin(), blocks.end(), 0);
-        const Layer layer{1, heads, kv, dim, dim, &length, parents.data(), firsts, 0, {blocks.data(), 0, size}, 0, 0, heads * dim, dim, nullptr, 0.1f, 0.f};
+        const Layer layer{1, heads, kv, dim, dim, &length, parents.data(), firsts, 0, 0, {blocks.data(), 0, size}, 0, 0, heads * dim, dim, nullptr, 0.1f, 0.f};
         std::vector<T> out(count * heads * dim);
         REQUIRE(medusa_attention(TYPE<T>, threads, &layer, query, key, value, out.data()) == DONE);
         return out;
