@@ -22,7 +22,13 @@ from tests.medusa.passes import prefill
 from tests.medusa.rules import make_rule
 from tests.train.jobs import ROOT, write_recipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get("MEDUSA_TEST_VLLM"),
+        reason="installs vLLM for minutes; MEDUSA_TEST_VLLM=1 ./launch.sh test -m slow tests/engines",
+    ),
+]
 
 PROMPTS = 24
 MAX_NEW_TOKENS = 64
