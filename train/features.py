@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from medusa.base.documents import document_lengths
 from medusa.base.model import BaseModel
 from medusa.cache import CachedSequence
 from medusa.data.packing import IGNORE, PackedRows
@@ -122,10 +123,8 @@ class BasePass:
 
     def _documents(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Hidden states [B * T, F], document by document."""
-        starts = (positions_BT == 0).flatten().nonzero().squeeze(1)
-        lengths = starts.diff(append=starts.new_tensor([ids_BT.numel()]))
         states, pool = [], self._base.new_pool(ids_BT.shape[1])
-        for ids_L in ids_BT.flatten().split(lengths.tolist()):
+        for ids_L in ids_BT.flatten().split(document_lengths(positions_BT).tolist()):
             with closing(CachedSequence(pool)) as sequence:
                 states.append(compute(self._base, sequence, ids_L))
         return torch.cat(states)

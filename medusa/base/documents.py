@@ -29,6 +29,13 @@ def document_masks(config: PreTrainedConfig, positions_BT: Tensor, dtype: torch.
     return {"attention_mask": create_masks_for_generate(config, embeddings, None, None, positions_BT)}
 
 
+def document_lengths(positions: Tensor) -> Tensor:
+    """Tokens of each document, int64 [N], in the order of rows [..., T] of positions; every row begins a document."""
+    begins = positions.diff(prepend=positions[..., :1] - 2) != 1
+    starts = begins.flatten().nonzero().squeeze(1)
+    return starts.diff(append=starts.new_tensor([positions.numel()]))
+
+
 def document_rows(positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
     """A row for each document, as few passes as have no more tokens each than the packed rows, longest first.
 
@@ -36,9 +43,8 @@ def document_rows(positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         For each pass the places [N, L] of its tokens among the B * T, a document's last one again behind its end, and
         where they are no such repetition, bool [N, L].
     """
-    begins_BT = positions_BT.diff(prepend=positions_BT[:, :1] - 2) != 1  # every row begins a document
-    starts = begins_BT.flatten().nonzero().squeeze(1)
-    lengths = starts.diff(append=starts.new_tensor([positions_BT.numel()]))
+    lengths = document_lengths(positions_BT)
+    starts = lengths.cumsum(0) - lengths
     order = lengths.argsort(descending=True, stable=True)
     passes = []
     while len(order):

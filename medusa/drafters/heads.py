@@ -92,7 +92,7 @@ class HeadsDrafter(Drafter):
         # A step that is recorded sees torch's operators alone.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
         self._growth: NativeGrowth | None = None
-        if host_decides and native.reads(next(heads.parameters())) and self._shape.depth:
+        if self._native is None and host_decides and native.reads(next(heads.parameters())) and self._shape.depth:
             self._growth = NativeGrowth(self._shape.growth(), output_size, heads.draft_ids)
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:

@@ -13,7 +13,7 @@ their own beside the recorded steps.
 import dataclasses
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -343,9 +343,8 @@ class GraphSteps:
         tokens, counts = read_tokens(self._under_way.popleft().wait())
         for one, count in zip(self._sequences, counts, strict=False):  # inert ones stand behind
             one.length += count
-        for follower in self._followers:
-            for ours, theirs in zip(follower.follow(self._sequences), self._sequences, strict=True):
-                ours.length = theirs.length
+        for ours, theirs in self._followed():
+            ours.length = theirs.length
         return tokens[: len(self._sequences)]
 
     def _launch(self) -> None:
@@ -375,9 +374,8 @@ class GraphSteps:
         for one in self._sequences:
             one.reserve(one.length + behind)
         behind += self._drafter.places
-        for follower in self._followers:
-            for ours, theirs in zip(follower.follow(self._sequences), self._sequences, strict=True):
-                ours.reserve(theirs.length + behind)
+        for ours, theirs in self._followed():
+            ours.reserve(theirs.length + behind)
         reach, bucket = max(one.length for one in self._sequences) + behind, self._bucket
         if bucket is not None and (reach > bucket.kv_length or bucket.stale):
             self._state = bucket.read(self._sequences)  # where kept, others may write there from now on
@@ -390,6 +388,11 @@ class GraphSteps:
         for pool in (self._pool, *(memory.pool for memory in bucket.memories)):
             pool.tables.tensor()  # what the host has changed goes to where it is read
         return bucket
+
+    def _followed(self) -> Iterator[tuple[CachedSequence, CachedSequence]]:
+        """The sequences of layers that follow, each with the base's."""
+        for follower in self._followers:
+            yield from zip(follower.follow(self._sequences), self._sequences, strict=True)
 
     def _step(self, bucket: _Bucket) -> Tensor:
         """One step from the fixed state to the fixed state."""

@@ -5,6 +5,8 @@ Legend: M positions of some documents, R of them that are wanted.
 
 from torch import Tensor
 
+from medusa.base.documents import document_lengths
+
 
 class Documents:
     """Which positions belong together.
@@ -21,8 +23,7 @@ class Documents:
     """
 
     def __init__(self, text_places: Tensor, wanted_M: Tensor) -> None:
-        begins = [0, *(text_places[1:] == 0).nonzero()[:, 0].add(1).tolist()]
-        self._lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(text_places)], strict=True)]
+        self._lengths: list[int] = document_lengths(text_places).tolist()
         self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
         self.text_places, self.longest = text_places, max(self._lengths)
         self.wanted = wanted_M.nonzero()[:, 0]
