@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from medusa.train.__main__ import main as work
 from medusa.train.recipe_file import RecipeError
@@ -21,30 +21,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status := work(["--check", *words]):  # wrong use ends here, with one message
         return status
     try:
-        processes = torchrun_flags(os.environ)
+        flags = torchrun_flags(os.environ)
     except RecipeError as error:
         logging.getLogger("medusa.train").error("%s", error)
         return 2
     from medusa.train.launch import main as launch
 
-    return launch([*processes, "-m", "medusa.train", *words])
+    return launch([*flags, "-m", "medusa.train", *words])
 
 
-def torchrun_flags(environment: os._Environ[str] | dict[str, str]) -> list[str]:
+def processes(environment: Mapping[str, str]) -> int:
+    """Training processes on this machine: NPROC, or one for each GPU, or one.
+
+    Raises:
+        RecipeError: NPROC is no number of processes.
+    """
+    import torch
+
+    named = environment.get("NPROC") or str(torch.cuda.device_count() or 1)
+    if not named.isdecimal() or not int(named):
+        raise RecipeError(f"NPROC ({named}) must be a number of processes, 1 or more; export another, or unset it")
+    return int(named)
+
+
+def torchrun_flags(environment: MutableMapping[str, str]) -> list[str]:
     """What torchrun is told, after NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     Sets ``OMP_NUM_THREADS`` to this machine's cores divided by its processes where the user has not.
 
     Raises:
-        RecipeError: Several machines without an address where they meet.
+        RecipeError: NPROC is no number of processes, or several machines have no address where they meet.
     """
-    import torch
-
     from medusa.clock import cores
     from medusa.files import cache_directory
 
-    processes = int(environment.get("NPROC") or torch.cuda.device_count() or 1)
-    environment.setdefault("OMP_NUM_THREADS", str(max(cores() // processes, 1)))
+    count = processes(environment)
+    environment.setdefault("OMP_NUM_THREADS", str(max(cores() // count, 1)))
     machines = environment.get("NNODES") or "1"
     meeting = ["--standalone"]
     if machines != "1":
@@ -53,4 +65,4 @@ def torchrun_flags(environment: os._Environ[str] | dict[str, str]) -> list[str]:
         meeting = ["--node_rank", environment.get("NODE_RANK") or "0", "--master_addr", address]
         meeting += ["--master_port", environment.get("MASTER_PORT") or "29500"]
     logs = ["--log_dir", str(cache_directory().parent / "torchrun")]
-    return ["--nproc_per_node", str(processes), "--nnodes", machines, *meeting, *logs]
+    return ["--nproc_per_node", str(count), "--nnodes", machines, *meeting, *logs]

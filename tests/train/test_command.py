@@ -28,6 +28,14 @@ def test_processes_divide_the_cores(machine, processes, threads):
     assert "--standalone" in flags
 
 
+@pytest.mark.parametrize("named", ["two", "0", "-1", "1.5"])
+def test_nproc_is_a_number_of_processes(machine, caplog, named):
+    machine.setenv("NPROC", named)
+    machine.setattr(command, "work", lambda words: 0)
+    assert command.main(["--recipe", "x.yaml"]) == 2
+    assert f"NPROC ({named}) must be a number of processes" in caplog.text
+
+
 def test_threads_that_the_user_names_stay(machine):
     environment = {"NPROC": "2", "OMP_NUM_THREADS": "3"}
     command.torchrun_flags(environment)

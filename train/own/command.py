@@ -126,14 +126,12 @@ def _answers(asked: Asked, plan: Plan | None, out: Path, found: list[Prompt], sc
 
 def _planned(asked: Asked, out: Path, found: list[Prompt], screen: Screen, began: float) -> Plan:
     """Measure, decide, say so, and keep it."""
-    import torch
-
+    from medusa.train.command import processes
     from medusa.train.own.estimate import make_plan
     from medusa.train.own.measure import measure
 
     screen.say(f"measuring {asked.base} on a few rows; this takes a minute or two")
-    processes = int(os.environ.get("NPROC") or torch.cuda.device_count() or 1)
-    measured = measure(asked.base, asked.prompts, found, out, processes, began)
+    measured = measure(asked.base, asked.prompts, found, out, processes(os.environ), began)
     spent = time.monotonic() - began
     out.mkdir(parents=True, exist_ok=True)
     plan = make_plan(asked, measured, spent, shutil.disk_usage(out).free)
