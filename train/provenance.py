@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from medusa.base.model import BaseModel
+from medusa.cpu.flavours import linux_says
 from medusa.data.packing import PackedRows
 from medusa.train.config import Recipe
 from medusa.train.report import read_report
@@ -70,10 +71,8 @@ def device_name(device: torch.device) -> str:
     """Name of a GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    processors = Path("/proc/cpuinfo")
-    lines = processors.read_text(encoding="utf-8").splitlines() if processors.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    said = linux_says("model name")
+    return said.partition(":")[2].strip() if said else platform.machine()
 
 
 def _version(package: str) -> str | None:

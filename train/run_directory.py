@@ -22,6 +22,9 @@ from medusa.files import replace_file, sweep
 from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, differences
 
+TAIL = 8192
+"""Bytes at the end of metrics.jsonl, which hold a whole line."""
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -122,6 +125,17 @@ class RunDirectory:
             with suppress(json.JSONDecodeError):  # the line that the process died in
                 found.append(json.loads(line))
         return found
+
+    def last_record(self) -> dict[str, Any]:
+        """The last whole line of metrics.jsonl, from the end of the file; {} = there is none, or it is very long."""
+        if not self._metrics.is_file():
+            return {}
+        with self._metrics.open("rb") as file:
+            file.seek(max(0, self._metrics.stat().st_size - TAIL))
+            lines = file.read().split(b"\n")[:-1]
+        with suppress(IndexError, json.JSONDecodeError, UnicodeDecodeError):
+            return dict(json.loads(lines[-1]))
+        return {}
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""

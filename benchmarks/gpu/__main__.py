@@ -18,9 +18,9 @@ from pathlib import Path
 
 from medusa.benchmarks.gpu.parts import Part, Report, parts
 from medusa.benchmarks.process import Process, last_words
+from medusa.files import CLONE
 
-ROOT = Path(__file__).resolve().parents[2]
-WORK = ROOT / ".cache" / "gpu-check"
+WORK = CLONE / ".cache" / "gpu-check"
 NO_GPU = "skipped: no GPU"
 PROBE = """
 import json, platform, torch, transformers
@@ -89,7 +89,7 @@ def probe(environment: Environment) -> Report:
         ValueError: torch or transformers cannot be imported.
     """
     words = [sys.executable, "-c", PROBE]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=CLONE, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(f"python ({sys.executable}) lacks torch or transformers: {reason}; name another with PYTHON=")
@@ -124,7 +124,7 @@ def check(
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH", "")))),
         "MEDUSA_PYTHON": sys.executable,  # what a part starts through launch.sh takes this interpreter as it is
     }
     report: Report = {"machine": probe(environment), "parts": {}}
@@ -155,7 +155,7 @@ def run_part(part: Part, log: Path, seconds: float, environment: Environment) ->
         part.report.unlink(missing_ok=True)
     result = Result(command=part.command)
     began = time.monotonic()
-    process = Process(part.command, [sys.executable, *part.words], log, environment, ROOT)
+    process = Process(part.command, [sys.executable, *part.words], log, environment, CLONE)
     try:
         status = process.wait(seconds)
         if status is None:

@@ -48,13 +48,18 @@ FLAVOURS = {
 """By ``platform.machine()``, the most able first."""
 
 
-def processor() -> str:
-    """What Linux says of this processor's instructions in one line; on other systems its name."""
+def linux_says(*names: str) -> str | None:
+    """The first line of /proc/cpuinfo that begins with one of these names; None where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+        return None
+    return next((line for line in lines if line.startswith(names)), None)
+
+
+def processor() -> str:
+    """What Linux says of this processor's instructions in one line; on other systems its name."""
+    return linux_says("flags", "Features") or platform.processor() or platform.machine()
 
 
 def able() -> Iterable[Flavour]:

@@ -66,12 +66,8 @@ def processor() -> Finding:
 
 def _name() -> str:
     """As the kernel knows it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
-    return next(found, platform.processor() or platform.machine())
+    said = flavours.linux_says("model name", "Model")
+    return said.partition(":")[2].strip() if said else platform.processor() or platform.machine()
 
 
 def _cores() -> int:
@@ -117,7 +113,10 @@ def kernels() -> Finding:
 
 def memory() -> Finding:
     """How much there is, and how fast it is read, measured in a second."""
-    total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _available()
+    from medusa.clock import machine_memory  # it needs torch
+
+    total = machine_memory()
+    free = _available(total)
     speed = bandwidth("cpu", min(BUFFER, free // 4))
     figures = {"total": total, "available": free, "bytes_per_second": round(speed)}
     return Finding("memory", "ok", _said(total, free, speed), figures=figures)
@@ -127,12 +126,13 @@ def _said(total: int, free: int, speed: float) -> str:
     return f"{total / GB:.1f} GB, {free / GB:.1f} GB of it free, read at {speed / GB:.0f} GB/s"
 
 
-def _available() -> int:
+def _available(total: int) -> int:
+    """Bytes that programs can have; all of them where Linux does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total
 
 
 def bandwidth(device: str, size: int = BUFFER) -> float:

@@ -28,9 +28,10 @@ from medusa.train.own.measure import Measured
 from medusa.train.own.plan import FEWEST, FILE, Asked, Costs, Plan, divide, held_out, worth
 from medusa.train.own.screen import Screen, clock
 from medusa.train.own.settings import Facts, cache_values, shape_values
-from medusa.train.own.training import full_recipe, last_record, write_recipe
+from medusa.train.own.training import full_recipe, write_recipe
 from medusa.train.own.trial import Answering, Single, Training, answering, training
 from medusa.train.recipe_file import read_recipe
+from medusa.train.run_directory import RunDirectory
 from tests.train.jobs import ROOT, assert_same_run, metrics, until
 
 ASKED = Asked("base", 2.0, "", "")
@@ -276,10 +277,10 @@ def test_the_recipe_is_written_once(tmp_path: Path) -> None:
 
 
 def test_the_last_whole_line_tells_how_far_training_is(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert last_record(path) == {}
+    path, run = tmp_path / "metrics.jsonl", RunDirectory(tmp_path)
+    assert run.last_record() == {}
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert last_record(path) == {"step": 2}
+    assert run.last_record() == {"step": 2}
 
 
 def test_a_file_gets_lines_and_no_bars() -> None:

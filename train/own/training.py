@@ -1,6 +1,5 @@
 """Training as `medusa train` does it, in a process of its own, and how far it is."""
 
-import json
 import os
 import signal
 import subprocess
@@ -26,8 +25,6 @@ from medusa.train.workers import die_with_parent
 LOG = "train.log"
 LOOK_SECONDS = 1.0
 """Between two looks at the figures of the run."""
-TAIL = 8192
-"""Bytes at the end of the metrics, which hold a whole line."""
 LAST_WORDS = 6
 """Lines of the log that an error repeats."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -121,7 +118,7 @@ def _handing_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 def _progress(plan: Plan, out: Path) -> tuple[float, str]:
     """The share that is done, and the last figures."""
     first, epochs = plan.reading / plan.seconds["training"], plan.recipe["optim.epochs"]
-    if record := last_record(out / "metrics.jsonl"):
+    if record := RunDirectory(out).last_record():
         if "epoch" not in record:  # the last one of the run
             return 1.0, "evaluated"
         done = min(1.0, record["epoch"] / epochs)
@@ -129,16 +126,3 @@ def _progress(plan: Plan, out: Path) -> tuple[float, str]:
     kept = sum(path.stat().st_size for path in out.glob("hidden/*.safetensors"))
     share = min(1.0, kept / plan.state_bytes) if plan.state_bytes else 0.0
     return first * share, "hidden states of the base" if kept else "the base is loaded"
-
-
-def last_record(metrics: Path) -> dict[str, Any]:
-    """The last whole line of the metrics; {} = none."""
-    if not metrics.is_file():
-        return {}
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - TAIL))
-        lines = file.read().split(b"\n")[:-1]
-    try:
-        return dict(json.loads(lines[-1])) if lines else {}
-    except ValueError:  # longer than what was read
-        return {}
