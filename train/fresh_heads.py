@@ -20,7 +20,10 @@ from medusa.train.recipe_file import RecipeError
 from medusa.train.workers import Workers
 
 LOGGER = logging.getLogger("medusa.train")
-SHAPE = ("architecture", "hidden_size", "num_layers", "own_lm_heads", "feature_layers", "layer")
+SHAPE = (
+    "architecture", "hidden_size", "num_layers", "own_lm_heads", "feature_layers", "layer", "mask_token",
+    "own_correction",
+)  # fmt: skip
 """What heads must share for one to start from the other's weights, beside the sizes of their tensors."""
 
 
@@ -76,7 +79,8 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
     Raises:
         RecipeError: the others have another shape.
     """
-    for key in SHAPE:
+    own = heads.config.own_lm_heads
+    for key in (*SHAPE, *(["draft_vocab_size"] if own else [])):
         ours, theirs = getattr(heads.config, key), getattr(others.config, key)
         if ours != theirs:
             raise RecipeError(
@@ -84,8 +88,9 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
                 "leave init_from out"
             )
     state = others.state_dict()
-    if heads.draft_ids is not None and not heads.config.own_lm_heads:
-        state["draft_ids"] = heads.draft_ids
+    if not own:
+        state.pop("draft_ids", None)
+        state |= {} if heads.draft_ids is None else {"draft_ids": heads.draft_ids}
     sizes = {key: (tuple(state[key].shape), tuple(ours.shape)) for key, ours in heads.state_dict().items()}
     for key, (theirs, ours) in sizes.items():
         if ours != theirs:

@@ -1,11 +1,17 @@
 """Heads that go on from the weights of others (`heads.init_from`)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from medusa import HeadsConfig, build_heads
 from medusa.formats import load_heads
+from medusa.heads.layer import LayerConfig
+from medusa.train.fresh_heads import start_from
+from medusa.train.recipe_file import RecipeError
 from tests.train.jobs import run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -30,6 +36,11 @@ def test_weights_are_theirs_and_the_draft_vocabulary_is_chosen_anew(
     assert heads.config.num_heads == 5, "all depths of recurrent heads share their weights"
     for (name, ours), other in zip(heads.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(ours, other), name
+
+
+def test_a_draft_vocabulary_may_be_left_out(recipe: Path, trained: Path, tmp_path: Path) -> None:
+    assert run(recipe, tmp_path / "run", **RECURRENT, **{"heads.init_from": trained, "optim.lr": 0.0}) == 0
+    assert load_heads(tmp_path / "run" / "heads").draft_ids is None
 
 
 def test_heads_that_own_a_matrix_keep_their_vocabulary(recipe: Path, tmp_path: Path) -> None:
@@ -73,3 +84,21 @@ def test_sizes_of_tensors_are_told(recipe: Path, tmp_path: Path, caplog: pytest.
     more = {"heads.num_heads": 4, "heads.init_from": tmp_path / "first/heads"}
     assert run(recipe, tmp_path / "second", **values, **more) == 2
     assert "has weight of (1, 3, 32, 32), and the recipe's heads of (1, 4, 32, 32)" in caplog.text
+
+
+def test_a_matrix_of_their_own_has_their_vocabulary(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"data.heldout": "", "optim.steps": 1, "heads.own_lm_heads": True}
+    assert run(recipe, tmp_path / "first", **values) == 0
+    other = {"heads.draft_vocab": 9, "heads.init_from": tmp_path / "first/heads"}
+    assert run(recipe, tmp_path / "second", **values, **other) == 2
+    assert "has draft_vocab_size 0, and the recipe 9" in caplog.text
+
+
+def test_blocks_begin_alike() -> None:
+    layer = LayerConfig.of(LlamaConfig(hidden_size=32, num_attention_heads=4), norm_features=False, norm_heads=True)
+    config = HeadsConfig(32, 50, 2, architecture="block", feature_layers=(1, 2, 3), layer=layer, rank=4)
+    ours, theirs = build_heads(config), build_heads(replace(config, mask_token=3))
+    with pytest.raises(RecipeError, match=r"\(theirs\) has mask_token 3, and the recipe None"):
+        start_from(ours, theirs, "theirs")
