@@ -13,6 +13,7 @@ from medusa import BaseModel, DraftHeads, HeadsConfig, MedusaModel, build_heads
 from medusa.formats import Export, export_heads, load_heads
 from medusa.heads.layer import LayerConfig
 from tests.engines.environment import UnavailableError, python_with
+from tests.medusa.formats.stored import trained
 from tests.medusa.test_model_drafter import tiny
 from tests.train.jobs import ROOT
 
@@ -121,9 +122,4 @@ def new_heads(base: BaseModel, **options: Any) -> DraftHeads:
         options |= {"norm_features": False, "norm_heads": True}
     layer = LayerConfig.of(base.config, **options)
     heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, STEPS, layer=layer, **shape))
-    heads.init_from_base(base.lm_head_weight, base.last_norm)
-    for parameter in heads.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    if heads.draft_ids is not None:
-        heads.draft_ids.mul_(2).add_(3)
-    return heads.eval().requires_grad_(False)
+    return trained(heads, base)

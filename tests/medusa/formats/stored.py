@@ -1,9 +1,27 @@
-"""Heads in a directory of any format."""
+"""Heads to store, and what is stored of them."""
 
 import json
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from medusa.formats import find_format
+
+
+def trained(heads, base):
+    """Fresh heads as if they had been trained: other weights, and no longer the first tokens to draft."""
+    heads.init_from_base(base.lm_head_weight, base.last_norm)
+    for parameter in heads.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    if heads.draft_ids is not None:
+        heads.draft_ids.mul_(2).add_(3)
+    return heads.eval().requires_grad_(False)
+
+
+def stored(directory):
+    """Tensors and config of a draft."""
+    return load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
 
 
 def load_config(directory):

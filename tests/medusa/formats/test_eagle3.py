@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from medusa import HeadsConfig, MedusaModel, build_heads
 from medusa.formats import Export, export_heads, find_format, load_heads, refusal
 from medusa.heads.layer import LayerConfig
 from medusa.io.hub import is_model
-from tests.medusa.formats.stored import change_config
+from tests.medusa.formats.stored import change_config, stored, trained
 from tests.medusa.test_model_drafter import tiny
 
 KINDS = {
@@ -37,12 +37,7 @@ def new_heads(base):
         layer = LayerConfig.of(base.config, **KINDS[kind])
         shape = {"architecture": "attention", "feature_layers": (2, 4, 6), "layer": layer, "own_lm_heads": True}
         heads = build_heads(HeadsConfig(base.hidden_size, base.vocab_size, 4, **shape | options))
-        heads.init_from_base(base.lm_head_weight, base.last_norm)
-        for parameter in heads.parameters():
-            parameter.data += 0.2 * torch.randn_like(parameter)
-        if heads.draft_ids is not None:
-            heads.draft_ids.mul_(2).add_(3)
-        return heads.eval().requires_grad_(False)
+        return trained(heads, base)
 
     return new
 
@@ -54,10 +49,6 @@ def said(base, heads):
     path = torch.stack([TEXT[1 + ahead : 9 + ahead] for ahead in range(4)], dim=1)
     features = heads.forward(hidden[:8], path, base)
     return torch.stack([heads.head_logits(head, features[head], base) for head in range(4)])
-
-
-def stored(directory):
-    return load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
 
 
 @pytest.mark.parametrize("part", [0, 20], ids=["whole", "part"])
