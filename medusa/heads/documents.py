@@ -23,7 +23,7 @@ class Documents:
     """
 
     def __init__(self, text_places: Tensor, wanted_M: Tensor) -> None:
-        self._lengths: list[int] = document_lengths(text_places).tolist()
+        self._lengths: list[int] = document_lengths(text_places).tolist() or [0]
         self._counts = [int(part.sum()) for part in wanted_M.split(self._lengths)]
         self.text_places, self.longest = text_places, max(self._lengths)
         self.wanted = wanted_M.nonzero()[:, 0]
