@@ -6,6 +6,7 @@ which gets random weights.
 
 import filecmp
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch
 from medusa.base import smollm2
 from medusa.benchmarks.step.shapes import SHAPES, random_model, shape_config
 from medusa.data import EMBEDDED, load_tokenizer, resolve_base_name
+from medusa.heads import HeadsConfig
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT, OPENVINO, GGUF = "checkpoint", "openvino", "model.gguf"
 """What a copy's directory holds: the base as transformers has it, as OpenVINO has it, as llama.cpp has it."""
+EAGLE3_LAYERS = 3
+"""Layers of the base that a plain EAGLE-3 draft reads."""
 
 
 def copies_of(environments: Path, base: str) -> Path:
@@ -85,6 +89,35 @@ def copy_base(environments: Path, name: str) -> Path:
         except ValueError as error:
             logger.warning("no copy for llama.cpp: %s", error)
     return directory
+
+
+def openvino_reads(config: HeadsConfig) -> bool:
+    """Whether OpenVINO GenAI drafts with such heads: a plain EAGLE-3 draft without the norms of later versions."""
+    layer = config.layer
+    return bool(
+        config.architecture == "attention" and layer and len(config.feature_layers) == EAGLE3_LAYERS
+        and not (layer.norm_features or layer.norm_output or layer.norm_heads or layer.norm_before_residual)
+        and not layer.attention_bias
+    )  # fmt: skip
+
+
+def copy_draft(environments: Path, base: str, draft: Path, target: Path) -> Path:
+    """An EAGLE-3 draft as OpenVINO GenAI reads it; returns where it is.
+
+    Args:
+        environments, base: As ``copies_of`` takes them.
+        draft: Exported as ``eagle3``.
+        target: Directory that does not exist yet.
+
+    Raises:
+        ValueError: As ``copies_of`` says.
+        subprocess.CalledProcessError: OpenVINO's converter has failed; its messages are above.
+    """
+    copy = copies_of(environments, base) / OPENVINO
+    python, script = environments / "openvino/bin/python", Path(__file__).parent / "engines/openvino_draft.py"
+    subprocess.run([str(python), str(script), str(draft), str(target)], check=True, stdout=subprocess.DEVNULL)
+    shutil.copy(copy / "generation_config.json", target)  # it names the tokens that end an answer
+    return target
 
 
 if __name__ == "__main__":

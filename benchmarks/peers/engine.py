@@ -19,13 +19,15 @@ from medusa.files import CLONE
 logger = logging.getLogger(__name__)
 
 SCRIPTS = Path(__file__).parent / "engines"
-PLAIN, LOOKUP, MEDUSA = "plain", "prompt-lookup", "medusa"
+PLAIN, LOOKUP, MEDUSA, EAGLE3_CHAIN, EAGLE3_TREE = "plain", "prompt-lookup", "medusa", "eagle3-chain", "eagle3-tree"
 MODES = {
-    "openvino": (PLAIN, LOOKUP),
+    "openvino": (PLAIN, LOOKUP, EAGLE3_CHAIN, EAGLE3_TREE),
     "llamacpp": (PLAIN, LOOKUP),
     "vllm": (PLAIN, LOOKUP, MEDUSA),
 }
 """What each engine can be measured with."""
+WITH_HEADS = (MEDUSA, EAGLE3_CHAIN, EAGLE3_TREE)
+"""Modes that draft with heads."""
 BATCHING = ("vllm",)
 """Engines that are given several prompts at once."""
 
@@ -71,7 +73,7 @@ class Engine:
         place: Where it is.
         log: File that gets what it says.
         room: Most tokens of a prompt and its answer.
-        heads: Directory of the heads that ``MEDUSA`` drafts with.
+        heads: Directory of the heads that the mode drafts with.
 
     Raises:
         RuntimeError: It ends before it is ready; its last words are in the message.
@@ -118,14 +120,19 @@ class Engine:
 
 @contextmanager
 def engines(
-    environments: Path, base: str, room: int, modes: Mapping[str, Sequence[str]], heads: Path | None = None
+    environments: Path,
+    base: str,
+    room: int,
+    modes: Mapping[str, Sequence[str]],
+    heads: Mapping[str, Path] | None = None,
 ) -> Iterator[list[Engine]]:
     """Engines with copies of a base, each in these modes, until the end of the block.
 
     Args:
         environments, base: As ``places`` takes them.
-        room, heads: As ``Engine`` takes them.
-        modes: By name; ``MEDUSA`` only where there are heads.
+        room: As ``Engine`` takes it.
+        modes: By name; those ``WITH_HEADS`` only where there are heads.
+        heads: Directories of heads by mode.
 
     Raises:
         ValueError, RuntimeError: As ``places`` and ``Engine`` say.
@@ -136,9 +143,10 @@ def engines(
         found = []
         for name, place in places(environments, base).items():
             for mode in modes[name]:
-                if mode != MEDUSA or heads is not None:
+                own = (heads or {}).get(mode)
+                if own or mode not in WITH_HEADS:
                     log = environments / f"{name}-{mode}.log"
-                    found.append(Engine(name, mode, place, log, room, heads if mode == MEDUSA else None))
+                    found.append(Engine(name, mode, place, log, room, own))
                     stack.callback(found[-1].process.close)
         yield found
 

@@ -14,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from medusa import MedusaModel, Speculation
 from medusa.base import smollm2
 from medusa.benchmarks.machine import choose_device
-from medusa.benchmarks.peers.engine import BATCHING, MODES, Engine, engines
+from medusa.benchmarks.peers.copies import copy_draft, openvino_reads
+from medusa.benchmarks.peers.engine import BATCHING, EAGLE3_CHAIN, EAGLE3_TREE, MEDUSA, MODES, Engine, engines
 from medusa.benchmarks.report import Report, environment, publish
 from medusa.benchmarks.run.measure import figures, measure
 from medusa.benchmarks.run.methods import AUTO, LOSSY, PLAIN, Answers, Method, ended, of_transformers, ours
@@ -29,8 +30,8 @@ from medusa.serve.demo.questions import Kinds, questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
 """Drafters that are measured where they are asked for: they are slower than plain decoding, or need texts of before."""
-VLLM = "vllm"
-"""The format of heads that vLLM reads."""
+VLLM, EAGLE3 = "vllm", "eagle3"
+"""Formats of heads that other engines read."""
 RANDOM_PROMPT = 256
 """Tokens of a prompt for random weights."""
 MARGIN = 8
@@ -169,12 +170,26 @@ def _peers(
         return Method(f"{engine.name} {engine.mode}", complete, batches=engine.name in BATCHING)
 
     with TemporaryDirectory() as directory:
-        heads = None
-        if model.heads is not None and not refusal(VLLM, model.heads.config):
-            heads = export_heads(Export(model.heads, model.base), VLLM, Path(directory) / VLLM)
-        with engines(Path(options.peers), options.shape or model.base.name, room, MODES, heads) as found:
+        environments, base = Path(options.peers), options.shape or model.base.name
+        heads = _exported(model, environments, base, Path(directory))
+        with engines(environments, base, room, MODES, heads) as found:
             versions.update({engine.name: engine.version for engine in found})
             yield [method(engine) for engine in found]
+
+
+def _exported(model: MedusaModel, environments: Path, base: str, directory: Path) -> dict[str, Path]:
+    """These heads for other engines' modes, where they take such heads."""
+    if model.heads is None:
+        return {}
+    export, config, heads = Export(model.heads, model.base), model.heads.config, dict[str, Path]()
+    if not refusal(VLLM, config):
+        heads[MEDUSA] = export_heads(export, VLLM, directory / VLLM)
+    if openvino_reads(config) and not refusal(EAGLE3, config):
+        draft = export_heads(export, EAGLE3, directory / EAGLE3)
+        heads |= dict.fromkeys(
+            [EAGLE3_CHAIN, EAGLE3_TREE], copy_draft(environments, base, draft, directory / "openvino")
+        )
+    return heads
 
 
 def _publish(options: argparse.Namespace, report: Report) -> None:

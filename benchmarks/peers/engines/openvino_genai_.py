@@ -7,21 +7,29 @@ import openvino
 import openvino_genai
 from loop import Complete, serve
 
+CHAIN, NODES, BRANCHING, DEPTH = 4, 16, 4, 4
+"""Guesses of a chain; nodes of a tree with its root, guesses per node, and levels below the root."""
 
-def load(directory: str, mode: str, _: str) -> Complete:
-    """``plain`` or ``prompt-lookup``; one prompt after the other."""
-    how = {"prompt_lookup": True} if mode == "prompt-lookup" else {}
+
+def load(directory: str, mode: str, _: str, draft: str = "") -> Complete:
+    """One prompt after the other: ``plain``, ``prompt-lookup``, or ``eagle3-chain`` or ``eagle3-tree`` with a draft."""
     threads, precision = int(os.environ["OMP_NUM_THREADS"]), os.environ.get("OPENVINO_PRECISION", "bf16")
-    pipeline = openvino_genai.LLMPipeline(
-        directory, "CPU", INFERENCE_NUM_THREADS=threads, INFERENCE_PRECISION_HINT=precision, **how
-    )
+    how = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
+    drafting = {"prompt_lookup": True} if mode == "prompt-lookup" else {}
+    if draft:
+        drafting = {"draft_model": openvino_genai.draft_model(draft, "CPU", **how)}
+    pipeline = openvino_genai.LLMPipeline(directory, "CPU", **how, **drafting)
 
     def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
         config = openvino_genai.GenerationConfig(
             max_new_tokens=new, stop_token_ids=set(eos), ignore_eos=not eos, do_sample=False
         )
-        if how:
+        if mode == "prompt-lookup":
             config.num_assistant_tokens, config.max_ngram_size = 5, 3
+        elif mode == "eagle3-chain":
+            config.num_assistant_tokens = CHAIN
+        elif mode == "eagle3-tree":
+            config.num_assistant_tokens, config.branching_factor, config.tree_depth = NODES - 1, BRANCHING, DEPTH
         outputs = []
         for prompt in prompts:
             ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaForCausalLM
 
-from medusa.benchmarks.peers.copies import CHECKPOINT, copies_of, directory_of
+from medusa.benchmarks.peers.copies import CHECKPOINT, OPENVINO, copies_of, copy_draft, directory_of, openvino_reads
 from medusa.benchmarks.peers.gguf_file import pairs_together, write_gguf
 from medusa.data import resolve_base_name
+from medusa.heads import HeadsConfig
+from medusa.heads.layer import LayerConfig
 
 
 @pytest.fixture
@@ -74,3 +76,31 @@ def test_copies_of_other_weights_are_refused(checkpoint, tmp_path):
     os.utime(checkpoint / "model.safetensors", (later, later))
     with pytest.raises(ValueError, match="are of other weights"):
         copies_of(tmp_path, str(checkpoint))
+
+
+def test_openvino_reads_plain_eagle_3_drafts_only():
+    shape = {"hidden_size": 32, "vocab_size": 64, "num_heads": 2}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+
+    def read(layers=(1, 2, 3), **norms):
+        layer = LayerConfig(**sizes, **{"norm_features": False, "norm_output": False} | norms)
+        return openvino_reads(HeadsConfig(**shape, architecture="attention", feature_layers=layers, layer=layer))
+
+    assert read()
+    assert not read(layers=(1, 2))
+    assert not read(norm_output=True)
+    assert not read(norm_heads=True)
+    assert not openvino_reads(HeadsConfig(**shape))
+
+
+def test_a_draft_for_openvino_is_converted_in_its_environment_and_gets_the_bases_ends(tmp_path):
+    (tmp_path / "openvino/bin").mkdir(parents=True)
+    python = tmp_path / "openvino/bin/python"
+    python.write_text('#!/bin/sh\nmkdir "$3" && echo "$1 $2" > "$3/asked"\n')
+    python.chmod(0o755)
+    copy = tmp_path / "models/llama-1b" / OPENVINO
+    copy.mkdir(parents=True)
+    (copy / "generation_config.json").write_text('{"eos_token_id": 2}')
+    there = copy_draft(tmp_path, "llama-1b", tmp_path / "draft", tmp_path / "target")
+    assert (there / "asked").read_text().split()[1] == str(tmp_path / "draft")
+    assert (there / "generation_config.json").read_text() == '{"eos_token_id": 2}'

@@ -78,6 +78,9 @@ def test_engines_that_are_missing_are_left_out_and_ended_with_the_block(tmp_path
         assert [(engine.name, engine.mode) for engine in found] == [("vllm", "plain"), ("vllm", "prompt-lookup")]
         assert found[0].complete([[3]], 2, []) == [[3, 4]]
         assert signal.getsignal(signal.SIGTERM) is not handler
+    with engines(tmp_path, "llama-1b", 99, {"vllm": ("medusa", "eagle3-chain")}, {"medusa": tmp_path / "own"}) as found:
+        assert [engine.mode for engine in found] == ["medusa"]
+        assert f"goes to the log {tmp_path / 'own'}" in (tmp_path / "vllm-medusa.log").read_text()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert all(not engine.process.runs for engine in found)
     assert "engine openvino is left out" in caplog.text
