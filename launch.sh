@@ -27,14 +27,14 @@ usage: ./launch.sh [command] [arguments]
   (none), demo   train heads on the embedded model, then compare plain decoding with decoding by heads
   chat           talk to a model with heads in the terminal
   serve          serve a model with heads over HTTP, as OpenAI's API, with a web page
-  heads          heads for a model of your own, in one command and a given time
+  heads          make heads for your own model, in one command and a given time
   data           make and inspect training data
   train          train heads (torchrun + DeepSpeed)
   report         figures and curves of a training run
   study          train head designs one after the other, and compare what they draft
   export         write heads for other engines, put them on the Hub, look at heads of any format
   bench          compare drafters with plain decoding and other engines; measure a step against its lower bound
-  doctor         what this machine has, what will run fast on it, and what to do about the rest
+  doctor         show what this machine has, what runs fast on it, and what to fix
   gpu-check      try everything on a GPU machine that has torch and transformers, but perhaps no network
   test           run the tests; arguments go to pytest
   setup          only set up .venv; every command does this first, and the second time it is instantaneous

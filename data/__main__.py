@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     except KeyboardInterrupt:
-        logger.error("stopped%s", "; the same command goes on where it was" if options.command != "inspect" else "")
+        resumes = "" if options.command == "inspect" else "; the same command continues where it stopped"
+        logger.error("stopped%s", resumes)
         return 130
     except (ValueError, OSError) as error:
         logger.error("%s", error)

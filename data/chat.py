@@ -140,7 +140,7 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) 
     whole, said = _whole_and_said(tokenizer, messages, asked)
     if not said:
         raise ValueError(
-            f"conversation ({_excerpt(messages)!r}): the chat template renders the answer otherwise than it asks for it"
+            f"conversation ({_excerpt(messages)!r}): the chat template renders no answer behind its generation prompt"
             f" ({asked[-40:]!r} is not in {whole[-200:]!r}), so the assistant's tokens are unknown; put "
             "{% generation %} ... {% endgeneration %} around them in the template"
         )
@@ -215,7 +215,7 @@ def _tokens_by_length(tokenizer: PreTrainedTokenizerBase, text: str, spans: list
         if any(ids[: len(part)] != part for part in before):
             raise ValueError(
                 f"tokenizer ({tokenizer.name_or_path}) joins text across the edge of an answer ({text[slice(*span)]!r})"
-                " and tells no offsets; use its fast version"
+                " and reports no offsets; use its fast version"
             )
         start, stop = map(len, before)
         mask[start:stop] = [1] * (stop - start)

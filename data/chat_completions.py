@@ -82,7 +82,7 @@ class ChatClient:
         longest_pause: float = 600.0,
     ) -> None:
         if not _is_address(url):
-            raise ValueError(f"endpoint ({url}) is no address; give one like http://localhost:8000/v1")
+            raise ValueError(f"endpoint ({url}) is not an address; give one like http://localhost:8000/v1")
         self._name, self._url = f"endpoint ({url}, model {model})", f"{url.rstrip('/')}/chat/completions"
         self._tries, self._first_wait, self._longest_pause = endpoint.retries + 1, first_wait, longest_pause
         self._request = {

@@ -128,5 +128,5 @@ def _parse(place: str, line: bytes) -> Any:
 
 def _object(place: str, record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a {type(record).__name__} is no sample; write a JSON object: {KNOWN}")
+        raise ValueError(f"{place}: a {type(record).__name__} is not a sample; write a JSON object: {KNOWN}")
     return record

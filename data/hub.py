@@ -83,6 +83,6 @@ def _one_sentence(name: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"data ({name}) is no file here, and as a data set of the Hub it cannot be read ({reason}); correct its "
+            f"data ({name}) is not a file here, and cannot be read as a data set of the Hub ({reason}); correct its "
             "name, subset or split, or download it to a directory"
         ) from error

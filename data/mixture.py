@@ -54,7 +54,7 @@ class MixtureSource:
                 elif said := [turn["content"] for turn in questions(record) or () if turn["role"] == "user"]:
                     yield said
                 else:
-                    raise ValueError(f"{place}: nobody asks in it; give its source (asks)")
+                    raise ValueError(f"{place}: it has no user turn; give its source questions (asks)")
                 number += 1
 
     def _found(self, directory: Path) -> list[Path]:

@@ -66,9 +66,9 @@ class OwnPrompts:
     def _checked(self, exchanges: list[Exchange]) -> Answered:
         text = self._text(exchanges[0])
         if exchanges[0].answer[-1] not in self._base.eos_ids:
-            return UnansweredError(f"the base did not end it ({text[:60]!r})")
+            return UnansweredError(f"the base did not finish it ({text[:60]!r})")
         if len(text.split()) < LEAST_WORDS or self._special.search(text) or text in self._said:
-            return UnansweredError(f"it is too short, not only text, or there already ({text[:60]!r})")
+            return UnansweredError(f"it is too short, not only text, or a duplicate ({text[:60]!r})")
         self._said.add(text)
         return exchanges
 

@@ -58,7 +58,7 @@ def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
 def conversations(source: Source) -> Iterator[Prompt]:
     """The conversations of a source without their answers (a record needs none); no token ids yet.
 
-    Conversations in which nobody asks are passed over and counted in one warning.
+    Conversations without a user turn are skipped and counted in one warning.
 
     Raises:
         ValueError: A record that is no conversation (names its place), or no question in any.
@@ -74,13 +74,13 @@ def asked(record: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
     """The messages before each answer of a conversation, whose answers may be missing.
 
     Raises:
-        ValueError: It is no conversation, or nobody asks in it (NoAnswerError).
+        ValueError: It is not a conversation, or has no user turn (NoAnswerError).
     """
     turns = questions(record)
     if turns is None:
         raise ValueError("no prompt; give messages that begin with a user turn, or prompt")
     if not (found := _questions(turns)):
-        raise NoAnswerError("nobody asks in it")
+        raise NoAnswerError("it has no user turn")
     return found
 
 

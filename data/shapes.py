@@ -49,7 +49,7 @@ def conversation(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if turns is None:
         return None
     if not isinstance(turns, list):
-        raise ValueError(f"conversation ({turns!r:.60}) is no list; write one {{role, content}} per turn")
+        raise ValueError(f"conversation ({turns!r:.60}) is not a list; write one {{role, content}} per turn")
     found = [_turn(turn) for turn in turns]
     if record.get("system") and not any(turn["role"] == "system" for turn in found):
         found.insert(0, {"role": "system", "content": plain_text(record["system"])})
@@ -78,7 +78,7 @@ def _pair(record: Mapping[str, Any], question: str, answer: str) -> list[Any]:
 
 def _turn(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
-        raise ValueError(f"turn ({turn!r:.60}) is no object; write {{role, content}} or {{from, value}}")
+        raise ValueError(f"turn ({turn!r:.60}) is not an object; write {{role, content}} or {{from, value}}")
     rest = present(turn)
     role = rest.pop("role", None) or rest.pop("from", None)
     if not isinstance(role, str):
@@ -107,4 +107,4 @@ def plain_text(content: Any) -> str:
         return content
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         return "".join(plain_text(part.get("text")) for part in content)
-    raise ValueError(f"content ({content!r:.60}) is no text; give text, or a list of {{type: text, text}} parts")
+    raise ValueError(f"content ({content!r:.60}) is not text; give text, or a list of {{type: text, text}} parts")

@@ -62,7 +62,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.streaming and not self.limit:
-            raise ValueError(f"data ({self.path}) is streamed without an end; give a limit (data.limit)")
+            raise ValueError(f"data ({self.path}) is streamed without a limit; give one (data.limit)")
 
     def records(self) -> Iterator[Placed]:
         """All records, each with the place by which errors name it.
@@ -99,7 +99,7 @@ class Source:
         if skipped == total:
             raise ValueError(f"data ({self.path}): none of its {total} records has {wanted} ({reason}){remedy}")
         if skipped:
-            LOGGER.warning("%d of %d records are passed over; the first: %s", skipped, total, reason)
+            LOGGER.warning("%d of %d records are skipped; the first: %s", skipped, total, reason)
 
     def fingerprint(self) -> str:
         """Digest of the content: of the bytes of files, of the revision of a Hub data set."""
@@ -167,4 +167,4 @@ def _tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> li
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
         return [(ids, [1] * len(ids))]
-    raise ValueError(f"keys ({visible(', '.join(map(str, record)))}) are no known sample; write {KNOWN}")
+    raise ValueError(f"keys ({visible(', '.join(map(str, record)))}) are not those of a known sample; write {KNOWN}")

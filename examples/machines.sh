@@ -2,7 +2,7 @@
 # Training on several machines without a scheduler: one launcher on each, started over ssh.
 #   examples/machines.sh node-a,node-b --recipe train/recipes/llama-3.1-8b.yaml
 # The clone has the same path on all machines, and the others reach the first one at MASTER_PORT.
-# Ctrl-C stops all of them; the same command goes on from the last checkpoint.
+# Ctrl-C stops all of them; the same command continues from the last checkpoint.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

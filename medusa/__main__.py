@@ -19,14 +19,14 @@ class Command(NamedTuple):
 COMMANDS = {
     "chat": Command("serve.chat.__main__", "serve", "talk to a model with heads in the terminal"),
     "serve": Command("serve.server", "serve", "serve a model with heads over HTTP, as OpenAI's API, with a web page"),
-    "heads": Command("train.own.command", "train", "heads for a model of your own: answers, training, comparison"),
+    "heads": Command("train.own.command", "train", "make heads for your own model: answers, training, comparison"),
     "data": Command("data.__main__", "train", "make and inspect training data"),
     "train": Command("train.command", "train", "train heads (torchrun and DeepSpeed)"),
     "report": Command("train.report.__main__", "demo", "figures and curves of a training run"),
     "export": Command("io.command", "", "write heads for other engines, put them on the Hub, inspect heads"),
     "bench": Command("benchmarks.__main__", "demo", "measure drafters, decode steps and acceptance; tune settings"),
     "study": Command("benchmarks.study", "train", "train head designs one after the other, and compare them"),
-    "doctor": Command("doctor.__main__", "", "what this machine has, what runs fast on it, what to do about the rest"),
+    "doctor": Command("doctor.__main__", "", "show what this machine has, what runs fast on it, and what to fix"),
     "demo": Command("serve.demo.__main__", "train,demo,smollm2", "train heads for a small model, then compare speeds"),
 }
 """By name, in the order of the help; a command's module is imported when it is called."""

@@ -40,7 +40,7 @@ def limit_threads() -> None:
     """
     threads, most = torch.get_num_threads(), cores()
     if threads > most and threads == TORCHS_THREADS and not any(name in os.environ for name in CHOICES):
-        logger.info("%d CPU threads and not %d: this process may use no more cores", most, threads)
+        logger.info("using %d CPU threads instead of %d: this process may use no more cores", most, threads)
         torch.set_num_threads(most)
 
 

@@ -308,7 +308,7 @@ def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:
     if wanted and base.device.type != "cuda":
         raise ValueError(f"graph (True) needs a CUDA device and the base is on {base.device}; leave graph out")
     if wanted and base.ranks > 1:
-        raise ValueError(f"graph (True) does not go with tensor parallel ({base.ranks} processes); leave graph out")
+        raise ValueError(f"graph (True) cannot be combined with tensor parallel ({base.ranks} ranks); leave graph out")
     return StepGraphs(base) if base.device.type == "cuda" and base.ranks == 1 and wanted is not False else None
 
 

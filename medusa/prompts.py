@@ -37,7 +37,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, prompt: Any, number: int) -> 
             f"prompt {number} ({prompt!r}) is neither text nor token ids; give a string or a list of numbers"
         )
     if prompt and isinstance(prompt[0], Mapping):
-        raise ValueError(f"prompt {number} ({prompt!r}) is a conversation; give what chat_prompt makes of it")
+        raise ValueError(f"prompt {number} ({prompt!r}) is a conversation; convert it with chat_prompt first")
     return list(prompt)
 
 
@@ -68,7 +68,7 @@ def render_messages(
     if not template:
         raise ValueError(f"base ({name}) has no chat template; use plain prompts or another base")
     if tools and "tools" not in str(template):
-        raise ValueError(f"chat template of the base ({name}) knows no tools; leave them out, or use another base")
+        raise ValueError(f"chat template of the base ({name}) has no tools; leave them out, or use another base")
     try:
         ids: list[int] = tokenizer.apply_chat_template(
             list(messages),

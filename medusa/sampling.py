@@ -234,7 +234,7 @@ def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[Samplin
     chosen = {name: value for name, value in options.items() if name in SAMPLING}
     for name, fields_of in (("sampling", chosen), ("speculation", drafting)):
         if options.get(name) is not None and fields_of:
-            raise ValueError(f"{name} is given, and fields of it beside it ({min(fields_of)}); give one of them")
+            raise ValueError(f"{name} is given together with its own fields ({min(fields_of)}); give one of them")
     seeds = _per_prompt("seed", chosen.pop("seed", None), prompts)
     sampling = options.get("sampling") or [SamplingParams(**chosen, seed=seed) for seed in seeds]
     return _per_prompt("sampling", sampling, prompts), _per_prompt(

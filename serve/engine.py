@@ -138,7 +138,7 @@ class Engine:
                 self._receive(wait=not self._jobs)
                 self._expire()
             except Exception as error:  # no request should come to this, and none may end the service
-                logger.exception("the engine begins anew, all requests are lost")
+                logger.exception("the engine starts again, all requests are lost")
                 self._lose(error)
             for batch in [*self._old, self._batch]:
                 self._step(batch)
@@ -162,7 +162,7 @@ class Engine:
         asked = job.asked
         try:
             if self._stopping:
-                raise StoppingError("the server is going down; ask another one")
+                raise StoppingError("the server is shutting down; ask another one")
             self._batch.check(asked.prompt, asked.params, asked.speculation)
             waiting = sum(not job.admitted for job in self._jobs.values())
             free = self.settings.max_batch - (len(self._jobs) - waiting)
@@ -211,7 +211,7 @@ class Engine:
         now = time.monotonic()
         for ticket, job in list(self._jobs.items()):
             if job.deadline < now:
-                self._events.append((ticket, LateError(f"timeout ({job.asked.timeout} s) is over; allow more")))
+                self._events.append((ticket, LateError(f"timeout ({job.asked.timeout} s) has passed; allow more")))
                 self._withdraw(ticket, "timeout")
 
     def _step(self, batch: Batch) -> None:
@@ -222,7 +222,7 @@ class Engine:
         try:
             grown = batch.step()
         except Exception as error:
-            logger.exception("a step has failed, its requests are lost")
+            logger.exception("a step has failed, and its requests are lost")
             self._drop(batch, error)
             return
         now = time.monotonic()
@@ -283,7 +283,7 @@ class Engine:
 
     def _end(self) -> None:
         for ticket in list(self._jobs):
-            self._events.append((ticket, StoppingError("the server is going down; ask again later")))
+            self._events.append((ticket, StoppingError("the server is shutting down; ask again later")))
             self._withdraw(ticket, "abort")
         self._deliver()
         self._loop = None

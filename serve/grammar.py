@@ -92,7 +92,7 @@ class Grammars:
             return compile_with(compiler)
         except RuntimeError as error:  # "[time] file.cc:line: what is wrong"
             reason = str(error).rpartition(".cc:")[2].partition(":")[2].strip() or str(error) or "it is not valid"
-            raise ValueError(f"grammar cannot be followed: {' '.join(reason.split())}; correct it") from error
+            raise ValueError(f"grammar cannot be used: {' '.join(reason.split())}; correct it") from error
 
     @cached_property
     def _compiler(self) -> "xgrammar.GrammarCompiler":

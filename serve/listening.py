@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End: requests that run may go on, then streams get an error, and only then connections are closed."""
-        logger.info("ending; what runs has %g s, Ctrl-C once more ends at once", self._drain)
+        logger.info("shutting down; running requests have %g s, a second Ctrl-C ends them at once", self._drain)
         stopping = asyncio.create_task(self._app.state.stop())
         await super().shutdown([self._listening])
         if self.force_exit:

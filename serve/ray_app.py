@@ -114,9 +114,9 @@ def build(args: argparse.Namespace) -> serve.Application:
         ValueError: They cannot be run so.
     """
     if args.device.startswith("cuda:"):
-        raise ValueError(f"device ({args.device}) is Ray's choice, which gives each replica GPUs of its own; use cuda")
+        raise ValueError(f"device ({args.device}) cannot be chosen: Ray gives each replica its own GPUs; use cuda")
     if not args.port:
-        raise ValueError("port (0) cannot be any: Ray's proxies on all nodes share it; name one")
+        raise ValueError("port (0) must be named, since Ray's proxies on all nodes share it; give one")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
         raise ValueError(f"max-replicas ({args.max_replicas}) is below replicas ({args.replicas}); raise it")
     if args.target_requests is not None and args.max_replicas is None:

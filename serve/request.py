@@ -26,7 +26,7 @@ class LateError(Exception):
 
 
 class StoppingError(Exception):
-    """The server is going down and takes no more requests."""
+    """The server is shutting down and takes no more requests."""
 
 
 class EngineError(Exception):
@@ -92,7 +92,7 @@ class Ticket:
         Raises:
             ValueError: The model cannot serve such a request.
             BusyError: The queue is full.
-            StoppingError: The server is going down.
+            StoppingError: The server is shutting down.
         """
         event = await self._events.get()
         assert event is None or isinstance(event, Exception), "the first event says whether it is taken"

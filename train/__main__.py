@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 train(recipe, stop)
     except KeyboardInterrupt:
-        logger.error("stopped; the same command goes on from the last checkpoint")
+        logger.error("stopped; the same command continues from the last checkpoint")
         return 130
     except Stopped as stopped:
         logger.error("%s", stopped)

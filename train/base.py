@@ -37,7 +37,7 @@ def load_base(recipe: BaseRecipe, workers: Workers) -> BaseModel:
         return BaseModel.load(name, dtype=dtype, device=device, load_options=_load_options(recipe, device))
     from medusa.train.sharded_base import load_sharded
 
-    LOGGER.info("base is divided among the processes: held-out tokens per step are left out, as decoding may part them")
+    LOGGER.info("held-out tokens per step are not measured: decoding with a base divided among processes could diverge")
     return load_sharded(name, dtype, device)
 
 

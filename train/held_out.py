@@ -66,7 +66,7 @@ def _unseen(samples: list[Sample], training: PackedRows, data: DataRecipe) -> li
     what = f"data.train ({data.train}) holds {count} of the {len(samples)} samples of data.heldout ({data.heldout})"
     if count > LARGEST_OVERLAP * len(samples):
         raise RecipeError(
-            f"{what}, and heads would be measured by what they were trained on; take them out of one of the two"
+            f"{what}, and heads would be measured on their own training data; remove them from one of the two"
         )
     LOGGER.warning("%s; the evaluation leaves them out", what)
     return [sample for sample, trained_on in zip(samples, seen.tolist(), strict=True) if not trained_on]

@@ -51,14 +51,14 @@ def exit_status(error: Exception) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             LOGGER.error(
-                "process %d was killed by %s (from outside, or because memory ran out); the same command goes on from "
-                "the last checkpoint",
+                "process %d was killed by %s (from outside, or because memory ran out); the same command continues "
+                "from the last checkpoint",
                 rank, failure.signal_name(),
             )  # fmt: skip
         return max(failure.exitcode, 1)
     if isinstance(error, SignalException):
         return 128 + int(error.sigval)
-    LOGGER.error("processes cannot meet: %s; check MASTER_ADDR, MASTER_PORT and every machine's NODE_RANK", error)
+    LOGGER.error("processes cannot connect: %s; check MASTER_ADDR, MASTER_PORT and every machine's NODE_RANK", error)
     return 1
 
 

@@ -41,7 +41,7 @@ def provenance(
             "name": base.name,
             "revision": getattr(base.model.config, "_commit_hash", None),
             **({"source": base.source} if base.source else {}),
-            "training": "changed by adapter/: its answers are not the original's" if recipe.lora.rank else "frozen",
+            "training": "changed by adapter/: it answers otherwise than the original" if recipe.lora.rank else "frozen",
         },
         "figures": figures,
         "totals": read_report(recipe.run)["totals"],

@@ -119,7 +119,7 @@ def _held_out_twice(data: DataRecipe) -> list[str]:
         return []
     what = f"data.train ({data.train}) holds {len(common)} of the held-out files ({'; '.join(common[:3])})"
     remedy = "move the held-out files elsewhere, or give another data.heldout"
-    return [f"{what}, and heads would be measured by what they learnt; {remedy}"]
+    return [f"{what}, and heads would be measured on their own training data; {remedy}"]
 
 
 def leaves(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:

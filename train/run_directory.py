@@ -205,7 +205,7 @@ def disk_errors_named(what: str) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
         raise OSError(
-            f"{what} cannot be written: {reason}; make room for it, then the same command goes on from the last "
+            f"{what} cannot be written: {reason}; make room for it, then the same command continues from the last "
             "checkpoint"
         ) from error
 

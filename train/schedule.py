@@ -27,7 +27,7 @@ def doubts(optim: OptimRecipe, num_rows: int) -> Iterator[str]:
     if optim.steps and optim.epochs != OptimRecipe.epochs:
         yield f"optim.epochs ({optim.epochs}) is ignored, since optim.steps is given: {made}"
     elif not optim.steps and abs(epochs - optim.epochs) > ROUNDING * optim.epochs:
-        yield f"optim.epochs ({optim.epochs}) cannot be had: {made}; lower optim.rows_per_step, or have more samples"
+        yield f"optim.epochs ({optim.epochs}) cannot be reached: {made}; lower optim.rows_per_step, or add samples"
 
 
 def learning_rate(optim: OptimRecipe, step: int, total: int) -> float:

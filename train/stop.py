@@ -24,7 +24,7 @@ class Stopped(BaseException):
     """
 
     def __init__(self, number: int, where: str = "before training began") -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} {where}; the same command goes on")
+        super().__init__(f"stopped by {signal.Signals(number).name} {where}; the same command continues")
         self.number = number
 
 

@@ -78,7 +78,7 @@ class Trackers:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, it must not end a training run
-            LOGGER.warning("%s has failed and is dropped: %s; metrics.jsonl goes on", tracker.name, error)
+            LOGGER.warning("%s failed and is dropped: %s; metrics.jsonl is still written", tracker.name, error)
             self._trackers.remove(tracker)
 
 
@@ -134,7 +134,7 @@ class Wandb:
         except (wandb.Error, OSError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(
-                f"{self.name} ({mode}) cannot be started: {reason}; see to the network and the login, or take offline"
+                f"{self.name} ({mode}) cannot be started: {reason}; check network and login, or set it to offline"
             ) from error
         self.first = self._run.starting_step
 

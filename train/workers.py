@@ -107,9 +107,9 @@ def check_same(recipe: Recipe, samples: str, workers: Workers) -> None:
     theirs = workers.from_first(lambda: ours)
     odd = [f"{key} is {ours[key]} here, {theirs[key]} there" for key in ours if ours[key] != theirs[key]]
     if workers.any(bool(odd)):
-        named = "; ".join(odd) or "its machine says what"
+        named = "; ".join(odd) or "see the log of its machine"
         raise RecipeError(
-            f"processes have different recipes or samples (process {workers.rank} beside process 0: {named}); give all "
+            f"processes have different recipes or samples (process {workers.rank} and process 0: {named}); give all "
             "machines the same ones"
         )
 
@@ -128,13 +128,13 @@ def failures_named() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(
                 "memory ran out; lower optim.micro_rows (the base's pass) or engine.loss_rows (the loss): the same "
-                "command then goes on from the last checkpoint"
+                "command then continues from the last checkpoint"
             ) from error
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo's errors have no class
             raise
         raise LostProcessError(
-            "another process of the run ended or cannot be reached any more; see what its machine says, then the same "
-            "command goes on from the last checkpoint"
+            "another process of the run ended or cannot be reached any more; see the log of its machine; the same "
+            "command then continues from the last checkpoint"
         ) from error
 
 

@@ -32,8 +32,8 @@ def accept(options: argparse.Namespace) -> None:
     own = measured.own / (tokens := sum(map(len, answers)))
     if own < LEAST_OWN:
         logger.warning(
-            "texts (%s): %.1f %% of the tokens are what the base (%s) would say, so they are not its greedy answers;"
-            " remove the file to have them written", path, 100 * own, model.base.name,
+            "texts (%s): only %.1f %% of the tokens are those that the base (%s) chooses, so these are not its greedy"
+            " answers; remove the file, and new ones are generated", path, 100 * own, model.base.name,
         )  # fmt: skip
     groups = grouped(kinds, [len(prompt) for prompt in prompts])
     drafters = {name: figures(counts, groups) for name, counts in measured.drafters.items()}

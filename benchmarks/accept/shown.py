@@ -71,7 +71,7 @@ def _failures(report: Report, name: str, rows: Sequence[Row]) -> Table:
         for row in rows
     ]
     title = f"{report['base']}, {name}: where drafts fail. First guesses at all places of the answers; of wrong ones,"
-    title += " where the text's token stands instead (shares of all places)"
+    title += " the rank of the text's token (shares of all places)"
     return Table(title, ("places", "number", "right (95 %)", *rows[0]["first_wrong"]), cells, conclusion(rows))
 
 
@@ -83,7 +83,7 @@ def conclusion(rows: Sequence[Row]) -> str:
     most = max(wrong, key=lambda name: float(wrong[name]))
     said = f"First guesses are right at {right:.0%} of the places. "
     if parts:
-        said += f"Where they are wrong, the text's token stands: {parts}. Most stand {most}: {REMEDIES[most]}. "
+        said += f"Where they are wrong, the text's token is: {parts}. Most often it is {most}: {REMEDIES[most]}. "
     return said + f"{_widest(rows)} {_by_depth(whole)}".strip()
 
 

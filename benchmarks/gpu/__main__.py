@@ -135,7 +135,7 @@ def check(
         if part.needs_gpu and not report["machine"]["gpu"]:
             results[name] = Result(NO_GPU, command=part.command)
         elif left <= 0:
-            results[name] = Result(f"skipped: the {limit:.0f} s are over", command=part.command)
+            results[name] = Result(f"skipped: the {limit:.0f} s have passed", command=part.command)
         else:
             print(f"{name}: {part.command}", flush=True)
             results[name] = run_part(part, out / f"{name}.log", min(part.limit, left), environment)

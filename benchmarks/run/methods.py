@@ -48,7 +48,7 @@ def speculation(name: str) -> Speculation:
     if rule and rule not in RULES:
         raise ValueError(f"method ({name}) names no rule; choose one of: {', '.join(RULES)}")
     if "ngram" in drafter.split("+"):
-        raise ValueError(f"method ({name}) would remember its answers of the round before; leave it out")
+        raise ValueError(f"method ({name}) would remember its answers of the previous round; leave it out")
     named = None if drafter in (PLAIN, AUTO) else drafter
     return Speculation(drafter=named, acceptance=rule or None, nodes=1 if drafter == PLAIN else None)
 

@@ -23,7 +23,8 @@ def _one(report: Report, run: Mapping[str, Any]) -> Table:
     title = f"{report['base']}: {report['prompts']} prompts, {_rule(run)}, batch {run['batch']}; {machine(report)}"
     title += ", LOSSY int8 weights" if report.get("int8") else ""
     if "best" in report:
-        title += f"\nauto is {report['auto_over_best']:.3f}x of the best fixed way ({report['best']}); {report['auto']}"
+        best = f"{report['auto_over_best']:.3f}x of the best fixed method ({report['best']})"
+        title += f"\nauto is {best}; {report['auto']}"
     return Table(title, HEADINGS, [_cells(row, run["temperature"]) for row in run["rows"]])
 
 

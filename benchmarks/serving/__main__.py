@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> None:
     title = f"answers of at most {options.max_tokens} tokens, temperature {options.temperature:g}"
     publish(options, {**report, "shown": shown, "figures": rows}, [_table(shown, title)], title, _fields(shown))
     if any(row["inter_token_of"] == "chunk" for row in shown):
-        print("between tokens, of chunk: the server does not tell the tokens of its chunks; gaps are between chunks")
+        print("between tokens: this server does not report tokens per chunk, so times are between chunks")
     for row in rows:
         for message, count in row["error_messages"].items():
             print(f"{row['server']}, {row['clients']} clients: {count} x {message}")

@@ -39,9 +39,9 @@ def read_prompts(path: str | None, count: int) -> list[str]:
             prompts.append(str(values["prompt"] if "prompt" in values else values["turns"][0]))
         except (ValueError, TypeError, KeyError, IndexError) as error:
             remedy = 'give lines of {"prompt": ..} or {"turns": [..]}'
-            raise ValueError(f"{path}:{number} is no prompt; {remedy}") from error
+            raise ValueError(f"{path}:{number} is not a prompt; {remedy}") from error
     if not prompts:
-        raise ValueError(f"prompts ({path}) are none; give a file with lines")
+        raise ValueError(f"prompts ({path}) have no lines; give a file with lines")
     return prompts[:count]
 
 

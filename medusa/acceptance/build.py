@@ -53,7 +53,7 @@ def build_rule(
     name = speculation.acceptance or ("sampling" if params.temperature > 0 else "greedy")
     if (name == "greedy") != (params.temperature == 0):
         raise ValueError(
-            f"acceptance {name!r} does not go with temperature {params.temperature}; greedy needs 0, others > 0"
+            f"acceptance {name!r} cannot be combined with temperature {params.temperature}; greedy needs 0, others > 0"
         )
     warper = Warper(params.temperature, params.top_k, params.top_p, params.min_p)
     adjustment = Adjustment(params.biases, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)

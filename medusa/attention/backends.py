@@ -103,10 +103,10 @@ def _foreign(plan: TreePlan, query: Tensor, scoring: Scoring) -> str | None:
     if plan.backend.name == "reference":
         return None
     if scoring.chunk is not None and plan.backend.name != "exact":
-        return "its kernel knows no chunks"
+        return "its kernel does not support chunks"
     if plan.computed and plan.backend.name != "exact":
-        return "its kernel computes whole trees"
-    return None if query.device == plan.lengths.device else f"the layer is on {query.device}, the pass's plan is not"
+        return "its kernel computes whole trees only"
+    return None if query.device == plan.lengths.device else f"the layer is on {query.device}, its plan is not"
 
 
 def _capturing(query: Tensor) -> bool:
@@ -116,5 +116,5 @@ def _capturing(query: Tensor) -> bool:
 @cache
 def _reference(instead_of: str, reason: str) -> TreeAttention:
     """The reference, for layers that a backend objects to; each reason is logged once."""
-    logger.info("attention reference instead of %s for some layers: %s", instead_of, reason)
+    logger.info("attention: reference is used instead of %s for some layers: %s", instead_of, reason)
     return build("reference", torch.device("cpu"))

@@ -52,7 +52,7 @@ class ExactAttention:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cpu":
-            raise BackendUnavailableError(f"attention (exact) is a CPU's, not for {device}; choose another")
+            raise BackendUnavailableError(f"attention (exact) works on a CPU only, not on {device}; choose another")
         try:
             self._kernel = native.kernels().medusa_attention
         except NativeUnavailableError as error:

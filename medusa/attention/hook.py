@@ -54,7 +54,7 @@ def tree_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_plan is not None:
-        assert module is not None, "transformers hands its layer over"
+        assert module is not None, "transformers passes its layer"
         query_RHD = rescale_queries(module, query[0].transpose(0, 1), tree_plan)
         window, chunk = tree_plan.span(getattr(module, "layer_idx", None))
         scoring = Scoring(scale, window, softcap, s_aux, chunk)

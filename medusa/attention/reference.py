@@ -36,7 +36,7 @@ class ReferenceAttention:
 def explicit_mask(plan: TreePlan, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[1, 1, N, kv_length] for a pass over one tree, 0 or -inf: for families that take their mask with each call."""
     (part,) = parts(plan, device)
-    assert len(part.lengths) == 1, "one mask is one sequence's"
+    assert len(part.lengths) == 1, "a mask belongs to one sequence"
     return _bias(plan, part, 1, dtype)
 
 

@@ -89,7 +89,7 @@ def try_out(
             if objection is not None:
                 objections.append(objection)
                 break
-    return f"objects to all layers: {objections[0]}" if len(objections) == len(layers) else None
+    return f"rejects all layers: {objections[0]}" if len(objections) == len(layers) else None
 
 
 def _try_layer(

@@ -153,7 +153,7 @@ class TritonAttention:
         if dim > MAX_DIM:
             return f"head size ({dim}) exceeds {MAX_DIM}"
         if size & (size - 1):
-            return f"blocks of the cache ({size} positions) are no power of two"
+            return f"blocks of the cache ({size} positions) are not a power of two"
         return self._refused.get(_kind(query, key, value, scoring))
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

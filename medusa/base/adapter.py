@@ -36,12 +36,12 @@ def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = T
         with safe_open(Path(directory) / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
             stored = set(file.keys())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"adapter ({directory}) cannot be added to the base: {error}; give its own base") from error
+        raise ValueError(f"adapter ({directory}) does not fit the base: {error}; give its own base") from error
     # peft passes over layers that only one side has.
     if odd := stored ^ set(get_peft_model_state_dict(adapted)):
-        raise ValueError(f"adapter ({directory}) belongs to another base: {min(odd)} is on one side only; give its own")
+        raise ValueError(f"adapter ({directory}) is of another base: {min(odd)} is in one only; give its own base")
     logger.info(
-        "base (%s) is changed by %s, the adapter of training on %s: its answers are not the original's",
+        "base (%s) is changed by the adapter %s, which was trained on %s: its answers are not those of the original",
         model.config._name_or_path, directory, adapted.active_peft_config.base_model_name_or_path,
     )  # fmt: skip
     changed: PreTrainedModel = adapted.merge_and_unload() if merge else adapted.base_model.model

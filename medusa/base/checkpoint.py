@@ -72,7 +72,7 @@ def read_checkpoint(
             if dtype is None and grouped and keep:
                 dtype = groupwise.packed_dtype(config)
                 if dtype != config.dtype:
-                    logger.info("dtype %s: packed weights are kept in it; others would expand them", PACKED_DTYPE)
+                    logger.info("dtype %s: packed weights need it, another dtype would expand them", PACKED_DTYPE)
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
                 options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
@@ -106,7 +106,7 @@ def _stays_packed(path: str) -> bool:
     expanded, memory = gguf.expanded_bytes(path), machine_memory()
     if expanded <= EXPANDED_SHARE * memory:
         return False
-    logger.info("weights stay packed, which is slower here: expanded they would take %d of %d bytes", expanded, memory)
+    logger.info("weights stay packed (slower here): expanded they would take %d of %d bytes", expanded, memory)
     return True
 
 
@@ -133,7 +133,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device ({device}) is not known to torch; pass cpu, cuda or cuda:N") from error
     if device.type == "meta":
-        raise ValueError(f"device ({device}) computes nothing; pass cpu, cuda or cuda:N")
+        raise ValueError(f"device ({device}) cannot compute; pass cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device ({device}) is not usable: torch sees no GPU here; pass device=cpu")
     return device

@@ -6,8 +6,8 @@ from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
-LONGROPE = "longrope turns all keys of longer texts (of up to {limit} tokens) by other factors, cached ones too"
-DYNAMIC = "its dynamic rotary positions turn all keys of a longer text anew with each token, cached ones too"
+LONGROPE = "longrope rotates all keys of longer texts (up to {limit} tokens) by other factors, cached keys too"
+DYNAMIC = "its dynamic rotary positions rotate all keys of a longer text again with each token, cached keys too"
 
 
 def context_length(config: PreTrainedConfig, name: str = "") -> int:

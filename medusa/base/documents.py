@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 Separation = Literal["positions", "masks", "rows"]
-"""How documents are kept apart: by the base's own masks, masks that travel with each pass, or rows of their own."""
+"""How documents are kept apart: by the base's own masks, masks that are passed with each call, or rows of their own."""
 
 
 def document_masks(config: PreTrainedConfig, positions_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def locate(name: str) -> str:
         logger.info("base %s: reading the GGUF file and keeping it in %s, once", file.name, directory)
         source = convert(file, model)
         if (now := file.stat()).st_mtime_ns != stat.st_mtime_ns or now.st_size != stat.st_size:
-            raise ValueError(f"GGUF file ({file}) has changed while it was read; load it again when it is complete")
+            raise ValueError(f"GGUF file ({file}) changed while it was being read; load it again when it is complete")
         write_json(model / SOURCE, {"name": str(file), "source": source})
 
     keep(directory, make)
@@ -106,7 +106,7 @@ def expanded(directory: str) -> str:
     whole = Path(f"{directory}{EXPANDED}")
 
     def make(beside: Path) -> None:
-        logger.info("base %s: keeping it expanded in %s, once: transformers reads no packed weights", directory, whole)
+        logger.info("base %s: writing expanded weights to %s, once, since transformers needs them", directory, whole)
         beside.mkdir()
         save_expanded(load(directory, DTYPE, expand=True), beside)
 

@@ -115,7 +115,7 @@ def _hub_errors(name: str, download: bool) -> Iterator[None]:
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
-        reason = f"the Hugging Face Hub does not give it ({type(error).__name__})" if download else "none is downloaded"
+        reason = f"the Hugging Face Hub does not have it ({type(error).__name__})" if download else "none is downloaded"
         raise OSError(
-            f"base ({name}) is no file on this machine, and {reason}; give another base, or a path"
+            f"base ({name}) is not a file on this machine, and {reason}; give another base, or a path"
         ) from error

@@ -110,7 +110,7 @@ class Reading:
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
         if missing := sorted(told["missing_keys"]):
-            raise ValueError(f"it has nothing for {len(missing)} tensors of the model, as {missing[0]}")
+            raise ValueError(f"it lacks {len(missing)} tensors of the model, for example {missing[0]}")
         return model
 
     def tensors_in(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor, Stored | None]]:

@@ -101,7 +101,7 @@ class _Header:
         try:
             version, count, described = self._next("IQQ")
             if version not in VERSIONS:
-                raise ValueError(f"it is of version {version}, and versions {VERSIONS} can be read")
+                raise ValueError(f"its version is {version}, and only versions {VERSIONS} can be read")
             values = {self._string(): self._value(*self._next("I")) for _ in range(described)}
             return values, [self._tensor() for _ in range(count)], self._place
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:

@@ -104,7 +104,7 @@ def _bits(words: int, numbers: int) -> int:
     for bits in BITS:
         if math.ceil(numbers * bits / 32) == words:
             return bits
-    raise ValueError(f"{32 * words / numbers:.3g} bits a number, only 4 and 8 are read")
+    raise ValueError(f"it has {32 * words / numbers:.3g} bits a number, and only 4 and 8 can be read")
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:

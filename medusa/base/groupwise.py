@@ -123,8 +123,8 @@ def _check(told: Mapping[str, Any]) -> None:
     odd = LAYOUTS[told["quant_method"]].oddities(told)
     if odd:
         raise ValueError(
-            f"quantisation ({told['quant_method']}: {odd[0]}) is not read on a CPU, only 4 or 8 bits of GPTQ, AWQ"
-            " (gemm) and compressed-tensors (pack-quantized) are; take such weights, a GGUF file or plain ones, or a"
+            f"quantisation ({told['quant_method']}: {odd[0]}) cannot be read on a CPU; only 4 or 8 bits of GPTQ,"
+            " AWQ (gemm) and compressed-tensors (pack-quantized) can; use such weights, a GGUF file or plain ones, or a"
             " GPU"
         )
 
@@ -138,7 +138,7 @@ def _stored(directory: Path, stack: ExitStack) -> dict[str, Any]:
     elif (directory / "model.safetensors").is_file():
         found = [directory / "model.safetensors"]
     if not found:
-        raise OSError(f"{directory} has no safetensors, which quantised weights are read from; convert its weights")
+        raise OSError(f"base ({directory}) has quantised weights, but no safetensors files; convert its weights")
     stored = dict[str, Any]()
     for path in found:
         file = stack.enter_context(safe_open(path, "pt"))
@@ -164,7 +164,7 @@ def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
         module = None
     if not isinstance(module, nn.Linear):
         what = "not in the model" if module is None else f"no linear layer there but {type(module).__name__}"
-        raise ValueError(f"quantised layer ({path}) is {what}; take a checkpoint of plain weights, or a GPU")
+        raise ValueError(f"quantised layer ({path}) is {what}; use a checkpoint of plain weights, or a GPU")
     return module
 
 
@@ -177,7 +177,7 @@ def _weight(
     try:
         return read_layer(layout, tensors, module.out_features, module.in_features, told)
     except ValueError as error:
-        raise ValueError(f"quantised layer ({path}) is not read: {error}; take another checkpoint") from error
+        raise ValueError(f"quantised layer ({path}) cannot be read: {error}; use another checkpoint") from error
 
 
 def _packed(weight: Grouped) -> Packed | None:
@@ -200,4 +200,4 @@ def _fill(model: PreTrainedModel, state: dict[str, Tensor], packed: Collection[s
     odd = {key for key in unexpected if not any(re.search(pattern, key) for pattern in patterns)} | missing
     if odd:
         where = "is missing" if min(odd) in missing else "is not in the model"
-        raise ValueError(f"tensor ({min(odd)}) {where}; take a checkpoint of plain weights, or a GPU")
+        raise ValueError(f"tensor ({min(odd)}) {where}; use a checkpoint of plain weights, or a GPU")

@@ -48,7 +48,7 @@ def at_hand(name: str, what: str, revision: str | None = None) -> str:
         OSError: The Hub does not have it, or does not answer, and nothing is kept; one sentence.
     """
     try:
-        refusal = f"{what} ({name}) is neither on this machine nor given by the Hugging Face Hub"
+        refusal = f"{what} ({name}) is not on this machine, and the Hugging Face Hub does not provide it"
         with one_sentence(refusal, near(name, kept())):
             get_session().head(constants.ENDPOINT, timeout=TIMEOUT)  # what HfApi does first has pauses of its own
             HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
@@ -89,19 +89,19 @@ def _reason(error: BaseException) -> str:
     """What an error of huggingface_hub means, and what to do; "" for one that is no such error."""
     match error:
         case GatedRepoError():
-            return f"access to the repository must be asked for on its page, with the account that you {LOG_IN}"
+            return f"access to the repository must be requested on its page; then {LOG_IN}"
         case RevisionNotFoundError():
             return "the repository has no such revision; name a branch, tag or commit that it has"
         case RepositoryNotFoundError():
-            return f"no such repository, or a private one and no right to see it; correct the name, or {LOG_IN}"
+            return f"the repository does not exist, or is private to others; correct the name, or {LOG_IN}"
         case HfHubHTTPError():
             words = " ".join((error.server_message or "").split())
             said = f"status {error.response.status_code}" + (f", {words}" if words else "")
             if error.response.status_code in (401, 403):
-                return f"this login is not allowed to ({said}); {LOG_IN}, with a token that may"
+                return f"this login has no permission ({said}); {LOG_IN}, with a token that has it"
             return f"it answers with an error ({said}); try again later"
         case FileMetadataError():
-            return "what answers in its place is no Hub; check HF_ENDPOINT and the proxy"
+            return "the server that answers is not a Hub; check HF_ENDPOINT and the proxy"
         case OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE is set, and they are not in the cache; unset it"
         case HTTPError() | LocalEntryNotFoundError():

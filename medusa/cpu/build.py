@@ -68,7 +68,7 @@ def _built(source: Path) -> Path:
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
             if not library.exists():
-                logger.info("kernel %s: building it for this processor, once; half a minute", source.name)
+                logger.info("kernel %s: compiling it for this processor, once; this takes half a minute", source.name)
                 replace_file(library, lambda beside: compile_library(source, compiler, flags, beside))
                 logger.info("kernel %s is built: %s", source.name, library)
     return library
@@ -111,7 +111,7 @@ def _writable(directory: Path, name: str) -> Path:
     temporary = Path(tempfile.gettempdir()) / f"medusa-{os.getuid()}"
     temporary.mkdir(mode=0o700, exist_ok=True)
     if temporary.is_symlink() or temporary.stat().st_uid != os.getuid():
-        raise PermissionError(f"neither {directory} nor {temporary} is ours to write; set XDG_CACHE_HOME")
+        raise PermissionError(f"neither {directory} nor {temporary} can be written; set XDG_CACHE_HOME")
     logger.info("kernels: %s cannot be written, they are kept in %s", directory, temporary)
     return temporary
 

@@ -55,7 +55,7 @@ class _Weights(NamedTuple):
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
         """Its outputs as layers of their own."""
         if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
-            raise UnusualBlockError("of several layers that are packed as one, one ends within a panel")
+            raise UnusualBlockError("several layers are packed as one, and one of them ends within a panel")
         weights, biases, scales = (
             [None] * len(sizes) if whole is None else whole.split(list(sizes)) for whole in self[:3]
         )

@@ -54,7 +54,7 @@ def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
         ValueError: This machine has no kernels for it, or there is no such layer.
     """
     if not available():
-        raise ValueError("weights of 8 bits (int8) need the C++ kernels, which are not to be had here; leave int8 out")
+        raise ValueError("weights of 8 bits (int8) need the C++ kernels, which are not available here; leave int8 out")
     count = replace_linears(module, lambda linear: linear if linear is keep else Int8Linear(linear))
     if not count:
         raise ValueError(f"int8 rounds linear layers in {DTYPES} and there are none; leave int8 out")

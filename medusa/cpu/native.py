@@ -97,9 +97,9 @@ def declare(function: Any, arguments: Sequence[Any]) -> None:
 
 def _check(outcome: int, *_: object) -> None:
     if outcome == 1:
-        raise MemoryError("a CPU kernel had not enough memory; give fewer or shorter prompts at a time")
+        raise MemoryError("a CPU kernel ran out of memory; give fewer or shorter prompts at a time")
     if outcome == 2:
-        raise IndexError("a draft or a prompt holds a token id that the base does not have; mend what made it")
+        raise IndexError("a draft or a prompt holds a token id that the base does not have; correct its source")
 
 
 def number_type(dtype: torch.dtype) -> int:

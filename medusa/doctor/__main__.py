@@ -15,7 +15,7 @@ from medusa.doctor.finding import Finding
 from medusa.doctor.machine import Expectation
 from medusa.files import header, write_json
 
-DESCRIPTION = "What this machine has, what will run fast on it, and what to do about the rest."
+DESCRIPTION = "Show what this machine has, what runs fast on it, and what to fix."
 SAYS_AT = 24
 """Column at which what is said begins."""
 DECODES = "Models can be decoded here."
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 if models can be decoded here, 1 if something must be mended first, 2 wrong use, 130 Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="medusa doctor", description=DESCRIPTION)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found as JSON, too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the findings as JSON")
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     findings: list[Finding] = []
@@ -78,7 +78,7 @@ def _each(what: str, look: Look) -> Iterator[Finding]:
         found = look()
         yield from [found] if isinstance(found, Finding) else found
     except FAILURES as error:
-        yield Finding(what, "unknown", f"cannot be looked at: {type(error).__name__}: {error}")
+        yield Finding(what, "unknown", f"cannot be examined: {type(error).__name__}: {error}")
 
 
 def _measured(finding: Finding) -> bool:
@@ -102,7 +102,7 @@ def _outlook(expected: Sequence[Expectation], findings: Sequence[Finding]) -> st
         speed = f"{one.tokens_per_second:7,.1f}" if one.fits else "does not fit"
         lines.append(f"  {one.base:<26}{one.bytes / machine.GB:6.1f} GB  {speed}")
     wrong = [finding.what for finding in findings if finding.state == "wrong"]
-    end = f"Nothing can be decoded until this is mended: {', '.join(wrong)}." if wrong else DECODES
+    end = f"No model can be decoded until this is fixed: {', '.join(wrong)}." if wrong else DECODES
     return "\n".join([*lines, "", end])
 
 

@@ -107,7 +107,7 @@ def kernels() -> Finding:
         return Finding(
             "kernels", "ok", f"{flavour}: bfloat16 at the memory's speed, trees cost little", figures=figures
         )
-    says = f"{flavour}: weights of 16 bits are widened to 32, so that small trees pay only"
+    says = f"{flavour}: weights of 16 bits are widened to 32, so only small trees pay"
     return Finding("kernels", "slow", says, "medusa bench step --base smollm2", figures)
 
 

@@ -230,7 +230,7 @@ def build(name: str, nodes: int, context: Context) -> Drafter:
     """
     base, tree = context.parts.base, context.tree
     if base.decoding == "plain":
-        logger.warning("drafter (%s, %d nodes) is left out: base (%s) decodes plainly", name, nodes, base.name)
+        logger.warning("drafter (%s, %d nodes) is not used: base (%s) only decodes plainly", name, nodes, base.name)
         return PlainDrafter()
     if context.chain and tree is not None and tree.depth + 1 < tree.nodes:
         raise ValueError(

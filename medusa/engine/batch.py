@@ -206,7 +206,7 @@ class Batch:
 
     def _begin(self) -> Steps:
         """Start steps for the requests as they are now: choose drafters, and group those that share one and a rule."""
-        assert self._state is not None, "whoever decodes has a state"
+        assert self._state is not None, "a decoding request has a state"
         count = len(self._decoding)
         drafter, rule, self._reader, self._chosen, watched = compose(
             self._decoding, lambda one: self._drafters.choose(one.speculation, count, one.rule), self._base.device
@@ -281,6 +281,6 @@ class Batch:
 
     def _keep(self, places: Sequence[int]) -> None:
         """Only these go on decoding."""
-        assert self._state is not None, "whoever decodes has a state"
+        assert self._state is not None, "a decoding request has a state"
         self._decoding = [self._decoding[place] for place in places]
         self._state = self._state.select(places) if places else None

@@ -266,7 +266,7 @@ class StepGraphs:
             raise
         except RuntimeError as error:
             self._failed = True
-            logger.warning("steps run eagerly from now on, recording one as a graph has failed: %s", error)
+            logger.warning("steps run eagerly from now on, because recording one as a graph failed: %s", error)
             return None
 
     def _objection(self, base: BaseModel, sequences: Sequence[CachedSequence], drafter: Drafter) -> str | None:
@@ -276,11 +276,11 @@ class StepGraphs:
             how = "gets its masks with each call" if base.explicit_mask else "does not verify trees"
             return f"base ({base.name}) {how}"
         if not all(isinstance(observer, Follower) for one in sequences for observer in one.observers):
-            return "a layer that drafts reads each step's hidden states on the host's account"
+            return "a layer that drafts needs the host in each step to read hidden states"
         if not base.attention.recordable:
             return f"attention ({base.attention.name}) reads lengths on the host here"
         if not drafter.recordable:
-            return f"drafter ({type(drafter).__name__}) is not recordable: the host decides shapes, or it does not say"
+            return f"drafter ({type(drafter).__name__}) is not recordable, or does not say that it is"
         devices = {parameter.device for parameter in base.model.parameters()}
         return None if len(devices) == 1 else f"base ({base.name}) is spread over {len(devices)} devices"
 

@@ -58,7 +58,7 @@ class Chunk:
     def _score(self, base: BaseModel, hidden_CF: Tensor, first: int) -> None:
         """Tell the log-probabilities of the prompt's tokens that follow these and were not told before."""
         request, told = self.request, self.request.output.prompt_logprobs
-        assert told is not None, "somebody asks for them"
+        assert told is not None, "they were asked for"
         tokens, place = request.prompt[len(told) : first + self.size + 1], len(told) - 1 - first
         told += score(base, hidden_CF[place : place + len(tokens)], tokens, request.params.prompt_logprobs or 0)
 

@@ -63,7 +63,7 @@ class Request:
     @property
     def cached(self) -> CachedSequence:
         """``sequence`` of a request that is under way."""
-        assert self.sequence is not None, "the request is under way"
+        assert self.sequence is not None, "the request was admitted"
         return self.sequence
 
     @property

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 ENOUGH = 8
 """Steps without a draft that are no chance."""
 REASONS = {
-    "heads": "guesses less likely than their floor are left out on a CPU, and these heads made no others; train them"
+    "heads": "a CPU leaves out guesses below a minimum probability, and these heads made no others; train them"
     " longer, or on answers of this base",
     "hybrid": "the heads made no guess that was likely enough, and nothing in the text repeats",
     "prompt-lookup": "nothing in the text repeats",

@@ -38,9 +38,9 @@ class DraftFormat(Format):
         if reason := super().obstacle(config):
             return reason
         if not config.feature_layers:
-            return "holds heads that read feature layers, and these read the last hidden state"
+            return "holds only heads that read feature layers, and these read the last hidden state"
         rising = config.feature_layers in (DEFAULT_LAYERS, tuple(sorted(config.feature_layers)))
-        return "" if rising else "holds feature layers in rising order, and these heads read them in another"
+        return "" if rising else "holds feature layers in rising order only, and these heads read them in another"
 
     def matches(self, directory: Path) -> bool:
         """By the config."""

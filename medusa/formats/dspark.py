@@ -57,7 +57,7 @@ class Dspark(DraftFormat):
             return reason
         layer = config.layer
         if config.mask_token is None or layer is None or layer.norm_features or not layer.norm_heads:
-            return "holds blocks as DSpark has them, and these begin or norm otherwise (heads.mask_token trains such)"
+            return "holds blocks as DSpark has them, and these have other first rows or norms (heads.mask_token)"
         if config.own_lm_heads and not config.draft_vocab_size:
             return "has the base's output layer for a whole vocabulary, and these heads have their own"
         return ""
@@ -107,7 +107,7 @@ class Dspark(DraftFormat):
             (0 not in values[TAPS], "reads the base's embeddings as a layer"),
         ):
             if not right:
-                raise ValueError(f"it {what}, which heads here cannot")
+                raise ValueError(f"it {what}, which heads here do not support")
         told = values["speculators_config"]
         of_layer = values["transformer_layer_config"] | {"target_hidden_size": values.get("target_hidden_size")}
         layer, decoder = layer_of(of_layer, {"norm_features": False, "norm_heads": True})
@@ -172,10 +172,10 @@ def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     state |= {"down.weight": known.pop(BEFORE), "up.weight": known.pop(AFTER)}
     output, offsets_V = known.pop(OUTPUT, None), known.pop("d2t", None)
     if known:
-        raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not speak of")
+        raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not mention")
     if config.draft_vocab_size:
         if output is None or offsets_V is None:
-            raise ValueError("its output layer or which tokens it has (d2t) is missing")
+            raise ValueError("its output layer or its list of tokens (d2t) is missing")
         state["draft_ids"], order_V = ids_and_order(offsets_V)
         output, state["up.weight"] = output[order_V], state["up.weight"][order_V]
     if output is None:

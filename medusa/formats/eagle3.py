@@ -95,12 +95,12 @@ class Eagle3(DraftFormat):
         """One layer, and no more."""
         told = self.told(values)
         if 0 in told.layers and told.layers != DEFAULT_LAYERS:
-            raise ValueError("it reads the base's embeddings as a layer, which heads here cannot")
+            raise ValueError("it reads the base's embeddings as a layer, which heads here do not support")
         options = {ours: bool(told.norms.get(theirs, False)) for ours, theirs in NORMS.items()}
         options["norm_features"] = options["norm_jointly"] or bool(told.norms.get("fc_norm", False))
         layer, decoder = layer_of(told.decoder, options)
         if decoder.num_hidden_layers != 1:
-            raise ValueError(f"it has {decoder.num_hidden_layers} layers, which heads here cannot have")
+            raise ValueError(f"it has {decoder.num_hidden_layers} layers, which heads here do not support")
         state, size = state_of(tensors, layer, decoder.vocab_size), decoder.hidden_size
         config = HeadsConfig(
             hidden_size=size,

@@ -93,7 +93,7 @@ def state_of(tensors: Mapping[str, Tensor], layer: LayerConfig, vocab_size: int)
             state["feature_norm"] = torch.stack([known.pop(f"fc_norm.{index}.weight") for index in range(layers)])
     output, offsets_V = known.pop("lm_head.weight", None), known.pop("d2t", None)
     if known:
-        raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not speak of")
+        raise ValueError(f"it holds {', '.join(sorted(known))}, which its config does not mention")
     if offsets_V is not None and len(offsets_V) < vocab_size:
         state["draft_ids"], order_V = ids_and_order(offsets_V)
         output = None if output is None else output[order_V]
@@ -130,7 +130,7 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
         ),
     ):
         if told:
-            raise ValueError(f"it has {what}, which heads here cannot have")
+            raise ValueError(f"it has {what}, which heads here do not support")
     bias = bool(config.attention_bias)
     return LayerConfig.of(config, **{"attention_bias": bias, "norm_heads": kind == "qwen3", **norms}), config
 

@@ -77,7 +77,7 @@ def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) ->
         for key in keys:
             if values.get(key, counted) != counted:
                 logger.warning(
-                    "heads config (%s) says %s %s; the tensors hold %d, and are right",
+                    "heads config (%s) says %s %s, but the tensors hold %d and are used",
                     directory / CONFIG, key, values[key], counted,
                 )  # fmt: skip
     draft_vocab_size = 0 if tensors.token_map is None else len(tensors.token_map)
@@ -115,7 +115,7 @@ def _base_name(export: Export) -> str:
     """Where engines find the base; a path that leads nowhere from here gives way to that of the base at hand."""
     name, base = export.heads.config.base, export.base
     if not name and base is None:
-        raise ValueError("heads name no base and other engines ask for one; give one: a directory or a Hub id")
+        raise ValueError("heads name no base and other engines need one; give one: a directory or a Hub id")
     try:
         return resolve_base(name or base.name)  # type: ignore[union-attr]
     except FileNotFoundError:

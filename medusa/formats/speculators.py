@@ -47,7 +47,7 @@ class Speculators(Eagle3):
         if values.get("embed_requires_grad"):
             raise ValueError("its embeddings were trained, and heads here read the base's")
         if values.get("norm_before_residual") is None:
-            raise ValueError("its config does not say norm_before_residual, which vLLM then takes for true")
+            raise ValueError("its config does not set norm_before_residual, which vLLM then takes as true")
         told, decoder = values["speculators_config"], values["transformer_layer_config"]
         return Told(
             decoder=decoder | {"target_hidden_size": values.get("target_hidden_size")},

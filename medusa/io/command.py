@@ -46,7 +46,7 @@ def _export(words: Sequence[str]) -> int:
     print(f"{options.format}: {options.out}")
     if options.push:
         if not base_repository(base):
-            note = f"base ({base or 'not named'}) is not on the Hub: others must give theirs; --base names one that is"
+            note = f"base ({base or 'not named'}) is not on the Hub, so others cannot load it; give one with --base"
             print(note, file=sys.stderr)
         report["url"] = push(options.out, options.push, options.private or None, options.revision, options.message)
         print(report["url"])
@@ -79,7 +79,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         if not is_repository(options.push):
             parser.error(f"--push ({options.push}) must be named with its owner; give user/repo")
     if Path(options.out).exists() and Path(options.heads).exists() and Path(options.out).samefile(options.heads):
-        parser.error(f"--out ({options.out}) is where the heads are; give another directory")
+        parser.error(f"--out ({options.out}) is the directory of the heads; give another directory")
     return options
 
 

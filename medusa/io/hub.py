@@ -48,7 +48,7 @@ def fetch_heads(name: str | Path, revision: str | None = None) -> Path:
         )
     if (found := at_hand(name, "heads", revision)) != name:
         return Path(found)
-    with one_sentence(f"heads ({name}) are no directory here, and the Hub does not give them"):
+    with one_sentence(f"heads ({name}) are not a directory here, and the Hub does not provide them"):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(READ)))
 
 
@@ -107,7 +107,7 @@ def push(
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
             raise ValueError(
-                f"repository ({url}) is there already and public, which private does not change; make it private in its"
+                f"repository ({url}) exists and is public, which private does not change; make it private in its"
                 " settings, or push to another one"
             )
         if revision and not revision.startswith("refs/"):

@@ -43,13 +43,13 @@ def faster_dtype(base: BaseModel) -> torch.dtype:
     if own not in OTHERS or base.device.type != "cpu" or placed or not native.available():
         return own  # choose_dtype has told why
     if base.fused:
-        logger.info("dtype %s: the checkpoint's, its pass is computed by our kernels", _name(own))
+        logger.info("dtype %s: that of the checkpoint, since our kernels compute its pass", _name(own))
         return own
     try:
         times = _layer_seconds(base, (own, *OTHERS[own]))
     except FAILURES as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        logger.info("dtype %s: the checkpoint's, no layer could be timed: %s", _name(own), why)
+        logger.info("dtype %s: that of the checkpoint, since no layer could be timed: %s", _name(own), why)
         return own
     fastest = min(times, key=lambda dtype: times[dtype])
     chosen = fastest if times[own] > GAIN * times[fastest] else own

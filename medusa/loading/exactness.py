@@ -32,7 +32,7 @@ def find_out(base: BaseModel) -> BaseModel:
     if reason is None:
         logger.info("base (%s): exact, rows are equal bit by bit in passes of any size", base.name)
     else:
-        logger.info("base (%s): not exact, near ties may go another way than in plain decoding: %s", base.name, reason)
+        logger.info("base (%s): not exact, near ties may differ from plain decoding: %s", base.name, reason)
     return base.with_traits(exact=reason is None)
 
 

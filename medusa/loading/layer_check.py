@@ -92,7 +92,7 @@ class LayerCheck:
                 raise ValueError("its layers do not take one hidden state per row")
             if compared:
                 number = self._layers.index(layer)
-                name = f"what layer {number} gives differs" if number else "its embeddings differ"
+                name = f"the output of layer {number} differs" if number else "its embeddings differ"
                 errors_BN, limit = _difference(rows, expected), self._limit(LIMITS, COARSE)
                 # An expert more or less is rounding; what is wrong between rows shows in their attention.
                 self._errors.append((name, errors_BN.median() if number else errors_BN.max(), limit))

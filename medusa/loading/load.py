@@ -50,8 +50,7 @@ def load_base_and_heads(
     base_model = lead_or_follow(exactness.find_out(base_model))
     if config.base_source and config.base_source != base_model.source:
         logger.warning(
-            "heads were trained on %s of the base, and this one has %s: drafts may be right less often, the text stays"
-            " the base's own",
+            "heads were trained on %s, and this base has %s: drafts may be right less often; the text is right",
             config.base_source, base_model.source or "other ones",
         )  # fmt: skip
     if alone:
@@ -66,11 +65,11 @@ def _told_apart(
 ) -> tuple[Path | None, str | Path | None]:
     """The directory of the heads (None = none) and the name of the base (None = the one that they name)."""
     if heads is None and base is None:
-        raise ValueError("neither heads nor a base are named; give one: a directory, a Hub id, smollm2 or embedded")
+        raise ValueError("neither heads nor a base is named; give one: a directory, a Hub id, smollm2 or embedded")
     if heads is None:
         return None, base
     if not Path(heads).is_dir() and (shipped := shipped_heads(str(heads))):
-        logger.info("heads for %s: those that ship with this package (%s)", heads, shipped)
+        logger.info("heads for %s: those of this package (%s)", heads, shipped)
         return Path(shipped), base
     if not is_model(heads, revision):
         return fetch_heads(heads, revision), base

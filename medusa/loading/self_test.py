@@ -72,7 +72,7 @@ def choose_decoding(base: BaseModel) -> BaseModel:
 
 def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
     if base.explicit_mask:
-        logger.info("base (%s): each call carries the whole mask, since its attention gets no plan", base.name)
+        logger.info("base (%s): masks are passed with each call, since its attention takes no plan", base.name)
     if base.decoding != "tree":
         drafts = "drafts are chains" if base.decoding == "chain" else "it decodes plainly, one token per step"
         kind = base.config.model_type
@@ -93,7 +93,7 @@ def fuse(base: BaseModel) -> BaseModel:
     reason = _objection(fused, DRAFTS[base.decoding])
     if reason is None:
         return fused
-    logger.warning("base (%s) runs as transformers does: in C++ %s", base.name, reason)
+    logger.warning("base (%s) runs as transformers does, since in C++ %s", base.name, reason)
     return base
 
 

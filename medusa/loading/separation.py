@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 SEPARATIONS: dict[Separation, str] = {
     "positions": "its own masks",
-    "masks": "masks that travel with each pass",
+    "masks": "masks that are passed with each call",
     "rows": "a row for each document, which takes longer",
 }
 """How documents are kept apart, the cheapest way first, in words."""
@@ -47,7 +47,7 @@ def choose_separation(base: BaseModel, ids_T: Tensor, agreed: Callable[[bool], b
                 kind = base.config.model_type
                 logger.warning("base (%s, %s) needs %s: %s", base.name, kind, words, reasons[0])
             return tried
-        reasons.append(reason or "it leaks in another process")
+        reasons.append(reason or "documents leak into each other in another process")
     raise ValueError(
         f"base ({base.name}, {base.config.model_type}) cannot be trained on: {reasons[-1]} even where each has a "
         "row of its own; use a base with causal attention"

@@ -63,7 +63,7 @@ class Follower:
             try:
                 name, arguments = receive(group)
             except RuntimeError:
-                logger.warning("rank 0 has gone, and this one (%d) ends too", dist.get_rank())
+                logger.warning("rank 0 has ended, so this rank (%d) ends too", dist.get_rank())
                 return 1
             if name == "end":
                 leave()

@@ -42,7 +42,7 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
         ApiError: It is somebody else, or there is no admin.
     """
     if not settings.admin_key:
-        message = "heads cannot be changed at run time: there is no admin key, which replicas never have"
+        message = "heads cannot be changed at run time without an admin key, and replicas never have one"
         raise ApiError(HTTPStatus.FORBIDDEN, message)
     if not _same(bearer(request), settings.admin_key):
         raise ApiError(HTTPStatus.UNAUTHORIZED, "admin key is missing or wrong", code="invalid_api_key")

@@ -40,8 +40,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in (
         ("4XX", "It cannot be served"), (400, "It cannot be served as it is"),
         (401, "API key is missing or wrong"), (403, "It is not allowed"),
-        (404, "There is no such model"), (408, "Its time is over"), (413, "Body is too large"),
-        (429, "Queue is full; see Retry-After"), (500, "A step has failed"), (503, "The server is going down"),
+        (404, "There is no such model"), (408, "The request took too long"), (413, "Body is too large"),
+        (429, "Queue is full; see Retry-After"), (500, "A step has failed"), (503, "The server is shutting down"),
     )
 }  # fmt: skip
 

@@ -93,7 +93,7 @@ def _speculation(service: Service, body: Sampling, predicted: Sequence[int]) -> 
     drafting = given.keys() & {"drafter", "nodes"} or (asked is not None and asked.tree is not None)
     if asked is not None and not asked.enabled:
         if drafting:
-            raise ValueError("speculation is not enabled and says how to draft; leave one out")
+            raise ValueError("speculation (enabled: false) also says how to draft; leave one out")
         given["nodes"] = 1
     elif predicted and not drafting:
         given["drafter"] = PredictionDrafter(predicted)

@@ -54,7 +54,7 @@ def named(fields: Iterable[str]) -> dict[str, str]:
     if not names:
         return {}
     plain = "".join(letter for letter in names if letter.isascii() and letter.isprintable())
-    logger.info("fields that nobody knows are ignored: %s", plain)
+    logger.info("unknown fields are ignored: %s", plain)
     return {HEADER: plain}
 
 

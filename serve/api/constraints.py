@@ -34,7 +34,7 @@ async def constraint_of(
     if wanted is None and not calls.required and not calls.strict:
         return None
     if body.ignore_eos:
-        raise refused("ignore_eos does not go with a format: the answer ends where the format does", "ignore_eos")
+        raise refused("ignore_eos cannot be combined with a format, which ends the answer; leave it out", "ignore_eos")
     try:
         return await asyncio.to_thread(_compiled, service.grammars, wanted, calls)
     except (ValueError, TypeError, RecursionError) as error:
@@ -68,7 +68,7 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "json_object":
         return {"type": "object"}
     if wanted.json_schema is None:
-        raise ValueError(f"response_format ({wanted.type}) is incomplete; give {wanted.type} beside its type")
+        raise ValueError(f"response_format ({wanted.type}) is incomplete; give {wanted.type} together with its type")
     return wanted.json_schema.schema_
 
 

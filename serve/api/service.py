@@ -118,7 +118,7 @@ async def while_connected(request: HttpRequest, work: Awaitable[Result]) -> Resu
     try:
         while not (await asyncio.wait({task}, timeout=DISCONNECTED))[0]:
             if await request.is_disconnected():
-                raise ApiError(CLIENT_GONE, "the client has gone")
+                raise ApiError(CLIENT_GONE, "the client has disconnected")
         return task.result()
     finally:
         task.cancel()

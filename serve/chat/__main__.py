@@ -66,7 +66,7 @@ def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Generat
     if args.endpoint and here:
         parser.error(f"endpoint ({args.endpoint}) is a remote model; leave {', '.join(here)} out")
     if args.model and not args.endpoint:
-        parser.error(f"model ({args.model}) is one of a server; name the server with --endpoint")
+        parser.error(f"model ({args.model}) is a model of a server; name the server with --endpoint")
     if args.tree and args.settings:
         parser.error(f"tree ({args.tree}) and settings ({args.settings}) both say what is drafted; leave one out")
     for name in ("tree", "settings"):

@@ -53,7 +53,7 @@ def _help(repl: Repl, _: str) -> None:
 
 def _clear(repl: Repl, _: str) -> None:
     repl.switch(Conversation(repl.conversation.system))
-    repl.terminal.note("The conversation starts anew.")
+    repl.terminal.note("A new conversation starts.")
 
 
 def _set(repl: Repl, argument: str) -> None:

@@ -77,12 +77,12 @@ class GenerationOptions:
         Speculation(drafter=self.drafter, acceptance=self.acceptance, nodes=self.nodes)
         if self.acceptance and (self.acceptance == "greedy") != (self.temperature == 0):
             raise ValueError(
-                f"acceptance ({self.acceptance}) does not go with temperature {self.temperature}: greedy needs 0, the"
-                " others more; change one of them, or set acceptance to auto"
+                f"acceptance ({self.acceptance}) cannot be combined with temperature {self.temperature}: greedy needs"
+                " 0, the others more; change one of them, or set acceptance to auto"
             )
         if self.drafter == "heads-sampled" and self.temperature == 0:
             raise ValueError(
-                f"drafter ({self.drafter}) does not go with temperature {self.temperature}: it draws, which needs more;"
+                f"drafter ({self.drafter}) cannot be combined with temperature {self.temperature}: sampling needs more;"
                 " change one of them, or set drafter to auto"
             )
 

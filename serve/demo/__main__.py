@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_messages()
     status = exit_status(lambda: _demo(options))
     if status == CTRL_C:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
+        print("stopped; the same command continues where it stopped", file=sys.stderr)
     return status
 
 

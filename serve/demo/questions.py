@@ -61,8 +61,8 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
             kind, asked = str(question.get("category", "prompts")), _first_turn(question)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(
-                f'{path}:{number} is no question; give lines of {{"category": .., "turns": [..]}}, {{"prompt": ..}} or'
-                ' {"messages": [..]}'
+                f'{path}:{number} is not a question; give lines of {{"category": .., "turns": [..]}}, {{"prompt": ..}}'
+                ' or {"messages": [..]}'
             ) from error
         kind = "mt_bench" if kind in MT_BENCH else kind
         ids = list(asked) if isinstance(asked, tuple) else model.chat_prompt(asked)

@@ -89,7 +89,7 @@ def test_tuned_settings_are_a_file_that_the_chat_takes(model, base_directory, tm
     files = {name: str(tmp_path / name) for name in ("tuned.json", "report.json", "tune.png")}
     out = ["--out", files["tuned.json"], "--json", files["report.json"], "--picture", files["tune.png"]]
     assert main(["tune", *words, *sweep, *out, "--draft-model", str(base_directory), "--transformers"]) == 0
-    assert "of the best fixed way" in capsys.readouterr().out
+    assert "of the best fixed method" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["kind"], report["draft_model"]) == ("tune", str(base_directory))
     (swept,) = report["runs"]

@@ -232,7 +232,7 @@ def test_an_unreachable_host_ends_at_once(answerer):
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http://", "http://host:port/v1"])
 def test_what_is_no_address_is_said(answerer, url):
-    with pytest.raises(ValueError, match=r"is no address; give one like http://"):
+    with pytest.raises(ValueError, match=r"is not an address; give one like http://"):
         list(answerer(url=url).answer(numbered(conversation("a"))))
 
 
@@ -441,7 +441,7 @@ def test_ctrl_c_ends_at_once_and_the_same_command_goes_on(server, base_directory
     _, errors = process.communicate(timeout=20)
     assert time.monotonic() - begin < 10, "it does not wait for requests under way"
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "stopped; the same command goes on where it was"
+    assert errors.splitlines()[-1] == "stopped; the same command continues where it stopped"
     assert "Traceback" not in errors
     hanging.set()
     server.requests.clear()

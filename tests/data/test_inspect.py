@@ -85,7 +85,7 @@ def test_errors_show_keys_harmlessly(words: list[str], tmp_path: Path, caplog: p
     (tmp_path / "samples.jsonl").write_text(json.dumps({"\x1b[2J": 1}) + "\n")
     assert main(words) == 1
     assert "\x1b" not in caplog.text
-    assert r"keys (\x1b[2J) are no known sample" in caplog.text
+    assert r"keys (\x1b[2J) are not those of a known sample" in caplog.text
 
 
 def test_prompts_are_told_from_answers(tmp_path, capsys, caplog):

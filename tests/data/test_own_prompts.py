@@ -44,7 +44,7 @@ def test_what_is_no_prompt_is_refused(chat):
     answers = dict(OwnPrompts(chat, Writer(chat, *texts)).answer([(n, bare) for n in range(len(texts))]))
     refused = {number: str(answer) for number, answer in answers.items() if isinstance(answer, UnansweredError)}
     assert sorted(refused) == [1, 2, 3, 4]
-    assert refused[1] == "the base did not end it ('what is it')"
+    assert refused[1] == "the base did not finish it ('what is it')"
     assert "there already ('what is it')" in refused[2]
 
 

@@ -173,7 +173,7 @@ def test_prompts_come_from_conversations_with_or_without_answers(model, tmp_path
     ("record", "message"),
     [
         ({"text": "a document"}, "no prompt; give messages that begin with a user turn, or prompt"),
-        ({"messages": [{"role": "user"}]}, r"content \(None\) is no text"),
+        ({"messages": [{"role": "user"}]}, r"content \(None\) is not text"),
     ],
 )
 def test_lines_that_are_no_conversation_are_named(model, tmp_path, record, message):
@@ -188,9 +188,11 @@ def test_conversations_without_a_question_are_passed_over_and_counted(tmp_path, 
     nobody = [{"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]}]
     path.write_text("".join(json.dumps(record) + "\n" for record in [*nobody, asked]))
     assert len(list(conversations(Source(str(path))))) == 1
-    assert caplog.messages == [f"2 of 3 records are passed over; the first: {path}, line 1: nobody asks in it"]
+    assert caplog.messages == [f"2 of 3 records are skipped; the first: {path}, line 1: it has no user turn"]
     path.write_text(json.dumps(nobody[0]) + "\n")
-    with pytest.raises(ValueError, match=r"none of its 1 records has a question to answer .*line 1: nobody asks"):
+    with pytest.raises(
+        ValueError, match=r"none of its 1 records has a question to answer .*line 1: it has no user turn"
+    ):
         list(conversations(Source(str(path))))
 
 

@@ -46,12 +46,12 @@ def test_every_shape_becomes_turns(record: dict[str, Any], turns: list[dict[str,
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": "hi"}, r"conversation \('hi'\) is no list"),
-        ({"messages": ["hi"]}, r"turn \('hi'\) is no object"),
+        ({"messages": "hi"}, r"conversation \('hi'\) is not a list"),
+        ({"messages": ["hi"]}, r"turn \('hi'\) is not an object"),
         ({"messages": [{"content": "hi"}]}, r"turn \(\{'content': 'hi'\}\) names no role"),
-        ({"messages": [{"role": "user"}]}, r"content \(None\) is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"content .*image.* is no text"),
-        ({"prompt": 3, "response": "x"}, r"content \(3\) is no text"),
+        ({"messages": [{"role": "user"}]}, r"content \(None\) is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"content .*image.* is not text"),
+        ({"prompt": 3, "response": "x"}, r"content \(3\) is not text"),
         ({"prompt": "a\ud800", "response": "x"}, r"content \('a\\ud800'\) holds half a character"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_loaded_model_uses_no_more_threads_than_the_quota_is_worth(threads, ba
         BaseModel.load(base_directory, device="cpu")
         BaseModel.load(base_directory, device="cpu")
     assert torch.get_num_threads() == 3
-    assert caplog.messages == ["3 CPU threads and not 8: this process may use no more cores"]
+    assert caplog.messages == ["using 3 CPU threads instead of 8: this process may use no more cores"]
 
 
 @pytest.mark.parametrize("name", clock.CHOICES)

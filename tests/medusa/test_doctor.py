@@ -69,7 +69,7 @@ def test_a_torch_that_cannot_be_imported_is_said_and_all_else_is_looked_at(tmp_p
     assert "cannot be imported: libtorch_cpu.so: cannot open shared object file" in done.stdout
     assert "-m pip install --force-reinstall 'torch>=" in done.stdout
     assert "-> unset HF_HUB_OFFLINE" in done.stdout
-    assert done.stdout.endswith("until this is mended: torch.\n") or "mended: torch, transformers." in done.stdout
+    assert done.stdout.endswith("until this is fixed: torch.\n") or "fixed: torch, transformers." in done.stdout
     found = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
     whats = [one["what"] for one in found["findings"]]
     assert {"processor", "compiler", "disk", "hub"} <= set(whats)
@@ -116,7 +116,7 @@ def test_a_look_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(machine, "disks", lambda: 1 / 0)
     status, found, _, _ = report(tmp_path, capsys)
     assert (status, found["disk"]["state"]) == (0, "unknown")
-    assert found["disk"]["says"] == "cannot be looked at: ZeroDivisionError: division by zero"
+    assert found["disk"]["says"] == "cannot be examined: ZeroDivisionError: division by zero"
     assert "hub" in found
 
 

@@ -60,7 +60,7 @@ def test_what_our_kernels_compute_stays_as_it_is_and_its_text_plain_decodings(st
         base = MedusaModel.from_pretrained(None, base=stored("llama", dtype), device="cpu").base
     assert (base.dtype, base.fused, base.exact) == (dtype, True, True)
     assert [message for message in caplog.messages if message.startswith("dtype")] == [
-        f"dtype {str(dtype)[6:]}: the checkpoint's, its pass is computed by our kernels"
+        f"dtype {str(dtype)[6:]}: that of the checkpoint, since our kernels compute its pass"
     ]
     model, prompts = MedusaModel(base, make_heads().to(dtype)), [[5, 9, 40, 41], [7]]
     outputs = model.generate(prompts, max_new_tokens=60, nodes=8)
@@ -114,4 +114,4 @@ def test_a_layer_that_cannot_be_timed_changes_nothing(monkeypatch, caplog):
     monkeypatch.setattr(loading_dtype, "alternate", fail)
     with caplog.at_level(logging.INFO, "medusa"):
         assert faster_dtype(base) == F16
-    assert "dtype float16: the checkpoint's, no layer could be timed: no such rows" in caplog.text
+    assert "dtype float16: that of the checkpoint, since no layer could be timed: no such rows" in caplog.text

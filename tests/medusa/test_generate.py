@@ -166,7 +166,7 @@ def test_heads_of_another_base_are_refused(base):
 def test_missing_bases_are_named(tmp_path, model):
     with pytest.raises(FileNotFoundError, match="base directory"):
         MedusaModel.from_pretrained(None, base=tmp_path / "no" / "base")
-    with pytest.raises(ValueError, match="neither heads nor a base are named"):
+    with pytest.raises(ValueError, match="neither heads nor a base is named"):
         MedusaModel.from_pretrained(None)
     MedusaModel(model.base, model.heads.with_config(base="")).save_pretrained(tmp_path / "heads")
     with pytest.raises(ValueError, match="names no base and none is given"):
@@ -258,7 +258,7 @@ def test_a_device_that_is_not_there_is_named(base_directory):
     [
         (["a", 5], r"prompt 2 \(5\) is neither text nor token ids; give"),
         (["a", None], r"prompt 2 \(None\) is neither"),
-        ([{"role": "user", "content": "hi"}], r"is a conversation; give what chat_prompt makes of it"),
+        ([{"role": "user", "content": "hi"}], r"is a conversation; convert it with chat_prompt first"),
         ([5, "a"], r"token id \('a'\) is not a number"),
         (None, r"prompts \(None\) are neither text nor token ids"),
     ],

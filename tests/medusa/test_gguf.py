@@ -155,8 +155,8 @@ def test_a_name_on_the_hub_means_one_file(name, found, hub, monkeypatch):
         ("user/others-gguf:Q5_0", r"has no GGUF file of that type; its files are: a-Q4_0.gguf, a-Q8_0.gguf"),
         ("user/many-gguf:Q4_K", "has no GGUF file of that type"),
         ("user/split-gguf", "is a part of a model, .* join the parts"),
-        ("user/missing:Q4_0", r"the Hugging Face Hub does not give it \(OSError\); give another base"),
-        ("user/missing-gguf", r"the Hugging Face Hub does not give it \(OSError\); give another base"),
+        ("user/missing:Q4_0", r"the Hugging Face Hub does not have it \(OSError\); give another base"),
+        ("user/missing-gguf", r"the Hugging Face Hub does not have it \(OSError\); give another base"),
     ],
 )
 def test_a_name_on_the_hub_that_means_no_file_is_one_error(name, message, hub):
@@ -215,7 +215,7 @@ def damaged(file, path, how):
         ("cut in its header", "its header is cut short or damaged"),
         ("empty", "it is empty"),
         ("magic", "it begins with b'GGML' and not with b'GGUF'"),
-        ("version", "it is of version 9, and"),
+        ("version", "its version is 9, and"),
         ("type", "tensor token_embd.weight is of type 99, which the package gguf does not know"),
         ("family", "GGUF model with architecture lemma is not supported yet"),
     ],
@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_read_is_one_error_and_nothing_is_kept(how, reason
     [
         (
             {"without": ["blk.1.attn_q.weight"]},
-            "it has nothing for 1 tensors of the model, as model.layers.1.self_attn",
+            "it lacks 1 tensors of the model, for example model.layers.1.self_attn",
         ),
         ({"wrong": {"hidden_size": 32}}, r"tensor .* has the shape \(.*\), and the model's is \(.*\)"),
     ],
@@ -287,7 +287,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(file, cache, tmp_path,
         return told
 
     monkeypatch.setattr(gguf_convert, "convert", slowly)
-    with pytest.raises(ValueError, match="has changed while it was read; load it again"):
+    with pytest.raises(ValueError, match="changed while it was being read; load it again"):
         gguf.locate(str(path))
     assert [kept.suffix for kept in cache.iterdir()] == [".lock"]
 

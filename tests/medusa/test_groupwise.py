@@ -281,15 +281,15 @@ def test_other_ways_of_quantising_are_one_error(told, odd, checkpoint, tmp_path)
     config = LlamaConfig.from_pretrained(checkpoint("gptq")[0])
     config.quantization_config = told
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"quantisation \(.*{odd}.*\) is not read on a CPU.* a GGUF file or plain"):
+    with pytest.raises(ValueError, match=rf"quantisation \(.*{odd}.*\) cannot be read on a CPU.* a GGUF file or plain"):
         BaseModel.load(tmp_path, device="cpu", pack=True)
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        ({"model.layers.0.mlp.up_proj.scales": None}, r"up_proj\) is not read: tensor 'scales' is missing"),
-        ({"model.layers.0.mlp.up_proj.qweight": words(24, INNER)}, r"up_proj\) is not read: 3 bits a number"),
+        ({"model.layers.0.mlp.up_proj.scales": None}, r"up_proj\) cannot be read: tensor 'scales' is missing"),
+        ({"model.layers.0.mlp.up_proj.qweight": words(24, INNER)}, r"up_proj\) cannot be read: it has 3 bits a number"),
         ({"model.layers.0.mlp.up_proj.scales": scales(3, INNER)}, r"3 groups of \[512, 256\] do not make"),
         ({"model.norm.weight": None}, r"tensor \(model.norm.weight\) is missing"),
         ({"model.act.scales": scales(3)}, r"tensor \(model.act.scales\) is not in the model"),

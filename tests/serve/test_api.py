@@ -197,14 +197,14 @@ def test_a_stream_tells_what_was_drafted(client):
         ({"stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
         ({"speculation": {"drafter": "guess"}}, 400, "drafter ('guess') is not known"),
         ({"speculation": {"enabled": False, "nodes": 4}}, 400, "leave one out"),
-        ({"speculation": {"acceptance": "typical"}}, 400, "acceptance 'typical' does not go with temperature 0"),
+        ({"speculation": {"acceptance": "typical"}}, 400, "acceptance 'typical' cannot be combined with temperature 0"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "leaves no room"),
         ({"model": None}, 400, "model: is missing"),
         ({"speculation": {"node": 3}}, 400, "speculation.node: is not known"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "knows no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "has no tools"),
         ({"tool_choice": "required"}, 400, "needs tools"),
         ({"temperature": "warm"}, 400, "temperature"),
         ({"stop": ""}, 400, "stop ('') is empty"),
@@ -343,7 +343,7 @@ def test_time_limits(live):
     answer = post(live, timeout=1e-9)
     error = answer.json()["error"]
     assert answer.status_code == 408 and error["code"] == "timeout"
-    assert error["message"].startswith("timeout (1e-09 s) is over")
+    assert error["message"].startswith("timeout (1e-09 s) has passed")
 
 
 def test_a_server_that_goes_down_ends_its_answers(speaker):

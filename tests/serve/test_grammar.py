@@ -180,7 +180,7 @@ def test_schemas_that_would_not_be_followed_are_refused(grammars, schema, messag
 
 @pytest.mark.parametrize("text", ["", "root ::= x", 'other ::= "a"', "root := 5"])
 def test_grammars_that_cannot_be_read_are_refused(grammars, text):
-    with pytest.raises(ValueError, match=r"grammar cannot be followed: .*; correct it"):
+    with pytest.raises(ValueError, match=r"grammar cannot be used: .*; correct it"):
         grammars.grammar(text)
 
 

@@ -47,10 +47,10 @@ def test_replicas_follow_the_load():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--device", "cuda:1"), r"device \(cuda:1\) is Ray's choice"),
+        (("--device", "cuda:1"), r"device \(cuda:1\) cannot be chosen: Ray"),
         (("--replicas", "3", "--max-replicas", "2"), r"max-replicas \(2\) is below replicas \(3\)"),
         (("--target-requests", "3"), r"target-requests \(3\) needs a range of replicas"),
-        (("--port", "0"), r"port \(0\) cannot be any"),
+        (("--port", "0"), r"port \(0\) must be named"),
         (("--tensor-parallel",), r"tensor-parallel divides the base of a replica among its processes; give"),
     ],
 )

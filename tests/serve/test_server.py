@@ -53,7 +53,7 @@ def test_a_drain_that_runs_out_ends_streams_with_an_error(speaker, monkeypatch):
             next(lines)
             live.server.should_exit = True
             *_, error, done = lines
-    assert '"message":"the server is going down; ask again later"' in error
+    assert '"message":"the server is shutting down; ask again later"' in error
     assert '"code":"stopping"' in error
     assert done == "data: [DONE]"
 
@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_ends_a_busy_process_without_a_traceback(speaker, tmp_pa
     with suppress(httpx.HTTPError), httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGINT)
-        while "Ctrl-C once more" not in process.stderr.readline():
+        while "a second Ctrl-C" not in process.stderr.readline():
             assert process.poll() is None, "it ends at once"
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[1]

@@ -61,7 +61,7 @@ def test_many_equal_samples_are_refused(base: Path, samples: Path, heldout: Path
     recipe = write_recipe(tmp_path / "recipe.yaml", base, samples, {"data": {"heldout": str(mixed)}})
     assert run(recipe, tmp_path / "run") == 2
     assert f"data.train ({samples}) holds 14 of the 64 samples of data.heldout ({mixed})" in caplog.text
-    assert "take them out of one of the two" in caplog.text
+    assert "remove them from one of the two" in caplog.text
 
 
 def test_a_few_equal_samples_are_left_out_of_the_evaluation(

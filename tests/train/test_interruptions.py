@@ -38,7 +38,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
 ) -> None:
     with before_step(6, _arrives(signal.SIGTERM)):
         assert run(recipe, tmp_path) == 143
-    assert "stopped by SIGTERM at step 7; the same command goes on" in caplog.text
+    assert "stopped by SIGTERM at step 7; the same command continues" in caplog.text
     position = RunDirectory(tmp_path).position()
     assert position is not None
     assert position.step == 7
@@ -76,7 +76,7 @@ def test_a_signal_while_the_base_is_loaded_ends_at_once(
     handler = signal.getsignal(number)
     monkeypatch.setattr(BaseModel, "load", _arrives(number))
     assert run(recipe, tmp_path) == status
-    assert f"stopped by {name} before training began; the same command goes on" in caplog.text
+    assert f"stopped by {name} before training began; the same command continues" in caplog.text
     assert signal.getsignal(number) is handler
 
 

@@ -24,4 +24,4 @@ def test_a_signal_to_the_launcher_is_its_exit_status():
 
 def test_machines_that_cannot_meet_are_one_sentence(caplog):
     assert exit_status(DistNetworkError("address already in use")) == 1
-    assert "processes cannot meet: address already in use; check MASTER_ADDR" in caplog.text
+    assert "processes cannot connect: address already in use; check MASTER_ADDR" in caplog.text

@@ -123,7 +123,7 @@ def test_a_plan_fits_the_time_and_comes_back_from_its_file(tmp_path: Path) -> No
     plan.save(tmp_path)
     assert Plan.load(tmp_path, ASKED) == plan
     assert Plan.load(tmp_path / "other", ASKED) is None
-    with pytest.raises(ValueError, match=r"hours \(3\.0\) is not that of the run in .* \(2\.0\); give another --out"):
+    with pytest.raises(ValueError, match=r"hours \(3\.0\) differs from that of the run .*\(2\.0\); give another --out"):
         Plan.load(tmp_path, replace(ASKED, hours=3.0))
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"written"', '"writ"'))
     with pytest.raises(ValueError, match=r"lacks a value \('written'\)"):
@@ -150,7 +150,7 @@ def test_prompts_of_a_file_are_those_that_differ_in_an_order_of_their_own(tmp_pa
     path.write_text("".join([*reversed(lines), *lines]))
     assert asked.read_prompts(str(path)) == found
     assert len(found) == 50
-    with pytest.raises(ValueError, match=r"are 39 that differ, and at least 40 are needed"):
+    with pytest.raises(ValueError, match=r"hold 39 different ones, and at least 40 are needed"):
         asked.read_prompts(str(prompt_file(path, 39)))
 
 

@@ -32,7 +32,7 @@ SHAPES = {
     },
 }  # fmt: skip
 WAYS = {"opt": "masks", "llama4_text": "rows"}
-SAID = {"opt": "needs masks that travel with each pass", "llama4_text": "needs a row for each document"}
+SAID = {"opt": "needs masks that are passed with each call", "llama4_text": "needs a row for each document"}
 
 
 @pytest.fixture(scope="module", params=SHAPES)

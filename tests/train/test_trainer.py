@@ -191,7 +191,7 @@ def test_processes_with_other_samples_or_recipes_are_refused(recipe: Path) -> No
 
     with pytest.raises(RecipeError) as caught:
         check_same(ours, "1a", Second(1, 2, torch.device("cpu")))
-    assert "processes have different recipes or samples (process 1 beside process 0: " in str(caught.value)
+    assert "processes have different recipes or samples (process 1 and process 0: " in str(caught.value)
     assert "optim.micro_rows is 4 here, 5 there" in str(caught.value)
     assert "data.train is fingerprint 1a here, fingerprint 0 there" in str(caught.value)
     assert "elsewhere" not in str(caught.value)

@@ -51,7 +51,7 @@ def read_prompts(path: str) -> list[Prompt]:
     least = FEWEST + LEAST_HELD_OUT
     if len(found) < least:
         raise ValueError(
-            f"prompts ({path}) are {len(found)} that differ, and at least {least} are needed, "
+            f"prompts ({path}) hold {len(found)} different ones, and at least {least} are needed, "
             f"{LEAST_HELD_OUT} of which are held out; add some, or leave --prompts out: the base then writes them"
         )
     return found

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _make(options, Screen(console), began)
     except (KeyboardInterrupt, Stopped) as stopped:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
-        sys.stderr.write(f"stopped by {signal.Signals(number).name}; the same command goes on where it was\n")
+        sys.stderr.write(f"stopped by {signal.Signals(number).name}; the same command continues where it stopped\n")
         return 128 + number
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         sys.stderr.write(f"{error}\n")
@@ -62,7 +62,7 @@ def _make(options: argparse.Namespace, screen: Screen, began: float) -> None:
     out, asked, found = _checked(options)
     plan = Plan.load(out, asked)
     if plan is not None:
-        screen.say(f"{out} was begun: what is done there stays")
+        screen.say(f"{out}: going on with the run that was begun there")
     if plan is None or not answered(out):
         plan = _answers(asked, plan, out, found, screen, began)
     recipe = write_recipe(plan, out)
@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medusa heads",
         description="Make heads for a base: the base answers prompts, heads are trained on its answers, and decoding "
-        "with them is compared with plain decoding. The same command goes on after a stop.",
+        "with them is compared with plain decoding. After a stop the same command continues.",
     )
     add = parser.add_argument
     add("--base", required=True, metavar="NAME", help='a directory, a GGUF file, a Hub id, "smollm2" or "embedded"')

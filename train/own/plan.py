@@ -86,7 +86,7 @@ class Plan:
             if now != (then := getattr(before, name)):
                 what = name.replace("_", " ")
                 raise ValueError(
-                    f"{what} ({now or 'none'}) is not that of the run in {out} ({then or 'none'}); {REMEDY}"
+                    f"{what} ({now or 'none'}) differs from that of the run in {out} ({then or 'none'}); {REMEDY}"
                 )
         return plan
 
@@ -142,7 +142,7 @@ def divide(seconds: float, costs: Costs, most: int) -> tuple[int, int]:
     lacking = math.ceil((needed - seconds) / 36 + 1) / 100
     raise ValueError(
         f"time ({seconds / 3600:.3g} hours are left) is too short here for {FEWEST} answers, which take "
-        f"{needed / 3600:.2g} hours with all that belongs to them; raise --hours by {lacking:.2f}"
+        f"{needed / 3600:.2g} hours with training and comparison; raise --hours by {lacking:.2f}"
     )
 
 

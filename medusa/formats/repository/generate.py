@@ -197,7 +197,7 @@ def _check(config: Any, batch: int, inputs: dict[str, Any]) -> None:
             name for name in ("guidance_scale", "watermarking_config") if getattr(config, name) not in (None, 1)
         ]
     if unheeded:
-        raise ValueError(f"{', '.join(unheeded)} (batch {batch}) cannot be heeded; leave it or custom_generate out")
+        raise ValueError(f"{', '.join(unheeded)} (batch {batch}) is not supported; leave it or custom_generate out")
 
 
 class Text:
@@ -315,7 +315,7 @@ class Rows:
         biases = {}
         for span in {*spans.values()} or {Span()}:
             if span.chunk is not None:
-                raise ValueError(f"chunks ({span.chunk} tokens) are not known here")
+                raise ValueError(f"chunks ({span.chunk} tokens) are not supported here")
             visible = seen if span.window is None else seen & (distance < span.window)
             biases[span] = torch.where(visible, zero, torch.finfo(dtype).min)[:, None]
         if len(biases) == 1:

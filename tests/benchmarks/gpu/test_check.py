@@ -81,7 +81,7 @@ def test_the_limit_holds_for_all_parts_together(run, tmp_path):
     parts = {"a": code("import time; time.sleep(60)"), "b": code("pass")}
     status, report = run(parts, limit=1)
     assert status == 1
-    assert report["parts"]["b"]["result"] == "skipped: the 1 s are over"
+    assert report["parts"]["b"]["result"] == "skipped: the 1 s have passed"
     assert report["parts"]["a"]["seconds"] < 20
 
 

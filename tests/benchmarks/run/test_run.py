@@ -134,7 +134,7 @@ def test_peers_draft_with_heads_that_they_take(base_directory, tmp_path, monkeyp
 def test_questions_that_are_none_are_one_message(base_directory, tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"text": "why"}\n')
     assert main(["run", "--base", str(base_directory), "--questions", str(tmp_path / "x.jsonl")]) == 1
-    assert "is no question" in capsys.readouterr().err
+    assert "is not a question" in capsys.readouterr().err
 
 
 def test_peers_with_other_numbers_are_refused(model, base_directory, tmp_path, capsys):

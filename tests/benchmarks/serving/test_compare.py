@@ -84,7 +84,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
         assert command.main(words) == 1
     told = capsys.readouterr()
     assert "counting" in told.out
-    assert "gaps are between chunks" in told.out
+    assert "times are between chunks" in told.out
     assert "failed all of the first 1 requests, the last with: status 500: broken" in told.err
     written = json.loads(figures.read_text())
     assert [row["clients"] for row in written["figures"]] == [1, 2]

@@ -63,8 +63,8 @@ def test_prompts_are_heldout_ones_or_those_of_a_file(tmp_path):
     assert read_prompts(str(file), 2) == ["a", "b"]
     assert part(["a", "b", "d"], 1, 3) == ["b", "d", "a"]
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match=r"prompts.jsonl:2 is no prompt; give lines of"):
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2 is not a prompt; give lines of"):
         read_prompts(str(file), 9)
     file.write_text("")
-    with pytest.raises(ValueError, match="are none"):
+    with pytest.raises(ValueError, match="have no lines"):
         read_prompts(str(file), 9)

@@ -359,7 +359,7 @@ UNHEEDED = {
     "num_beams": (2, r"beam_search \(batch 6\)"),
     "prompt_lookup_num_tokens": (3, "assisted_generation"),
     "output_hidden_states": (True, "output_hidden_states"),
-    "output_scores": (True, r"output_scores \(batch 3\) cannot be heeded"),
+    "output_scores": (True, r"output_scores \(batch 3\) is not supported"),
     "guidance_scale": (2.0, "guidance_scale"),
     "nodes": (0, "must be at least 1"),
 }

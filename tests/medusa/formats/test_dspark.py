@@ -139,7 +139,7 @@ def test_what_it_cannot_hold_is_refused(new_heads, options, reason):
         ({"target_hidden_size": 64}, "a hidden size of its own"),
         ({"block_size": None}, "num_heads .* must be a whole number"),
         ({"speculators_config": None}, "is missing or wrong"),
-        ({"draft_vocab_size": 20}, "which tokens it has .* is missing"),
+        ({"draft_vocab_size": 20}, "its list of tokens .* is missing"),
     ],
 )
 def test_what_heads_cannot_be_is_refused(base, new_heads, tmp_path, changes, message):

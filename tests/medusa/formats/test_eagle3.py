@@ -161,7 +161,7 @@ def test_a_draft_without_an_output_layer_has_the_base_s(base, new_heads, tmp_pat
     ("options", "reason"),
     [
         ({"feature_layers": ()}, "these read the last hidden state"),
-        ({"feature_layers": (4, 2, 6)}, "in rising order, and these heads read them in another"),
+        ({"feature_layers": (4, 2, 6)}, "in rising order only, and these heads read them in another"),
         ({"architecture": "recurrent"}, "cannot hold heads of the architecture 'recurrent'"),
     ],
 )
@@ -204,7 +204,7 @@ def test_tensors_that_nobody_spoke_of_are_refused(base, new_heads, tmp_path):
     ("changes", "message"),
     [
         ({"embed_requires_grad": True}, "its embeddings were trained"),
-        ({"norm_before_residual": None}, "does not say norm_before_residual"),
+        ({"norm_before_residual": None}, "does not set norm_before_residual"),
         ({"speculators_config": None}, "is missing or wrong"),
     ],
 )

@@ -104,7 +104,7 @@ def test_heads_are_replaced_and_other_directories_are_not_touched(saved, tmp_pat
     ("words", "status", "said"),
     [
         ("--format gguf --out out", 2, "invalid choice: 'gguf'"),
-        ("--format native --out heads", 2, "is where the heads are"),
+        ("--format native --out heads", 2, "is the directory of the heads"),
         ("--format native --out out --private", 2, "--private belongs to a push; give --push user/repo too"),
         ("--format native --out out --push heads", 2, "--push (heads) must be named with its owner"),
         ("--format native --out out --push ./heads", 2, "--push (./heads) must be named with its owner"),
@@ -250,7 +250,7 @@ def test_from_the_command_line_to_the_hub_and_back(saved, base, tmp_path):
         pushed = medusa("--heads", saved["shared"], *options)
         assert pushed.returncode == 0, pushed.stderr
         assert pushed.stdout == f"universal: {tmp_path / 'out'}\n{hub.url}/tester/heads\n"
-        assert f"base ({base.name}) is not on the Hub: others must give theirs" in pushed.stderr
+        assert f"base ({base.name}) is not on the Hub, so others cannot load it" in pushed.stderr
         assert TOKEN not in pushed.stderr
         assert hub.repositories["tester/heads"].private
         assert hub.repositories["tester/heads"].messages == ["initial commit", "A test"]

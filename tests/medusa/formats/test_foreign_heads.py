@@ -69,7 +69,7 @@ def test_the_tensors_tell_how_many_heads_there_are(tmp_path, caplog, said):
     with caplog.at_level(logging.WARNING):
         assert load_config(directory).num_heads == 5
     (record,) = caplog.records
-    assert f"says medusa_num_heads {said}; the tensors hold 5, and are right" in record.getMessage()
+    assert f"says medusa_num_heads {said}, but the tensors hold 5 and are used" in record.getMessage()
     assert load_heads(directory).begin(torch.zeros(1, DIM), Output(None)).shape == (5, 1, VOCAB)
 
 

@@ -155,7 +155,7 @@ def test_revisions_are_branches_of_their_own(hub, heads_directory, make_heads):
 def test_private_heads_are_never_pushed_where_everyone_sees_them(hub, heads_directory):
     push(heads_directory, REPO)
     commits = len(hub.repositories[REPO].commits)
-    with pytest.raises(ValueError, match="is there already and public"):
+    with pytest.raises(ValueError, match="exists and is public"):
         push(heads_directory, REPO, private=True)
     assert len(hub.repositories[REPO].commits) == commits
 
@@ -208,11 +208,11 @@ def test_a_whole_model_is_told_from_heads_and_used_without_the_hub(hub, heads_di
 
 def test_what_the_hub_does_not_have(hub):
     message = refused(lambda: fetch_heads("tester/nothing"))
-    assert message.startswith("heads (tester/nothing) is neither on this machine nor given by the Hugging Face Hub: no")
+    assert message.startswith("heads (tester/nothing) is not on this machine, and the Hugging Face Hub does not")
 
 
 @pytest.mark.parametrize(
-    ("token", "said"), [(None, "no such repository, or a private one"), ("hf_wrong", "status 401")]
+    ("token", "said"), [(None, "the repository does not exist, or is private"), ("hf_wrong", "status 401")]
 )
 def test_private_heads_without_a_login(hub, heads_directory, monkeypatch, token, said):
     push(heads_directory, REPO, private=True)
@@ -228,7 +228,7 @@ def test_private_heads_without_a_login(hub, heads_directory, monkeypatch, token,
 
 def test_pushing_without_the_right_to(hub, heads_directory, monkeypatch):
     message = refused(lambda: push(heads_directory, "somebody/heads"))
-    assert message.startswith("heads cannot be pushed to the Hub (somebody/heads): this login is not allowed to")
+    assert message.startswith("heads cannot be pushed to the Hub (somebody/heads): this login has no permission")
     assert "rights to create a model under the namespace somebody" in message
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "status 401" in refused(lambda: push(heads_directory, REPO))

@@ -179,7 +179,7 @@ def test_another_base_is_refused(base, new_heads, tmp_path, size, message):
 @pytest.mark.parametrize(
     ("named", "error", "message"),
     [
-        ("", ValueError, "heads name no base and other engines ask for one; give one"),
+        ("", ValueError, "heads name no base and other engines need one; give one"),
         ("../somewhere", FileNotFoundError, r"base directory \(\.\./somewhere\) does not exist"),
     ],
 )
