@@ -3,7 +3,7 @@
 batch.add(prompt, ...)    a request waits for room
 batch.step()              schedule: chunks of the texts that wait                 (medusa/engine/scheduler.py)
                           run:      one pass, a decode step of all that are ready (medusa/engine/step.py)
-                          finish:   hand out what has grown; who has ended leaves
+                          finish:   hand out new text; requests that have ended leave
 batch.remove(request)     a request leaves, and frees its blocks of the KV cache
 """
 
@@ -43,7 +43,7 @@ class Batch:
         drafters: Chooses the drafter of a request.
         graphs: Runs decode steps as CUDA graphs; None = eagerly.
         pool: The KV cache, which batches of one base and one thread may share (``BaseModel.new_pool``); None = its own.
-        config: How much it does at a time; None = the defaults.
+        config: Limits of a pass; None = the defaults.
 
     Attributes:
         pool: The KV cache.
@@ -72,18 +72,18 @@ class Batch:
         self._added = self.preemptions = 0
 
     def __len__(self) -> int:
-        """Requests that have not ended, or whose last tokens the next ``step`` hands over."""
+        """Number of requests that have not ended, or whose last tokens the next ``step`` returns."""
         active = [request for request in (*self._scheduler, *self._decoding) if request.active]
         return len(active) + sum(not request.active for request in self._grown)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room."""
+        """Number of requests that wait for room in the cache."""
         return self._scheduler.waiting
 
     @property
     def stuck(self) -> bool:
-        """Whether all that are left wait, for room that others in the same pool have."""
+        """Whether all remaining requests wait for room that users of the same pool outside this batch hold."""
         return self.waiting > 0 and len(self) == self.waiting
 
     def add(
@@ -101,15 +101,15 @@ class Batch:
         Args:
             prompt: Token ids, at least one.
             params: How its tokens are chosen; None = the defaults.
-            speculation: How they are drafted; None = the defaults.
-            incremental: Make text token by token, for streaming.
+            speculation: How its tokens are drafted; None = the defaults.
+            incremental: Decode text token by token, for streaming.
             constraint: A grammar that the completion must follow; None = anything.
             client: Name of the client; the client with the fewest running requests comes first.
-            priority: Lower numbers come first, whoever asks.
+            priority: Lower numbers come first, whatever the client.
 
         Raises:
-            ValueError: An empty prompt, one that fills the context or holds what is no token id, parameters that this
-                model cannot serve, or more tokens than the KV cache may hold.
+            ValueError: The prompt is empty, fills the context or holds a number that is not a token id; this model
+                cannot serve the parameters; or the tokens exceed the KV cache.
         """
         base, prompt = self._base, list(prompt)
         params, speculation = (params or SamplingParams()).seeded(), speculation or Speculation()
@@ -125,10 +125,10 @@ class Batch:
         return request
 
     def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> BuiltRule:
-        """The rule of a request that can join; see ``add``.
+        """The acceptance rule of a request that can join; see ``add``.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: The request cannot join.
         """
         base = self._base
         base.check_tokens("prompt", prompt)
@@ -149,7 +149,7 @@ class Batch:
         return rule
 
     def remove(self, request: Request) -> None:
-        """End a request that waits or grows and free its blocks; one that has ended is left alone."""
+        """End a request that waits or grows, and free its blocks; nothing happens to one that has ended."""
         if not request.active:
             return
         request.completion.abort()
@@ -158,17 +158,17 @@ class Batch:
         self._grown.pop(request, None)
 
     def close(self) -> None:
-        """Give everything back, after a step that has failed; the batch may not be used any more."""
+        """Free all blocks after a failed step; the batch must not be used afterwards."""
         for request in (*self._scheduler, *self._decoding):
             request.close()
 
     def step(self) -> dict[Request, list[Piece]]:
-        """One decode step of the requests that are ready, and chunks of the texts that wait.
+        """One decode step of the requests that are ready, with chunks of prompts in the same pass.
 
-        Requests whose last chunk it was have their first token then, and decode from the next step on.
+        A request whose last chunk was computed gets its first token, and decodes from the next step on.
 
         Returns:
-            The requests that grew, with the text that became final.
+            The requests that grew, each with its new final text.
         """
         chunks = self._schedule()
         if self._decoding:
@@ -182,7 +182,7 @@ class Batch:
         return grown
 
     def _schedule(self) -> list[Chunk]:
-        """The chunks of the next pass; whoever there is no room for any more waits again."""
+        """The chunks of the next pass; requests for which there is no room any more wait again."""
         chunks = self._scheduler.schedule(self._decoding)
         if self.pool.limit is None:
             return chunks
@@ -200,12 +200,12 @@ class Batch:
                 self._stop()
                 self._keep([index for index, request in enumerate(self._decoding) if request is not last])
             last.close()
-            if last.active:  # it may have ended with the step that was under way
+            if last.active:  # the step under way may have ended it
                 self._scheduler.add(last)
                 self.preemptions += 1
 
     def _begin(self) -> Steps:
-        """Start steps for the requests as they are now: choose drafters, and group those that share one and a rule."""
+        """Start steps for the present requests: choose drafters, and group requests with the same drafter and rule."""
         assert self._state is not None, "a decoding request has a state"
         count = len(self._decoding)
         drafter, rule, self._reader, self._chosen, watched = compose(
@@ -219,12 +219,12 @@ class Batch:
         return self._steps
 
     def _arrive(self, chunks: Sequence[Chunk]) -> None:
-        """See what chunks have brought: blocks that others may find, or the first tokens."""
+        """Use computed chunks: index their blocks for other requests, and emit first tokens after last chunks."""
         for chunk in chunks:
             chunk.request.cached.remember(chunk.request.text)
             if chunk.ends:
                 self._scheduler.finish(chunk.request)
-                if not chunk.request.completion.max_new_tokens:  # only its prompt was asked about
+                if not chunk.request.completion.max_new_tokens:  # only the prompt was to be scored
                     self._grown[chunk.request] = chunk.request.completion.end("length")
                     chunk.request.close()
                     self._scheduler.ended()
@@ -255,7 +255,7 @@ class Batch:
                     request.constraint.advance(new)
 
     def _stop(self) -> None:
-        """No more steps of the requests as they are; a step that is still under way counts."""
+        """End the steps of the present requests; the tokens of a step under way are kept."""
         if self._steps is not None:
             late, self._state = self._steps.stop()
             if late is not None:
@@ -263,7 +263,7 @@ class Batch:
             self._steps = None
 
     def _leave(self) -> None:
-        """Let requests that have ended go."""
+        """Remove requests that have ended."""
         if all(request.active for request in self._decoding):
             return
         self._stop()
@@ -280,7 +280,7 @@ class Batch:
         self._keep([index for index, request in enumerate(self._decoding) if request.active])
 
     def _keep(self, places: Sequence[int]) -> None:
-        """Only these go on decoding."""
+        """Keep only these requests, by their places, for further decoding."""
         assert self._state is not None, "a decoding request has a state"
         self._decoding = [self._decoding[place] for place in places]
         self._state = self._state.select(places) if places else None

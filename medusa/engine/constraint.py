@@ -1,4 +1,4 @@
-"""Completions that may say some things only: a grammar, a JSON schema.
+"""Constraints on completions: a grammar, a JSON schema.
 
 Legend: B batch, N tree nodes, V vocabulary.
 """
@@ -14,15 +14,15 @@ from medusa.tree import Draft
 
 
 class Constraint(Protocol):
-    """What one completion may say, as far as it has come."""
+    """The tokens that one completion may have next, given its text so far."""
 
     def forbid(self, tokens: Sequence[int], parents: Sequence[int], logits_NV: Tensor) -> None:
-        """Set to -inf what may not follow each node of a tree; what stands at nodes that may not be there is not read.
+        """Set the logits of forbidden next tokens to -inf at each node of a tree; forbidden nodes are not read later.
 
         Args:
-            tokens: Of the N nodes; node 0 is the root, which ``advance`` has seen.
-            parents: Of each node, before it; 0 for the root.
-            logits_NV: Changed in place.
+            tokens: Tokens of the N nodes; node 0 is the root, which ``advance`` has seen.
+            parents: The parent of each node, which comes before it; 0 for the root.
+            logits_NV: The base's logits after each node; changed in place.
         """
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -30,18 +30,18 @@ class Constraint(Protocol):
 
 
 class ConstrainedRule:
-    """A rule that sees what constraints leave of the logits, so the tokens are those of plain decoding under them.
+    """Applies a rule to constrained logits, so the tokens are those of plain decoding with the same constraints.
 
     Args:
-        rule: Of all rows.
-        constraints: By row; the others are free.
+        rule: The rule of all rows.
+        constraints: Constraints by row; other rows have none.
     """
 
     def __init__(self, rule: Rule, constraints: Mapping[int, Constraint]) -> None:
         self._rule, self._constraints = rule, constraints
 
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        """See ``Rule``; the logits stay as they are."""
+        """See ``Rule``; the logits passed in are not changed."""
         logits_BNV = logits_BNV.clone()
         for row, constraint in self._constraints.items():
             if state.active[row]:

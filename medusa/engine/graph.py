@@ -1,13 +1,12 @@
 """One decode step as one CUDA graph: launched as a whole, without Python or a wait between its kernels.
 
-A graph repeats the kernels that it has seen, on the same memory. So shapes come in buckets: a power of two of requests,
-the last of which may be inert (they belong to nobody, never grow, and write into a block that is nobody's), and a power
-of two of places that attention reads at most. The state stands in fixed buffers of such a bucket, which the step itself
-brings forward. What is recorded is ``verify`` of ``medusa.engine.step``, the function that eager steps run too, so that
-is the measure of everything here.
+A graph repeats the kernels that it recorded, on the same memory. So shapes come in buckets: a power of two of requests
+and a power of two of cached positions that attention reads at most. Requests at the end of a bucket may be inert: they
+are padding, never grow, and write into a block that no text uses. The state is in fixed buffers of the bucket, and the
+step itself updates it. The recorded function is ``verify`` of ``medusa.engine.step``, which eager steps run too.
 
-The host is one step behind: it reads the tokens of a step while the next one runs. Chunks of prompts have passes of
-their own beside the recorded steps.
+The host is one step behind: it reads the tokens of a step while the next one runs. Chunks of prompts have separate
+passes between the recorded steps.
 """
 
 import dataclasses
@@ -35,33 +34,33 @@ from medusa.state import DecodeState
 logger = logging.getLogger(__name__)
 
 KEPT_GRAPHS = 8
-"""Recorded steps of a bucket (pairs of a drafter and a rule); the one that was not used for longest goes."""
+"""Largest number of recorded steps of a bucket (pairs of a drafter and a rule); the least recently used is dropped."""
 KEPT_BUCKETS = 8
-"""Buckets that are kept while nobody uses them; likewise."""
+"""Largest number of idle buckets that are kept; the one that was returned first is dropped."""
 SHORTEST = 512
-"""Places of the smallest bucket."""
+"""Cached positions of the smallest bucket."""
 LARGER = 4
-"""A bucket is used for so many times fewer requests, or shorter texts, than it has room for."""
+"""A bucket may be this many times larger than needed, in requests and in positions."""
 
 Replay = Callable[[], object]
 Record = Callable[[Replay], Replay]
-"""Takes a function over fixed buffers that has run before; returns what does the same again.
+"""Takes a function over fixed buffers that has run before; returns a function that repeats it.
 
-Raises RuntimeError where it cannot be recorded, without having done anything to the buffers."""
+Raises RuntimeError if it cannot be recorded; the buffers are unchanged then."""
 Key = tuple[BaseModel, Drafter, Rule]
-"""Of a recorded step."""
+"""Identifies a recorded step."""
 Latest = Mapping[Follower, Tensor]
-"""Outputs [B, D] at the last rows of layers that follow the base."""
+"""Outputs [B, D] at the last positions, for each layer that follows the base."""
 NOBODY: Latest = MappingProxyType({})
 
 
 def cuda_recorder() -> Record:
-    """Records CUDA graphs that share one pool of memory: only one of them may run at a time."""
+    """Records CUDA graphs that share one memory pool, so only one of them may run at a time."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(function: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory meanwhile.
+        # "thread_local": other threads may allocate memory during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             function()
         return graph.replay
@@ -73,8 +72,8 @@ class _Recorded(NamedTuple):
     """A recorded step.
 
     Attributes:
-        replay: Does it again.
-        emitted: Where it leaves ``Accepted.emitted``.
+        replay: Repeats the step.
+        emitted: The buffer that receives ``Accepted.emitted``.
     """
 
     replay: Replay
@@ -82,13 +81,13 @@ class _Recorded(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A layer that follows the base, in a bucket.
+    """The buffers of a layer that follows the base, in a bucket.
 
     Attributes:
         follower: The layer.
         pool: Its blocks.
-        lines: [requests] int64, the line of each in that pool's table.
-        latest: [requests, D] its outputs at the last rows.
+        lines: [requests] int64, the line of each request in that pool's table.
+        latest: [requests, D] outputs of the layer at the last positions.
     """
 
     follower: Follower
@@ -97,22 +96,22 @@ class _Memory(NamedTuple):
     latest: Tensor
 
     def part(self, lengths_B: Tensor, kv_length: int) -> Followed:
-        """Of a step, behind so many positions."""
+        """The layer's part of a step, behind ``lengths_B`` cached positions."""
         table = BlockTable(self.pool.tables.tensor()[self.lines], self.pool.size)
         return Followed(FixedTexts(self.pool, table, lengths_B, kv_length), self.latest)
 
 
 class _Bucket:
-    """Fixed buffers for so many requests, and what is recorded over them.
+    """Fixed buffers for a number of requests, and the steps recorded over them.
 
     Attributes:
-        pool: Whose blocks the steps read.
-        memories: Layers that follow.
-        epochs: Of the pools when the buffers were made.
-        kv_length: Places that attention reads at most.
-        state: Of all requests, inert ones behind those that decode.
-        lines: [requests] int64, the line of each in the pool's table.
-        recorded: By drafter and rule.
+        pool: The pool whose blocks the steps read.
+        memories: Buffers of the layers that follow the base.
+        epochs: Epochs of the pools when the buffers were made.
+        kv_length: Largest number of cached positions that attention reads.
+        state: The state of all requests; inert ones come last.
+        lines: [requests] int64, the line of each request in the pool's table.
+        recorded: Recorded steps by base, drafter and rule.
     """
 
     def __init__(self, pool: BlockPool, like: DecodeState, latest: Latest, requests: int, kv_length: int) -> None:
@@ -133,29 +132,29 @@ class _Bucket:
 
     @property
     def requests(self) -> int:
-        """How many, inert ones too."""
+        """Number of requests, inert ones included."""
         return len(self.lines)
 
     @property
     def stale(self) -> bool:
-        """Whether anything that is recorded over it has moved since."""
+        """Whether memory of the pools has moved since the steps were recorded."""
         return self.epochs != self._epochs()
 
     @property
     def followers(self) -> list[Follower]:
-        """Layers that follow."""
+        """The layers that follow the base."""
         return [memory.follower for memory in self.memories]
 
     def _epochs(self) -> list[tuple[int, int]]:
         return [pool.epoch for pool in (self.pool, *(memory.pool for memory in self.memories))]
 
     def fits(self, state: DecodeState, requests: int, kv_length: int) -> bool:
-        """Whether so many requests with so long texts have room here, and fill enough of it."""
+        """Whether this many requests with texts of this length fit, and fill enough of the bucket."""
         enough = requests <= self.requests <= LARGER * requests and kv_length <= self.kv_length <= LARGER * kv_length
         return enough and self.state.hidden.shape[1] == state.hidden.shape[1]
 
     def load(self, state: DecodeState, sequences: Sequence[CachedSequence], latest: Latest = NOBODY) -> None:
-        """Take over a state, and what layers that follow have given last; whatever lies behind it becomes inert."""
+        """Copy a state and the latest outputs of following layers into the buffers; the other requests become inert."""
         count = len(sequences)
         for field in dataclasses.fields(state):
             ours, theirs = getattr(self.state, field.name), getattr(state, field.name)
@@ -171,7 +170,7 @@ class _Bucket:
             memory.latest[:count].copy_(latest[memory.follower])
 
     def read(self, sequences: Sequence[CachedSequence]) -> DecodeState:
-        """The state of these, the first requests, which leaves the fixed buffers."""
+        """Copy the state of these sequences, the first of the bucket, out of the fixed buffers."""
         fields, count = dataclasses.fields(self.state), len(sequences)
         for memory in self.memories:
             memory.follower.resume(sequences, memory.latest[:count])
@@ -179,17 +178,17 @@ class _Bucket:
 
 
 def _set_lines(buffer: Tensor, sequences: Sequence[CachedSequence]) -> None:
-    """The lines of these sequences, and of nobody's behind them."""
+    """Write the lines of these sequences; inert requests behind them get line 0."""
     buffer[len(sequences) :] = 0
     buffer[: len(sequences)].copy_(torch.tensor([one.line for one in sequences]))
 
 
 class StepGraphs:
-    """Runs the steps of a base as graphs, and keeps the buckets that these are recorded over from call to call.
+    """Runs the steps of a base as graphs, and keeps recorded buckets from call to call.
 
     Args:
         base: Prepared for decoding.
-        record: How to record; None = as CUDA graphs.
+        record: Records a step; None = as a CUDA graph.
     """
 
     def __init__(self, base: BaseModel, record: Record | None = None) -> None:
@@ -201,7 +200,7 @@ class StepGraphs:
 
     @property
     def pool(self) -> BlockPool:
-        """A KV cache that outlives a call, as what is recorded over it must; for one thread."""
+        """A KV cache that outlives a call, since recorded graphs keep its addresses; for one thread."""
         if self._pool is None:
             self._pool = self._base.new_pool()
         return self._pool
@@ -214,7 +213,7 @@ class StepGraphs:
         rule: Rule,
         state: DecodeState,
     ) -> Steps:
-        """Steps as graphs, or eager ones where they cannot be recorded; why is logged once."""
+        """Steps as graphs, or eager ones if they cannot be recorded; each reason is logged once."""
         reason = self._objection(base, sequences, drafter)
         if reason is None:
             return GraphSteps(self, base, sequences, drafter, rule, state)
@@ -224,7 +223,7 @@ class StepGraphs:
         return EagerSteps(base, sequences, drafter, rule, state)
 
     def clear(self) -> None:
-        """Free what is kept between calls."""
+        """Free the buckets and the pool that are kept between calls."""
         self._idle, self._pool = [], None
 
     def lend(
@@ -235,10 +234,10 @@ class StepGraphs:
         key: Key | None = None,
         latest: Latest = NOBODY,
     ) -> _Bucket:
-        """Buffers for a state whose texts may reach so far in the next steps; two users never share them.
+        """A bucket for a state whose texts may reach ``reach`` positions in the next steps; it has one user at a time.
 
-        Some that are there already, and not much too large, come before new ones, for which steps must be recorded;
-        those over which this step is recorded come first.
+        An existing bucket that is not much too large is preferred to a new one, for which steps must be recorded. A
+        bucket with a recording of this step comes first.
         """
         requests, kv_length = 1 << (len(state.roots) - 1).bit_length(), max(SHORTEST, 1 << (reach - 1).bit_length())
         for each in (pool, *(pool.beside(one, one.new_pool) for one in latest)):
@@ -253,11 +252,11 @@ class StepGraphs:
         return bucket
 
     def give_back(self, bucket: _Bucket) -> None:
-        """Nobody uses it any more."""
+        """Return a bucket that is no longer used."""
         self._idle = [*self._idle, bucket][-KEPT_BUCKETS:]
 
     def record(self, function: Replay) -> Replay | None:
-        """What does the same again; None where recording does not work here, which is logged."""
+        """A function that repeats this one; None if recording does not work here, which is logged."""
         if self._failed:
             return None
         try:
@@ -288,12 +287,12 @@ class StepGraphs:
 class GraphSteps:
     """``Steps`` as graphs over the buffers of a bucket, which may have been recorded in an earlier call.
 
-    The first step of a drafter and a rule runs eagerly: kernels are compiled and memory is allocated. Then it is
-    recorded, which computes nothing, and every further one is a launch. Where there is nothing to launch because
-    recording has failed, every step is like the first.
+    The first step of a drafter and a rule runs eagerly: kernels are compiled and memory is allocated. Then the step is
+    recorded, which computes nothing, and every later step is a launch. If recording has failed, every step runs
+    eagerly.
 
-    Steps run ahead of the host by one: when a request ends, the next step is already on its way. Its tokens are
-    dropped by the batch, and blocks are taken for two steps at a time.
+    Steps run ahead of the host by one: when a request ends, the next step already runs. The batch drops its tokens, and
+    blocks are reserved for two steps at a time.
     """
 
     ahead = 2
@@ -310,7 +309,7 @@ class GraphSteps:
         self._graphs, self._base, self._sequences, self._drafter, self._rule = graphs, base, sequences, drafter, rule
         self._key = base, drafter, rule
         self._pool, self._state = sequences[0].pool, state
-        # Requests of one drafter are observed by the same layers.
+        # Requests with one drafter have the same observers.
         self._followers = [one for one in sequences[0].observers if isinstance(one, Follower)]
         self._bucket: _Bucket | None = None
         self._under_way: deque[_Arrival] = deque()
@@ -322,7 +321,7 @@ class GraphSteps:
 
     @torch.inference_mode()
     def next(self, chunks: Sequence[Chunk] = ()) -> list[list[int]]:
-        """The tokens of the oldest step under way; another one is sent on its way before they are waited for."""
+        """The tokens of the oldest step under way; the next step is launched before the host waits for them."""
         if chunks:
             advance(self._base, chunks)
         while len(self._under_way) < self.ahead:
@@ -331,7 +330,7 @@ class GraphSteps:
 
     @torch.inference_mode()
     def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
-        """The step under way is waited for, and the state leaves the fixed buffers."""
+        """Wait for the step under way, and copy the state out of the fixed buffers."""
         late = self._arrive() if self._under_way else None
         if self._bucket is not None:
             self._state = self._bucket.read(self._sequences)
@@ -341,14 +340,14 @@ class GraphSteps:
 
     def _arrive(self) -> list[list[int]]:
         tokens, counts = read_tokens(self._under_way.popleft().wait())
-        for one, count in zip(self._sequences, counts, strict=False):  # inert ones stand behind
+        for one, count in zip(self._sequences, counts, strict=False):  # inert requests come last
             one.length += count
         for ours, theirs in self._followed():
             ours.length = theirs.length
         return tokens[: len(self._sequences)]
 
     def _launch(self) -> None:
-        """Send the next step on its way."""
+        """Launch the next step."""
         bucket, key = self._place(), self._key
         if key in bucket.recorded:
             bucket.recorded.move_to_end(key)
@@ -360,7 +359,7 @@ class GraphSteps:
         self._under_way.append(_Arrival(emitted))
 
     def _record_step(self, bucket: _Bucket, key: Key, like: Tensor) -> None:
-        # Graphs share their memory: what outlives a replay is copied out of it, by the graph itself.
+        # Graphs share their memory, so the graph itself copies its result out of it.
         emitted = torch.empty_like(like)
         replay = self._graphs.record(lambda: emitted.copy_(self._step(bucket)))
         if replay is not None:
@@ -369,7 +368,7 @@ class GraphSteps:
             bucket.recorded.popitem(last=False)
 
     def _place(self) -> _Bucket:
-        """Buffers with blocks for the next step, with the state in them; others where these are too small or stale."""
+        """The bucket for the next step, with reserved blocks and the state; a new one if it is too small or stale."""
         behind = self.ahead * self._drafter.nodes
         for one in self._sequences:
             one.reserve(one.length + behind)
@@ -378,7 +377,7 @@ class GraphSteps:
             ours.reserve(theirs.length + behind)
         reach, bucket = max(one.length for one in self._sequences) + behind, self._bucket
         if bucket is not None and (reach > bucket.kv_length or bucket.stale):
-            self._state = bucket.read(self._sequences)  # where kept, others may write there from now on
+            self._state = bucket.read(self._sequences)  # a copy: others may use the bucket now
             self._graphs.give_back(bucket)
             bucket = None
         if bucket is None:
@@ -386,16 +385,16 @@ class GraphSteps:
             bucket = self._bucket = self._graphs.lend(self._pool, self._state, reach, self._key, latest)
             bucket.load(self._state, self._sequences, latest)
         for pool in (self._pool, *(memory.pool for memory in bucket.memories)):
-            pool.tables.tensor()  # what the host has changed goes to where it is read
+            pool.tables.tensor()  # copies the host's changes to the device
         return bucket
 
     def _followed(self) -> Iterator[tuple[CachedSequence, CachedSequence]]:
-        """The sequences of layers that follow, each with the base's."""
+        """Pairs of a following layer's sequence and the base's sequence."""
         for follower in self._followers:
             yield from zip(follower.follow(self._sequences), self._sequences, strict=True)
 
     def _step(self, bucket: _Bucket) -> Tensor:
-        """One step from the fixed state to the fixed state."""
+        """One step that reads and updates the fixed state."""
         base, state = self._base, bucket.state
         table = BlockTable(self._pool.tables.tensor()[bucket.lines], self._pool.size)
         followed = {memory.follower: memory.part(state.positions, bucket.kv_length) for memory in bucket.memories}
@@ -411,7 +410,7 @@ class GraphSteps:
 
 
 class _Arrival:
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor.to("cpu", non_blocking=True, copy=True)  # from a GPU into pinned memory
@@ -420,7 +419,7 @@ class _Arrival:
             self._event.record()
 
     def wait(self) -> list[list[int]]:
-        """Its numbers, once they are there."""
+        """Wait for the copy; returns its numbers."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[list[int]] = self._copy.tolist()

@@ -13,17 +13,17 @@ from medusa.base.model import BaseModel
 from medusa.engine.output import TokenLogprob
 
 SCORED = 64
-"""Rows of logits that are held at a time where a prompt is scored."""
+"""Rows of logits that are in memory at a time when a prompt is scored."""
 
 
 def score(base: BaseModel, hidden_CF: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of tokens, by the hidden states before each.
+    """Log-probabilities of tokens, from the hidden state before each.
 
     Args:
         base: The base.
-        hidden_CF: One for each token.
-        tokens: What follows.
-        top: How many of the most likely tokens to tell.
+        hidden_CF: Hidden states, one for each token.
+        tokens: The tokens that follow these states.
+        top: Number of most likely tokens to report.
     """
     told = []
     for begin in range(0, len(tokens), SCORED):
@@ -47,7 +47,7 @@ class LogprobReader:
     """Reads the base's distribution after every node of the accepted paths.
 
     Args:
-        wanted: For each row how many of the most likely tokens to tell; None = nothing.
+        wanted: For each row the number of most likely tokens to report; None = no log-probabilities.
     """
 
     def __init__(self, wanted: Sequence[int | None]) -> None:
@@ -55,7 +55,7 @@ class LogprobReader:
         self._read: tuple[Tensor, Tensor, Tensor] | None = None
 
     def read(self, accepted: Accepted, logits_BNV: Tensor) -> None:
-        """See what a step has accepted, by logits that nothing has processed."""
+        """See ``Reader``; the logits are the base's own, before temperature and penalties."""
         rows_b = torch.tensor(list(self._rows), device=logits_BNV.device)
         path_bA = accepted.path[rows_b]
         after_bAV = logits_BNV[rows_b[:, None], path_bA].float().log_softmax(-1)
@@ -64,7 +64,7 @@ class LogprobReader:
         self._read = chosen_bA, top.values, top.indices
 
     def take(self) -> dict[int, list[TokenLogprob]]:
-        """Those of the last step by row, for every place of its path; behind the emitted tokens they mean nothing."""
+        """Log-probabilities of the last step by row, for its whole path; ignore those after the emitted tokens."""
         if self._read is None:
             return {}
         chosen, values, indices = (part.tolist() for part in self._read)

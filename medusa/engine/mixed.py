@@ -1,4 +1,4 @@
-"""Requests of a batch with drafters and rules of their own: each group drafts and judges apart, all share one pass."""
+"""A batch with several drafters and rules: each group of requests has its own, and all groups share one pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from medusa.tree import Draft
 
 
 class Composed(NamedTuple):
-    """What steps of some requests are made of, see ``decode_step``.
+    """The arguments of ``decode_step`` for a set of requests.
 
     Attributes:
-        drafter: Of all.
-        rule: Of all.
-        reader: Where one of them asks for log-probabilities.
-        chosen: The drafter of each.
-        watched: The host has a say in each step.
+        drafter: The drafter for all requests.
+        rule: The rule for all requests.
+        reader: Reads log-probabilities; None = no request asks for them.
+        chosen: The drafter of each request.
+        watched: Whether the host takes part in each step, for a grammar or log-probabilities.
     """
 
     drafter: Drafter
@@ -35,7 +35,7 @@ class Composed(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Requests that share a drafter and a rule, by their places."""
+    """Requests (by their places in the batch) that share a drafter and a rule."""
 
     rows: list[int]
     drafter: Drafter
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 def compose(requests: Sequence[Request], choose: Callable[[Request], Drafter], device: torch.device) -> Composed:
-    """One drafter and one rule for all of these requests, which share theirs where they are alike."""
+    """One drafter and one rule for all of these requests; requests with equal parameters share theirs."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for index, request in enumerate(requests):
         alike.setdefault((request.rule, *request.drafting), []).append(index)
@@ -60,7 +60,7 @@ def compose(requests: Sequence[Request], choose: Callable[[Request], Drafter], d
 
 
 class MixedDrafter(Drafter):
-    """Each group's drafter for its requests; smaller trees are filled up. A graph would be of this mix alone."""
+    """Drafts with each group's drafter and pads smaller trees. Not recorded: a graph would fit this mix only."""
 
     recordable = False
 
@@ -70,7 +70,7 @@ class MixedDrafter(Drafter):
         self.nodes = max(group.drafter.nodes for group in groups)
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
-        """One draft below ``state.roots``, with the groups' own as its parts."""
+        """One draft below ``state.roots``, with the groups' drafts as its parts."""
         assert not isinstance(cached, Mapping), "steps of a mix are never recorded"
         drafts = []
         for rows, group in self._parts:
@@ -79,25 +79,25 @@ class MixedDrafter(Drafter):
         return Draft.stack(drafts)
 
     def beside_prompts(self) -> Drafter:
-        """Each group's own choice."""
+        """See ``Drafter``; each group chooses for itself."""
         return MixedDrafter(
             [group._replace(drafter=group.drafter.beside_prompts()) for group in self._groups], self._device
         )
 
     def observe(self, counts: Sequence[int], seconds: float) -> None:
-        """Each drafter sees its own requests, and the time of all."""
+        """Pass each drafter the counts of its own requests, and the time of the whole step."""
         for group in self._groups:
             group.drafter.observe([counts[row] for row in group.rows], seconds)
 
 
 class MixedRule:
-    """Each group's rule for its part of the draft."""
+    """Applies each group's rule to its part of the draft."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
 
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
-        """See ``Rule``. Where one child at most can be right, all paths are equally likely."""
+        """See ``Rule``. Rules without likelihoods allow one child at most, so their likelihoods stay 0."""
         edges_BN, bonus_BN = torch.zeros_like(draft.tokens, dtype=torch.bool), torch.zeros_like(draft.tokens)
         likelihood_BN = torch.zeros(draft.tokens.shape, device=draft.tokens.device)
         for group, (rows, part) in zip(self._groups, draft.parts, strict=True):

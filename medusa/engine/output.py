@@ -46,13 +46,13 @@ class Output:
         drafted: Whether each token was accepted from the draft.
         text: The new text, without special tokens and without the stop string.
         prompt_tokens: Length of the prompt in tokens.
-        steps: Passes that gave tokens: the last pass of the prompt, and those that verified drafts.
+        steps: Passes that gave tokens: the last pass of the prompt, and the passes that verified drafts.
         draft_tokens: Tokens that were drafted and verified in these passes.
-        accepted: How many steps accepted 0, 1, 2, ... of their draft tokens.
+        accepted: Number of steps that accepted 0, 1, 2, ... of their draft tokens.
         finish_reason: "eos", "stop" (a stop string), "length" (a limit) or "abort" (removed); None while it grows.
-        seed: The seed of its draws, see ``SamplingParams``; None if none was given and nothing was drawn.
+        seed: The seed of sampling, see ``SamplingParams``; None if none was given and decoding was greedy.
         seconds: Wall-clock time from the first token to the last.
-        cached_tokens: Tokens of the prompt that were not computed again (see ``Prefix`` and ``BlockPool``).
+        cached_tokens: Tokens of the prompt that were found in the cache (see ``Prefix`` and ``BlockPool``).
         logprobs: Log-probabilities of every token, if ``SamplingParams.logprobs`` asks for them.
         prompt_logprobs: The same for every token of the prompt, if asked for; None for the first token.
     """
@@ -91,8 +91,8 @@ class Completion:
         params: Limits, stop strings, and whether the end-of-sequence token counts.
         room: Tokens that the base's context has left after the prompt.
         eos_ids: Tokens that end the completion.
-        incremental: Decode token by token, for streaming; otherwise the text is made once, at the end (decoding text
-            costs about as much as a small model's layer), unless stop strings must be looked for.
+        incremental: Decode text token by token, for streaming. Otherwise the text is decoded once, at the end, unless
+            there are stop strings to find: decoding text costs about as much as a layer of a small model.
     """
 
     def __init__(
@@ -127,18 +127,18 @@ class Completion:
         return self.output.finish_reason is None
 
     def start_clock(self) -> None:
-        """Begin to count ``output.seconds``: the prefill is over, and the first token comes."""
+        """Begin to count ``output.seconds``, after the prefill."""
         self._begin = time.perf_counter()
 
     def extend(
         self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = (), draft_tokens: int = 0
     ) -> list[Piece]:
-        """Add the tokens of one step, the last of which is the base's own; returns the text that became final.
+        """Add the tokens of one step, the last of which is the base's own; returns the new final text.
 
         Args:
             tokens: Token ids, at least one.
-            logprobs: Log-probabilities of each, if they are asked for.
-            draft_tokens: How many tokens were drafted.
+            logprobs: Log-probabilities of each, if the request asks for them.
+            draft_tokens: Number of drafted tokens.
         """
         output, pieces = self.output, []
         output.steps += 1
@@ -164,7 +164,7 @@ class Completion:
         return pieces
 
     def abort(self) -> None:
-        """End a completion that still grows; its text stays what was handed out."""
+        """End a completion that still grows; its text is what was released so far."""
         self.output.finish_reason = "abort"
 
     def end(self, reason: FinishReason) -> list[Piece]:
@@ -194,7 +194,7 @@ class Completion:
             self.output.finish_reason = "stop"
 
     def _release(self) -> str:
-        """Text that may be shown: all of it at the end, else without what may yet become a stop string."""
+        """Text to release: all of it at the end, before that without a possible beginning of a stop string."""
         held = 0
         if self.active:
             for stop in self._stop:

@@ -1,4 +1,4 @@
-"""Texts are computed before they are continued: in chunks, beside the steps of others or in passes of their own."""
+"""Prefill in chunks, in the passes of other requests' decode steps or in separate passes."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,20 +14,20 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 Part = tuple[Draft, Sequence[CachedSequence]]
-"""Trees of a pass, and the sequences that they go on from."""
+"""Trees of a pass, and the sequences that they continue."""
 
 
 class Chunk:
     """The next tokens of a request's text, as one part of a pass.
 
     Args:
-        request: Whose.
-        size: How many tokens.
+        request: The request.
+        size: Number of tokens.
 
     Attributes:
-        ends: They are the last ones: the pass brings the first new token.
-        hidden: [F] the base's hidden state at the last of them, once they are computed.
-        logits: [V] likewise, where they end the text.
+        ends: Whether this is the last chunk, so that the pass gives the first new token.
+        hidden: [F] the base's hidden state at the last token of the chunk, after the pass.
+        logits: [V] the logits there, if the chunk is the last one.
     """
 
     def __init__(self, request: Request, size: int) -> None:
@@ -37,13 +37,13 @@ class Chunk:
 
     @cached_property
     def part(self) -> Part:
-        """A chain behind what is cached of the text."""
+        """The chunk as a chain behind the cached part of the text."""
         sequence = self.request.cached
         tokens = self.request.text[sequence.length : sequence.length + self.size]
         return Draft.chain(torch.tensor([tokens], device=sequence.pool.device)), [sequence]
 
     def take(self, base: BaseModel, hidden_CF: Tensor) -> None:
-        """The tokens are computed: these are their hidden states."""
+        """Take the hidden states [C, F] of the chunk's tokens after the pass."""
         sequence = self.request.cached
         first = sequence.length
         sequence.length += self.size
@@ -56,7 +56,7 @@ class Chunk:
             tell([sequence], hidden_CF[None, :known], torch.tensor([after], device=base.device), [known])
 
     def _score(self, base: BaseModel, hidden_CF: Tensor, first: int) -> None:
-        """Tell the log-probabilities of the prompt's tokens that follow these and were not told before."""
+        """Add log-probabilities of the prompt's tokens that follow these and have none yet."""
         request, told = self.request, self.request.output.prompt_logprobs
         assert told is not None, "they were asked for"
         tokens, place = request.prompt[len(told) : first + self.size + 1], len(told) - 1 - first
@@ -65,20 +65,20 @@ class Chunk:
 
 @torch.inference_mode()
 def advance(base: BaseModel, chunks: Sequence[Chunk]) -> None:
-    """Compute chunks in a pass of their own."""
+    """Compute chunks in a separate pass."""
     parts = [chunk.part for chunk in chunks]
     hidden_RF = base.run(parts[0][1][0].pool, base.plan(parts))
     take_chunks(base, hidden_RF, hidden_RF[:0], chunks)
 
 
 def take_chunks(base: BaseModel, hidden_RF: Tensor, drafted_RF: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """Hand chunks their hidden states; the output layer is read once, for their last tokens and for drafted ones.
+    """Pass hidden states to chunks; the output layer is read once, for last tokens of texts and for nodes of trees.
 
     Args:
         base: The base.
-        hidden_RF: Hidden states of the chunks' tokens, one chunk behind the other.
+        hidden_RF: Hidden states of the chunks' tokens, one chunk after the other.
         drafted_RF: Hidden states of nodes of trees in the same pass.
-        chunks: What was computed.
+        chunks: The chunks of the pass.
 
     Returns:
         [R, V] logits at the drafted nodes.
@@ -94,12 +94,12 @@ def take_chunks(base: BaseModel, hidden_RF: Tensor, drafted_RF: Tensor, chunks: 
 
 
 def first_state(base: BaseModel, requests: Sequence[Request], hidden_BF: Tensor) -> DecodeState:
-    """The state of requests whose texts are computed to their last token, which is the root.
+    """The state of requests whose texts are computed up to the last token, which is the root.
 
     Args:
         base: The base.
-        requests: Whose.
-        hidden_BF: At the last tokens.
+        requests: The requests.
+        hidden_BF: Hidden states at the last tokens.
     """
     texts, device = [request.text for request in requests], base.device
     width = max(map(len, texts)) + 1  # room for the next token

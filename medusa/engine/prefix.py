@@ -1,4 +1,4 @@
-"""Prompts that begin like texts before them: a conversation is not computed again turn by turn."""
+"""A prefix cache for the caller: the turns of a conversation are not computed again."""
 
 from medusa.base.model import BaseModel
 from medusa.cache import BlockPool
@@ -7,12 +7,12 @@ from medusa.cache import BlockPool
 class Prefix:
     """The KV cache of earlier texts, kept for the next prompts; the caller owns it.
 
-    Whole blocks that a prompt and an earlier text begin with are not computed again: the completion is the one that an
-    empty cache would give.
+    Full blocks at the beginning of both a prompt and an earlier text are not computed again. The completion is the one
+    that an empty cache would give.
 
     Args:
-        tokens: Positions that it may hold; the text that was unused for longest goes first. None = as many as one text
-            needs at a time, and earlier texts as long as their memory is not needed.
+        tokens: Most positions that it holds; the least recently used text is dropped first. None = as many as the
+            present text needs; earlier texts are kept until their memory is needed.
 
     Example:
         >>> prefix = Prefix()

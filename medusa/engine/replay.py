@@ -1,8 +1,8 @@
-"""Drafts held against a text that is known: the steps that decoding it greedily would take, without their passes.
+"""Replay of drafts over a known text: the steps that greedy decoding of it would take, without passes of the base.
 
-Greedy acceptance takes the deepest path of a draft that the base would have written. Where its text is known, so is
-that path, and the base's hidden states over the text come from one pass, as those of a prompt do. The rest is
-``decode_step``: drafters see the states, and histories that end with the root, that they would see there.
+Greedy acceptance takes the deepest path of a draft that the base would have written. If the base's text is known, that
+path is known too, and the base's hidden states over the text come from one pass, like those of a prompt. All else is as
+in ``decode_step``: drafters see the same states, and histories that end with the root.
 
 Legend: T tokens of a text, P of its prompt, N tree nodes, F width of hidden states, D depths.
 """
@@ -25,18 +25,18 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 CHUNK = EngineConfig.chunk
-"""Tokens of a text that a pass computes."""
+"""Number of tokens that a pass computes."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with its answer, and what the base has computed over both.
+    """A prompt with its answer, and the base's hidden states over both.
 
     Attributes:
         ids: [T] int64.
         prompt_tokens: P.
         hidden: [T - 1, F] the base's hidden states; the last token's are not needed.
-        pool: Where keys and values of its whole blocks can be found.
+        pool: The KV cache that holds its full blocks.
     """
 
     ids: Tensor
@@ -50,24 +50,24 @@ class Text:
         return len(self.ids) - self.prompt_tokens
 
     def after(self, places: Tensor) -> Tensor:
-        """The tokens that follow these places of the text; -1 behind its end."""
+        """The tokens that follow these places of the text; -1 after its end."""
         return pad(self.ids, (0, 1), value=-1)[(places + 1).clamp(max=len(self.ids))]
 
     def own(self, base: BaseModel) -> int:
-        """How many tokens of the answer are the base's likeliest at their place."""
+        """Number of tokens of the answer that are the base's most likely token at their place."""
         hidden_AF, answer_A = self.hidden[self.prompt_tokens - 1 :], self.ids[self.prompt_tokens :]
         parts = zip(hidden_AF.split(CHUNK), answer_A.split(CHUNK), strict=True)
         return sum(int((base.logits(hidden).argmax(-1) == tokens).sum()) for hidden, tokens in parts)
 
 
 class Step(NamedTuple):
-    """A draft, and how far the text follows it.
+    """A draft, and how much of it the text confirms.
 
     Attributes:
-        draft: Of one sequence; its root stands in the answer.
-        accepted: Tokens of its deepest path that equals the text.
-        left: Tokens of the text behind the root, at least 1.
-        next: The token behind the root.
+        draft: A draft of one sequence, whose root is a token of the answer.
+        accepted: Number of draft tokens on its deepest path that equals the text.
+        left: Number of tokens of the text after the root, at least 1.
+        next: The token after the root.
     """
 
     draft: Draft
@@ -77,7 +77,7 @@ class Step(NamedTuple):
 
     @property
     def rank(self) -> int | None:
-        """Where the text's next token stands among the first tokens of the draft, by their scores; 0 = the best."""
+        """Rank of the text's next token among the root's children, by score; 0 = the best, None = not among them."""
         rows = zip(self.draft.tokens[0].tolist(), self.draft.parents[0].tolist(), strict=True)
         firsts = [(node, token) for node, (token, parent) in enumerate(rows) if node and not parent]
         if self.draft.scores is not None:
@@ -88,11 +88,11 @@ class Step(NamedTuple):
 
 @torch.inference_mode()
 def read(base: BaseModel, pool: BlockPool, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-    """Compute a text in passes like those of a prompt.
+    """Compute the hidden states of a text in passes like those of a prompt.
 
     Args:
         base: The base, with the feature layers that the drafter reads.
-        pool: Of this base; several texts can share it.
+        pool: A pool of this base; several texts can share it.
         prompt: At least one token.
         answer: At least one token.
     """
@@ -108,18 +108,17 @@ def read(base: BaseModel, pool: BlockPool, prompt: Sequence[int], answer: Sequen
 def replay(
     base: BaseModel, drafter: Drafter, text: Text, every_place: bool = False, cached: bool = False
 ) -> Iterator[Step]:
-    """The steps that bring an answer, from its first token on, which its prompt's pass brings.
+    """The steps that emit an answer after its first token, which the prompt's pass gives.
 
     Args:
-        base: That has read the text.
-        drafter: Proposes; it may be one that learns, or whose model follows the base.
-        text: What the base says.
+        base: The base that has read the text.
+        drafter: Proposes drafts; it may learn, or have a model that follows the base.
+        text: A text of the base.
         every_place: Draft at each place of the answer, and not only where a step would begin.
-        cached: The drafter reads and writes what the base has cached (early exit), so the base computes each accepted
-            path once more.
+        cached: The drafter uses the base's KV cache (early exit), so the base computes each accepted path again.
     """
     place, end, sequence = text.prompt_tokens, len(text.ids) - 1, CachedSequence(text.pool, drafter.observers)
-    if cached and not drafter.observers:  # they need all hidden states
+    if cached and not drafter.observers:  # observers need all hidden states
         sequence.recall(text.ids[:place].tolist())
     _commit(base, sequence, text, place, cached)
     state = _state(text, place)
@@ -128,7 +127,7 @@ def replay(
         draft = fit(base, [sequence], drafter.propose(state, [sequence]))
         places_1N = place + draft.depths
         verdict, unread_1N1 = Verdict(None, text.after(places_1N)), text.hidden.new_empty(*places_1N.shape, 1)
-        found = accept(draft, verdict, state, unread_1N1)  # which also brings the history forward
+        found = accept(draft, verdict, state, unread_1N1)  # also appends the accepted tokens to the history
         step = Step(draft, int(found.counts) - 1, end - place, int(text.ids[place + 1]))
         yield step
         place += 1 if every_place else 1 + step.accepted
@@ -139,17 +138,17 @@ def replay(
 
 
 def tally(text: Text, steps: Iterable[Step], depths: int) -> Tensor:
-    """Counts of one text, as ``generate`` counts: the pass of its prompt is a step.
+    """Counts of one text, in the way of ``generate``: the pass of its prompt is a step.
 
     Args:
         text: The text.
-        steps: Those that bring it.
-        depths: D, that are counted.
+        steps: The steps of its answer.
+        depths: D, the number of depths to count.
 
     Returns:
-        int64 [2, 1 + D]: tokens and steps, then for each depth the drafts that are right down to there, and those that
-        are right down to the depth before where the text goes on. Counts add up; the first row by the second is tokens
-        per step, and acceptance by depth.
+        int64 [2, 1 + D]. Column 0: tokens, and steps. Column d: drafts that are right down to depth d, and drafts that
+        are right down to depth d - 1 if the text has another token there. Counts of texts can be added. The first row
+        divided by the second is tokens per step, and acceptance by depth.
     """
     counts = torch.zeros(2, 1 + depths, dtype=torch.int64)
     counts[:, 0] = torch.tensor([text.answer_tokens, 1])
@@ -161,7 +160,7 @@ def tally(text: Text, steps: Iterable[Step], depths: int) -> Tensor:
 
 
 def _state(text: Text, place: int) -> DecodeState:
-    """What a step starts from whose root stands at a place."""
+    """The state of a step whose root is the token at ``place``."""
     root_1, place_1 = text.ids[place : place + 1], torch.tensor([place], device=text.ids.device)
     return DecodeState(
         roots=root_1,
@@ -175,7 +174,7 @@ def _state(text: Text, place: int) -> DecodeState:
 
 
 def _commit(base: BaseModel, sequence: CachedSequence, text: Text, place: int, cached: bool) -> None:
-    """All before a place is committed, as far as drafters can see it."""
+    """Commit all tokens before a place, as far as drafters can see it."""
     first = sequence.length
     if cached:
         compute(base, sequence, text.ids[first:place])
@@ -184,7 +183,7 @@ def _commit(base: BaseModel, sequence: CachedSequence, text: Text, place: int, c
 
 
 def compute(base: BaseModel, sequence: CachedSequence, tokens_C: Tensor) -> Tensor:
-    """Hidden states [C, F] of a text's next tokens (int64 [C]), which are cached, in passes like those of a prompt."""
+    """Compute and cache a text's next tokens (int64 [C]) in passes like a prompt's; returns hidden states [C, F]."""
     parts = []
     for part in tokens_C.split(1 if base.decoding == "plain" else CHUNK):
         parts.append(base.run(sequence.pool, base.plan([(Draft.chain(part[None]), [sequence])])))

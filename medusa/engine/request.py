@@ -1,4 +1,4 @@
-"""One request, from the moment it is added until it has ended: its options, its cache and its completion."""
+"""One request, from its start to its end: its options, its cache and its completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Request:
     Attributes:
         prompt: Token ids.
         params: How tokens are chosen.
-        speculation: How they are drafted.
+        speculation: How tokens are drafted.
         rule: The acceptance rule that follows from both.
-        observers: Layers of its drafters that must see what the base commits.
+        observers: Layers of its drafters that read the hidden states of committed tokens.
         completion: The completion so far.
         constraint: A grammar that the completion must follow; None = anything.
         client: Name of the client; among waiting requests, the client with the fewest running requests comes first.
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def cached(self) -> CachedSequence:
-        """``sequence`` of a request that is under way."""
+        """``sequence`` of a request that has been admitted."""
         assert self.sequence is not None, "the request was admitted"
         return self.sequence
 
@@ -73,24 +73,24 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to come, for which all of it must be computed."""
+        """Whether log-probabilities of its prompt are still missing; for these all of the prompt must be computed."""
         told = self.output.prompt_logprobs
         return told is not None and len(told) < len(self.prompt)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of who keeps its place when there is not room for all: the smallest first."""
+        """Sort key for preemption: if the cache is full, requests with the smallest key keep their place."""
         return self.priority, self.number
 
     @property
     def drafting(self) -> tuple[object, ...]:
-        """What requests with one drafter have in common."""
+        """Key of the drafter: requests with equal keys can share one."""
         wanted = self.speculation
         name = wanted.drafter if isinstance(wanted.drafter, str) else id(wanted.drafter)
         return wanted.heads, name, wanted.nodes, wanted.tree
 
     def close(self) -> None:
-        """Give back what is cached, which others may find from now on; it may begin again later."""
+        """Free the cached part of the text, which others can find from now on; the request may be admitted again."""
         if self.sequence is not None:
             self.sequence.remember(self.text)
             self.sequence.close()

@@ -1,8 +1,8 @@
-"""Who is computed next: requests wait for room, then their texts are computed in chunks beside the steps of others.
+"""Which requests are computed next: they wait for room, then their prompts are computed in chunks.
 
-Room is given as it is needed and not for the longest text that a request may come to. When there is none left, the
-request that came last gives its blocks back and waits again; it goes on later with the same text. Until somebody has
-ended nobody begins then: whoever did would lose its room again soon.
+Blocks are reserved as they are needed, and not for the longest possible completion. If the pool runs out of blocks, the
+newest request gives its blocks back, waits, and later continues with the same text (preemption). Then no request is
+admitted until one has ended, because the new request would soon be preempted again.
 """
 
 from collections import Counter, deque
@@ -19,9 +19,9 @@ class Scheduler:
     """The requests of a batch that do not decode.
 
     Args:
-        pool: Where keys and values stand.
+        pool: The KV cache.
         config: Limits.
-        base: With one that decodes plainly, a chunk is one token.
+        base: The base; if it can only decode plainly, a chunk is one token.
     """
 
     def __init__(self, pool: BlockPool, config: EngineConfig, base: BaseModel) -> None:
@@ -29,7 +29,7 @@ class Scheduler:
         self._chunk = 1 if base.decoding == "plain" else min(config.chunk, config.pass_tokens)
         self._waiting: list[Request] = []
         self._prompts: deque[Request] = deque()
-        self._full = False  # room has run out, and nobody has ended since
+        self._full = False  # the pool ran out of blocks, and no request has ended since
 
     def __iter__(self) -> Iterator[Request]:
         """All of them."""
@@ -46,7 +46,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def drop(self) -> None:
-        """Let those go that have ended."""
+        """Remove requests that have ended."""
         for request in self._prompts:
             if not request.active:
                 request.close()
@@ -55,10 +55,10 @@ class Scheduler:
         self._prompts = deque(request for request in self._prompts if request.active)
 
     def schedule(self, decoding: Sequence[Request]) -> list[Chunk]:
-        """The chunks of texts that the next pass computes; long texts take turns.
+        """The chunks that the next pass computes; long texts take turns.
 
         Args:
-            decoding: The requests that decode meanwhile.
+            decoding: The requests that decode in the same pass.
         """
         if not self._waiting and not self._prompts:
             return []
@@ -74,18 +74,18 @@ class Scheduler:
         return chunks
 
     def finish(self, request: Request) -> None:
-        """All of its text is computed: it decodes from now on."""
+        """Remove a request whose whole text is computed; it decodes from now on."""
         self._prompts.remove(request)
 
     def ended(self) -> None:
-        """A request that was under way has given its room back for good."""
+        """Note that an admitted request has ended and freed its blocks."""
         self._full = False
 
     def preempt(self, needed: int, decoding: Sequence[Request]) -> Request | None:
-        """Who gives its blocks back where so many are needed at once; None where there is room.
+        """The request to preempt if ``needed`` blocks are not available; None if they are.
 
-        One that is alone in its pool always finds room, see ``BlockPool.check``; beside another batch it may have to
-        wait.
+        A request that is alone in its pool always has room, see ``BlockPool.check``; if another batch uses the pool
+        too, it may have to wait.
         """
         if needed <= self.pool.available:
             return None
@@ -96,7 +96,7 @@ class Scheduler:
         return last
 
     def _admit(self, decoding: Sequence[Request]) -> None:
-        """Let requests begin as long as there is room for their texts and a block more for each that decodes."""
+        """Admit requests while the pool has room for their texts and one more block for each admitted request."""
         under_way = [*decoding, *self._prompts]
         if self._full and under_way:
             return
@@ -128,11 +128,11 @@ class Scheduler:
         self._prompts.append(request)
 
     def _findable(self, request: Request) -> list[int]:
-        """What need not be computed of a text where it is known: all but the last token, whose logits are needed."""
+        """The part of a text that the prefix cache may supply: all but the last token, whose logits are needed."""
         return [] if request.unscored else request.text[:-1]
 
     def _computed_by_another(self, text: list[int], known: int) -> bool:
-        """Whether a text under way fills the first block that is not known of this one: it is computed once."""
+        """Whether another admitted request is computing the first unknown block of this text, to compute it once."""
         end = known + self.pool.size
         beginning = text[:end]
         return end <= len(text) and any(

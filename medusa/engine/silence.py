@@ -1,4 +1,4 @@
-"""Why a drafter that a request named, with a size, drafted nothing: text is right all the same, only slow."""
+"""A warning if a drafter that a request named drafted nothing: the text is right, but decoding was slow."""
 
 import logging
 from functools import cache
@@ -8,7 +8,7 @@ from medusa.engine.request import Request
 logger = logging.getLogger(__name__)
 
 ENOUGH = 8
-"""Steps without a draft that are no chance."""
+"""Least number of steps without a draft before a warning."""
 REASONS = {
     "heads": "a CPU leaves out guesses below a minimum probability, and these heads made no others; train them"
     " longer, or on answers of this base",
@@ -16,11 +16,11 @@ REASONS = {
     "prompt-lookup": "nothing in the text repeats",
     "ngram": "nothing like this text was met before; fill model.ngrams, or complete more texts with it",
 }
-"""By the drafter's name."""
+"""Likely reasons by the name of the drafter."""
 
 
 def say_if_silent(request: Request) -> None:
-    """Warn where a completion has ended without a draft, once for each reason."""
+    """Warn if a completion has ended without a draft, once for each reason."""
     wanted, output = request.speculation, request.output
     asked = isinstance(wanted.drafter, str) and (wanted.nodes or 1) > 1
     if asked and not output.draft_tokens and output.steps > ENOUGH:

@@ -19,17 +19,16 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 HISTORY = 256
-"""Tokens that a history grows by, at least."""
+"""Least number of tokens by which a history grows."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
-        tokens: The new tokens of each sequence, on the host, the last of them the base's own; none where it was not
-            active.
-        state: What the next step starts from.
+        tokens: The new tokens of each sequence, on the host; the last is the base's own. Empty if it was not active.
+        state: The state that the next step starts from.
         sizes: Nodes of each sequence's tree, the root included.
     """
 
@@ -55,7 +54,7 @@ def decode_step(
     reader: Reader | None = None,
     chunks: Sequence[Chunk] = (),
 ) -> StepResult:
-    """Draft a tree, verify it in one pass of the base, accept a path, and keep what the pass has cached of it.
+    """Draft a tree, verify it in one pass of the base, accept a path, and keep its keys and values in the cache.
 
     Chunks of prompts are computed in the same pass.
     """
@@ -79,7 +78,7 @@ def verify(
     reader: Reader | None = None,
     chunks: Sequence[Chunk] = (),
 ) -> tuple[Accepted, Tensor, DecodeState]:
-    """Run the base over the plan's first trees and accept a path of each, without the host.
+    """Run the base over the plan's first trees and accept a path of each, without copies to the host.
 
     Returns:
         What was accepted, the hidden states [B, N, F] at the nodes, and the next state.
@@ -93,7 +92,7 @@ def verify(
         logits_RV = base.logits(hidden_RF)
     hidden_BNF, logits_BNV = draft.spread(hidden_RF), draft.spread(logits_RV)
     accepted = _judge(draft, hidden_BNF, logits_BNV, rule, state, reader)
-    if draft.depth > 0:  # otherwise the root alone, which stands where it belongs
+    if draft.depth > 0:  # the keys of a root alone are in their place already
         base.commit(pool, plan, accepted.path, accepted.counts)
     return accepted, hidden_BNF, _next(state, accepted)
 
@@ -102,12 +101,12 @@ def verify(
 def first_step(
     base: BaseModel, chunks: Sequence[Chunk], drafter: Drafter, rule: Rule, reader: Reader | None = None
 ) -> StepResult:
-    """The base's own token after each of some texts, whose pass is over.
+    """The base's own token after each of some texts, whose last chunks have been computed.
 
     Args:
         base: The base.
-        chunks: The last ones of their texts.
-        drafter: Drafts nothing: what can be verified was computed already.
+        chunks: The last chunk of each text.
+        drafter: Drafts nothing, because no further pass of the base follows here.
         rule: Chooses the tokens.
         reader: See ``Reader``.
     """
@@ -125,7 +124,7 @@ def first_step(
 def _judge(
     draft: Draft, hidden_BNF: Tensor, logits_BNV: Tensor, rule: Rule, state: DecodeState, reader: Reader | None
 ) -> Accepted:
-    """Accept a path of each tree; hidden states and logits are 0 behind the end of smaller trees."""
+    """Accept a path of each tree; hidden states and logits of smaller trees are padded with 0."""
     accepted = accept(draft, rule(draft, logits_BNV, state), state, hidden_BNF)
     if reader is not None:
         reader.read(accepted, logits_BNV)
@@ -140,20 +139,20 @@ def _next(state: DecodeState, accepted: Accepted) -> DecodeState:
 
 
 def _tell(sequences: Sequence[CachedSequence], accepted: Accepted, hidden_BNF: Tensor, counts: Sequence[int]) -> None:
-    """Let layers that draft see what was committed."""
+    """Pass the committed tokens and their hidden states to layers that draft."""
     if any(one.observers for one in sequences):
         tell(sequences, accepted.along_path(hidden_BNF), accepted.tokens, counts)
 
 
 def read_tokens(emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each sequence and their numbers, from ``Accepted.emitted``."""
+    """The tokens of each sequence and how many they are, from ``Accepted.emitted``."""
     *rows, counts = emitted
     tokens = [list(row[:count]) for row, count in zip(zip(*rows, strict=True), counts, strict=True)]
     return tokens, counts
 
 
 def with_room(state: DecodeState, width: int) -> DecodeState:
-    """The state with a history that has room for so many tokens."""
+    """The state with a history that has room for ``width`` tokens."""
     missing = width - state.history.shape[1]
     if missing <= 0:
         return state
@@ -161,15 +160,15 @@ def with_room(state: DecodeState, width: int) -> DecodeState:
 
 
 def fit(base: BaseModel, sequences: Sequence[CachedSequence], draft: Draft) -> Draft:
-    """What the base can verify of a draft: any tree, or its tokens as a chain, or the root alone."""
+    """The part of a draft that the base can verify: any tree, or its tokens as a chain, or the root alone."""
     if base.decoding == "tree":
         return draft
     if draft.parts:
         return Draft.stack([(rows, fit(base, sequences, part)) for rows, part in draft.parts])
-    # Where places stand for positions, they end with the context.
+    # In such bases the place in the cache is the position, so the chain must end within the context.
     longest = max(one.length for one in sequences)
     rows = max(1, base.context_length - 1 - longest if base.decoding == "chain" else 1)
     chain = Draft.chain(draft.tokens[:, :rows])
-    if draft.probs is not None and torch.equal(draft.parents[:, :rows], chain.parents):  # they still hold
+    if draft.probs is not None and torch.equal(draft.parents[:, :rows], chain.parents):  # same parents, same probs
         return dataclasses.replace(chain, probs=draft.probs[:, :rows])
     return chain

@@ -1,4 +1,4 @@
-"""Steps of the same requests in a row: eagerly here, as CUDA graphs in ``medusa.engine.graph``."""
+"""Successive steps of the same requests: eagerly here, as CUDA graphs in ``medusa.engine.graph``."""
 
 import time
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from medusa.state import DecodeState
 
 
 class Steps(Protocol):
-    """Decode steps of the same sequences in a row, each from the state that the one before left."""
+    """Successive decode steps of the same sequences, each from the state that the previous step left."""
 
     ahead: int
-    """Steps that room must be there for when the next one begins."""
+    """Number of steps for which blocks must be reserved when the next one begins."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -27,15 +27,15 @@ class Steps(Protocol):
         """The new tokens of each sequence, the last of them the base's own.
 
         Args:
-            chunks: Of others' texts, which are computed meanwhile.
+            chunks: Chunks of other requests' prompts, which are computed at the same time.
         """
 
     def stop(self) -> tuple[list[list[int]] | None, DecodeState]:
-        """No more steps: the tokens of one that is still under way, if there is one, and the state after it."""
+        """End the steps; returns the tokens of a step under way (None = there is none) and the state after it."""
 
 
 class EagerSteps:
-    """``decode_step`` again and again."""
+    """Repeated calls of ``decode_step``."""
 
     ahead = 1
 
@@ -58,7 +58,7 @@ class EagerSteps:
         drafter = self._drafter.beside_prompts() if chunks else self._drafter
         result = decode_step(self._base, self._sequences, drafter, self._rule, self._state, self._reader, chunks)
         self._state, self.sizes = result.state, result.sizes
-        if not chunks:  # otherwise the time is not the step's own
+        if not chunks:  # otherwise the time includes the chunks
             self._drafter.observe([len(new) for new in result.tokens], time.perf_counter() - began)
         return result.tokens
 
