@@ -14,8 +14,9 @@ RUN apt-get update \
 RUN useradd --create-home --uid 1000 medusa
 WORKDIR /app
 
-# Without the code first, for a layer of gigabytes that lasts until the requirements change.
+# Without the code first (but the version), for a layer of gigabytes that lasts until the requirements change.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY medusa/__init__.py medusa/
 RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt ".[serve,smollm2]"
 COPY medusa medusa
 COPY benchmarks benchmarks

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from medusa import __version__
 from medusa.base.model import BaseModel
 from medusa.cpu.flavours import linux_says
 from medusa.data.packing import PackedRows
@@ -60,9 +61,10 @@ def provenance(
 
 
 def software() -> dict[str, Any]:
-    """Versions of Python and of the packages that decide results, and this code's revision."""
+    """Versions of Python, of this code and of the packages that decide results, and this code's revision."""
+    own = {"python": platform.python_version(), "medusa": __version__}
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": own | {name: _version(name) for name in PACKAGES},
         "revision": _revision(),
     }
 

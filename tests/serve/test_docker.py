@@ -39,7 +39,7 @@ def the(dockerfile, instruction):
 def test_what_is_copied_exists_and_is_sent_to_the_builder(dockerfile):
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {source for name, rest in dockerfile if name == "COPY" for source in shlex.split(rest)[:-1]}
-    assert copied == sent
+    assert {Path(source).parts[0] for source in copied} == sent
     assert not [source for source in copied if not (ROOT / source).exists()]
     assert {"pyproject.toml", "constraints.txt"} <= copied
 
