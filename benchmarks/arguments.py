@@ -2,7 +2,7 @@
 
 import argparse
 
-from medusa.data import EMBEDDED
+from medusa.data import default_base
 from medusa.data.arguments import at_least
 from medusa.sampling import sources
 from medusa.serve.model_options import ATTENTION
@@ -147,7 +147,7 @@ def _add_subject(command: argparse.ArgumentParser) -> None:
     """Which base is measured."""
     add = command.add_mutually_exclusive_group().add_argument
     text = "embedded, smollm2, a directory or a Hub id (default: %(default)s)"
-    add("--base", default=EMBEDDED, metavar="NAME", help=text)
+    add("--base", default=default_base(), metavar="NAME", help=text)
     text = "random weights of a known shape instead, as qwen3-0.6b, llama-1b, llama-8b"
     add("--shape", metavar="NAME", help=text)
     _add_place(command)

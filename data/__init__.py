@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from medusa.base.names import EMBEDDED, shipped_heads
+from medusa.base.names import EMBEDDED, default_base, is_embedded, shipped_heads
 from medusa.base.names import full_name as resolve_base_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EMBEDDED", "load_tokenizer", "resolve_base_name", "shipped_heads"]
+__all__ = ["EMBEDDED", "default_base", "is_embedded", "load_tokenizer", "resolve_base_name", "shipped_heads"]
 
 
 def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.data import EMBEDDED, load_tokenizer
+from medusa.data import default_base, load_tokenizer
 from medusa.data.arguments import base_arguments
 from medusa.data.exchange import Answerer, EndpointSettings, Prompt, Settings
 from medusa.data.options import CHAT_COUNT, EMBEDDED_COUNT, parser
@@ -98,7 +98,7 @@ def _answerer(options: argparse.Namespace) -> "LocalAnswerer":
     from medusa.data.local import LocalAnswerer
 
     disable_progress_bar()
-    options.base = options.base or (None if options.heads else EMBEDDED)
+    options.base = options.base or (None if options.heads else default_base())
     model = MedusaModel.from_pretrained(options.heads, **base_arguments(options))
     speculation = load_settings(options.settings) if options.settings else None
     return LocalAnswerer(model, _settings(options), options.batch, speculation)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from medusa.data import EMBEDDED
+from medusa.data import default_base
 from medusa.data.arguments import add_base_flags, at_least
 from medusa.data.exchange import BATCH, EndpointSettings, Settings
 
@@ -12,6 +12,7 @@ EMBEDDED_COUNT = 2000
 """Prompts from the standard library where no number is given."""
 CHAT_COUNT = 6000
 OWN_COUNT = 4000
+A_BASE = 'directory, Hub id, "smollm2" or "embedded"'
 A_SOURCE = "a file, a directory of files or a Hub data set"
 
 
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base", default=EMBEDDED, help='the base, for its tokenizer: directory, Hub id, or "embedded"')
+    add("--base", default=default_base(), help=f"the base, for its tokenizer: {A_BASE}")
     add("--source", required=True, help=A_SOURCE)
     _add_source(parser)
     add("--limit", type=at_least(0), default=1000, help="records that are read; 0 = all")
@@ -43,7 +44,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base", help=f'directory, Hub id, "smollm2", or "{EMBEDDED}", which is the default in this process')
+    add("--base", help=f"{A_BASE}; default in this process: {default_base()}")
     what = (
         '"train" or "heldout": prompts from the standard library; "chat" or "chat-heldout": questions and tasks of many'
         f" kinds, made from templates; or {A_SOURCE} of conversations, in which every user turn is answered"
@@ -76,7 +77,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 def _add_mix(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("mixture", metavar="FILE", help="a .yaml file that lists the sources, as data/mixtures/smollm2.yaml")
-    add("--base", default=EMBEDDED, help=f'the base, for its tokenizer: directory, Hub id, "smollm2" or "{EMBEDDED}"')
+    add("--base", default=default_base(), help=f"the base, for its tokenizer: {A_BASE}")
     add("--sources", required=True, metavar="DIR", help="where the sources' files are")
     add("--out", required=True, metavar="DIR", help="directory to write: train/, heldout/ and report.json")
     what = "questions of an evaluation, in a file or directory; prompts that share words with one are left out"

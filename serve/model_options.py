@@ -27,7 +27,8 @@ class ModelOptions:
     )
     base: str | None = flag(
         None,
-        "base: embedded, smollm2, a directory, a GGUF file or a Hub id (default: the one that the heads name)",
+        "base: embedded, smollm2, a directory, a GGUF file or a Hub id (default: the one that the heads name; without"
+        " heads embedded, or smollm2 where that is missing, as outside of a clone)",
         metavar="NAME",
     )
     draft_model: str | None = flag(
@@ -63,9 +64,10 @@ class ModelOptions:
         """
         heads = self.heads_or_default()
         if heads and not Path(heads).is_dir() and heads.count("/") != 1:  # "user/heads" may be on the Hub
+            train = "run ./launch.sh first, which trains them, " if heads == DEFAULT_HEADS else ""
             raise FileNotFoundError(
-                f"heads ({heads}) not found: run ./launch.sh first, which trains them, name others with --heads, or"
-                " take --base smollm2, whose heads are here"
+                f"heads ({heads}) not found: {train}name others with --heads, or take --base smollm2, whose heads are"
+                " here"
             )
         import torch
         import transformers
@@ -90,10 +92,11 @@ class ModelOptions:
 
     def heads_or_default(self) -> str | None:
         """The heads that are loaded if none are named; None = no heads."""
-        from medusa.data import EMBEDDED, shipped_heads
+        from medusa.data import EMBEDDED, default_base, shipped_heads
 
-        alone = self.draft_model or self.base not in (None, EMBEDDED)
-        return self.heads or shipped_heads(self.base or "") or (None if alone else DEFAULT_HEADS)
+        base = self.base or default_base()
+        alone = self.draft_model or base != EMBEDDED
+        return self.heads or shipped_heads(base) or (None if alone else DEFAULT_HEADS)
 
 
 def describe(model: "MedusaModel", directory: str | None) -> str:

@@ -130,6 +130,12 @@ def test_serve(installed):
         process.communicate(timeout=60)
 
 
+def test_commands_that_are_told_no_base_have_one(installed):
+    assert installed.run("medusa", "chat", "--max-new-tokens", "8", typed="Say hello.\n").strip()
+    few = ("--count", "1", "--max-new-tokens", "8", "--rounds", "1", "--methods", "heads")
+    assert "SmolLM2-135M-Instruct" in installed.run("medusa", "bench", "run", *few)
+
+
 def test_other_commands(installed):
     assert "usage: medusa COMMAND" in installed.run("medusa", "--help")
     assert "not needed: the kernels came compiled" in installed.run("medusa", "doctor")

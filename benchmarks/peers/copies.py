@@ -15,7 +15,7 @@ import torch
 
 from medusa.base import smollm2
 from medusa.benchmarks.step.shapes import SHAPES, random_model, shape_config
-from medusa.data import EMBEDDED, load_tokenizer, resolve_base_name
+from medusa.data import EMBEDDED, is_embedded, load_tokenizer, resolve_base_name
 from medusa.heads import HeadsConfig
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def copies_of(environments: Path, base: str) -> Path:
 
 def directory_of(environments: Path, base: str) -> Path:
     """Where the copies of a base or shape belong, by its name or by that of ``BaseModel.name``."""
-    if resolve_base_name(base) == resolve_base_name(EMBEDDED):
+    if is_embedded(base):
         return environments / "models" / EMBEDDED
     return environments / "models" / Path(resolve_base_name(base)).name
 

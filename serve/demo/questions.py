@@ -20,11 +20,11 @@ def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[
 
     Those of the embedded base are of its own corpus: functions of the standard library, to continue or to write.
     """
-    from medusa.data import EMBEDDED, resolve_base_name
+    from medusa.data import is_embedded
 
     if path:
         return file_questions(model, path, count)
-    if model.base.name != resolve_base_name(EMBEDDED):
+    if not is_embedded(model.base.name):
         return chat_questions(model, count)
     from medusa.data.prompts import embedded_prompts
 

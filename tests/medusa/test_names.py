@@ -10,9 +10,14 @@ import pytest
 
 from medusa import BaseModel, MedusaModel
 from medusa.base import names, on_hub, smollm2
+from medusa.benchmarks.arguments import build_parser as bench_flags
 from medusa.data import load_tokenizer
+from medusa.data.options import parser as data_flags
 from medusa.formats import save_heads
 from medusa.io.hub import fetch_heads
+from medusa.serve.demo.questions import questions
+from medusa.serve.model_options import DEFAULT_HEADS, ModelOptions
+from medusa.train.own.asked import CHAT, kind_of
 
 
 @pytest.fixture
@@ -60,6 +65,18 @@ def test_a_missing_embedded_base_is_one_error_that_says_who_has_it(monkeypatch, 
     monkeypatch.setattr(names, "SHIPPED", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"is missing: only clones .* name another base, as smollm2"):
         MedusaModel.from_pretrained("embedded")
+
+
+def test_commands_that_are_told_no_base_take_smollm2_where_the_embedded_one_is_missing(shipped, model):
+    (shipped / "pretrained" / "smollm2").mkdir(parents=True)
+    for base, heads in (("embedded", DEFAULT_HEADS), ("smollm2", str(shipped / "pretrained" / "smollm2"))):
+        assert names.default_base() == base
+        assert ModelOptions().heads_or_default() == heads
+        assert bench_flags().parse_args(["step"]).base == base
+        assert data_flags().parse_args(["inspect", "--source", "chats.jsonl"]).base == base
+        assert names.is_embedded(shipped / "embedded" / "base") and not names.is_embedded(names.HUB_ID)
+        assert kind_of(model, "") == CHAT and len(questions(model, None, 3)[0]) == 3
+        shutil.rmtree(shipped / "embedded", ignore_errors=True)
 
 
 def test_smollm2_brings_its_heads(shipped, base_directory, make_heads, monkeypatch):

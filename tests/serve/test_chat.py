@@ -95,7 +95,7 @@ def test_flags_reach_the_answer(say, heads, capsys):
 def test_heads_that_cannot_be_used_are_one_message(say, heads, tmp_path, capsys):
     broken = shutil.copytree(heads, tmp_path / "broken")
     (broken / "heads.safetensors").write_bytes(b"no tensors")
-    for directory, words in ((broken, "heads.safetensors"), (tmp_path / "nowhere", "run ./launch.sh first")):
+    for directory, words in ((broken, "heads.safetensors"), (tmp_path / "nowhere", "not found: name others")):
         assert say(b"hello\n", "--heads", directory) == 1
         streams = capsys.readouterr()
         assert streams.out == ""
@@ -183,7 +183,7 @@ def test_a_chat_without_trained_heads_offers_smollm2(monkeypatch, tmp_path):
         assert "no heads in runs/demo/heads yet" in out.getvalue()
     pipe = Terminal(io.StringIO("y\n"), out, out)
     assert chat._offered(pipe, ModelOptions()).base is None
-    with pytest.raises(FileNotFoundError, match="take --base smollm2"):
+    with pytest.raises(FileNotFoundError, match=r"run ./launch\.sh first, .* take --base smollm2"):
         ModelOptions().load()
     (tmp_path / DEFAULT_HEADS).mkdir(parents=True)
     out = io.StringIO()

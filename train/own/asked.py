@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa import MedusaModel
-from medusa.data import EMBEDDED, resolve_base_name
+from medusa.data import is_embedded
 from medusa.data.chat_prompts import chat_prompts
 from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, Settings, UnansweredError
 from medusa.data.files import file_records
@@ -61,7 +61,7 @@ def kind_of(model: MedusaModel, path: str) -> str:
     """Where prompts come from."""
     if path:
         return FROM_FILE
-    if model.base.name == resolve_base_name(EMBEDDED):
+    if is_embedded(model.base.name):
         return CODE
     return CHAT if model.base.tokenizer.chat_template else TEXT
 
