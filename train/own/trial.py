@@ -4,7 +4,7 @@ Shapes: M positions, K heads, F width of the base's hidden states.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -21,11 +21,10 @@ from medusa.data.sources import Sample
 from medusa.loading.self_test import choose_decoding, fuse
 from medusa.loading.separation import choose_separation
 from medusa.train.base import load_base
-from medusa.train.blocks import Block
-from medusa.train.config import Recipe
+from medusa.train.config import CacheRecipe, Recipe
 from medusa.train.features import BasePass
 from medusa.train.fresh_heads import fresh_heads
-from medusa.train.losses import HeadsLoss
+from medusa.train.medusa1 import Medusa1
 from medusa.train.schedule import head_weights
 from medusa.train.workers import Value, Workers
 
@@ -151,35 +150,35 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
         texts: prompts and answers.
     """
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    workers, optim, num_heads = _Alone(0, 1, here), recipe.optim, recipe.heads.num_heads
+    workers, optim = _Alone(0, 1, here), recipe.optim
     base = choose_decoding(load_base(recipe.base, workers))
     base, device = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers)), base.device
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
-    read_by = fuse(base)  # as `Medusa1` reads
-    one = seconds(lambda: BasePass(read_by, packed, num_heads, 1).read(torch.tensor([0])), device)
+    # As `Medusa1` reads.
+    one = seconds(partial(BasePass(fuse(base), packed, recipe.heads.num_heads, 1).read, torch.tensor([0])), device)
     packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
 
-    module = HeadsLoss(fresh_heads(recipe, base, packed, workers), base, recipe.engine.loss_rows, optim.loss).to(device)
-    steps, size = max(1, len(packed) // optim.rows_per_step), max(1, recipe.engine.loss_rows // num_heads)
-    block = Block(optim, packed, num_heads, 0, steps, 0, 1, base.hidden_size)
-    passes, states = BasePass(read_by, packed, num_heads, optim.micro_rows), _Given()
-    reading = seconds(lambda: states.keep(passes.read(block.rows)), device)
+    steps = max(1, len(packed) // optim.rows_per_step)
+    kept = replace(recipe, cache=CacheRecipe(), optim=replace(optim, mix_steps=steps))  # one block, kept in memory
+    method = Medusa1(kept, base, fresh_heads(recipe, base, packed, workers), packed, workers, steps)
+    module = method.module.to(device)
+    reading = seconds(lambda: next(method.micro_batches(0, torch.ones(recipe.heads.num_heads))), device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
 
     def step(number: int) -> None:
-        weights_K = head_weights(optim, block.label_counts(number)[1:]).to(device)
-        for batch, _ in block.micro_batches(number, states, size):
+        weights_K = head_weights(optim, method.label_counts(number)[1:]).to(device)
+        for batch, _ in method.micro_batches(number, weights_K):
             with torch.autocast(device.type, torch.bfloat16, enabled=base.dtype == torch.bfloat16):
-                loss, *_ = module(*batch[:3], weights_K, *batch[3:])
+                loss, *_ = module(*batch)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step(0)  # the first one is slower
     learning = sum(seconds(partial(step, number), device) for number in range(steps))
-    positions = sum(int(block.label_counts(number)[0]) for number in range(steps))
-    return Training(reading / (len(block.rows) * recipe.data.row_tokens), learning / max(1, positions))
+    positions = sum(int(method.label_counts(number)[0]) for number in range(steps))
+    return Training(reading / (steps * optim.rows_per_step * recipe.data.row_tokens), learning / max(1, positions))
 
 
 class _Alone(Workers):
@@ -192,18 +191,6 @@ class _Alone(Workers):
     def total(self, values: Tensor) -> Tensor:
         """What it has itself."""
         return values
-
-
-class _Given:
-    """Hidden states that were computed before."""
-
-    def keep(self, hidden_MF: Tensor) -> None:
-        """Those of all rows that will be read."""
-        self._hidden_MF = hidden_MF
-
-    def read(self, _: Tensor) -> Tensor:
-        """Those that are kept."""
-        return self._hidden_MF
 
 
 def _params(settings: Settings, number: int) -> SamplingParams:
