@@ -14,6 +14,7 @@ from medusa.tree import Tree
 from tests.medusa.states import decode_state
 from tests.medusa.test_conformance import tiny
 from tests.medusa.test_native import BF16, DTYPES, F16, SINGLE
+from tests.medusa.trees import by_path
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
@@ -27,14 +28,6 @@ def frozen_heads(base, dtype, part=0, feature_layers=(), architecture="recurrent
     if part:
         heads.draft_ids.copy_(torch.randperm(50)[:part].sort().values)
     return freeze(heads.to(dtype), base)
-
-
-def by_path(draft, row):
-    """The scores of one tree's nodes by their paths."""
-    paths = [()]
-    for node in range(1, draft.row_sizes[row]):
-        paths.append((*paths[draft.parents[row, node]], int(draft.tokens[row, node])))
-    return dict(zip(paths, draft.scores[row].tolist(), strict=False))
 
 
 SHAPES = pytest.mark.parametrize(
