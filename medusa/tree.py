@@ -1,6 +1,6 @@
 """Token trees: ``Tree`` is a static topology on the host, ``Draft`` a batch of filled trees on the device.
 
-Nodes are stored so that a parent always stands before its children; node 0 is the root, the newest committed token.
+Nodes are stored so that a parent always comes before its children; node 0 is the root, the newest committed token.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Tree:
 
     @property
     def width(self) -> int:
-        """Ranks that the tree needs of a head: its highest rank + 1."""
+        """Number of best tokens that the tree needs of a head: its highest rank + 1."""
         return max((max(path) for path in self.paths), default=-1) + 1
 
     @cached_property
@@ -69,7 +69,7 @@ class Tree:
 
 
 def ancestor_mask(parents_N: Tensor, depth: int) -> Tensor:
-    """Which node is an ancestor of which, in trees of at most ``depth`` edges.
+    """The ancestors of each node, in trees of at most ``depth`` edges.
 
     Args:
         parents_N: [..., N] int64 index of each node's parent; the root's is the root.
@@ -99,16 +99,16 @@ class Draft:
     Attributes:
         tokens: [B, N] int64; column 0 holds the roots.
         parents: [B, N] int64 index of each node's parent, always smaller than the node's own; 0 for the root.
-        depth: Largest depth that any of the trees can have (a host number: shapes follow from it).
+        depth: Largest depth that any of the trees can have (a number on the host, from which shapes follow).
         probs: [B, N, V] if tokens were drawn: row n is the distribution that node n's token was drawn from, given the
             tokens drawn before it; the root's row is not read. None if all tokens were chosen (one-hot rows).
-        parts: If rows were drafted separately: which rows [b], and their own draft. See ``stack``.
-        straight: Every node's parent is the node before it.
-        sizes: Nodes of each tree, the root included, if some trees have fewer than N. The columns after them are
-            padding, which no path takes. Only on a CPU: these are numbers of the host.
+        parts: If rows were drafted separately: the rows [b] of each part, and their draft. See ``stack``.
+        straight: Whether every node's parent is the node before it.
+        sizes: Number of nodes of each tree, the root included, if some trees have fewer than N. The columns after them
+            are padding, which no path takes. Only on a CPU, since these are numbers on the host.
         scores: [B, N] log-probability of the path from the root to each node, as the drafter estimates it; None if it
             gives no estimate.
-        together: Nodes see their whole tree, not only their ancestors. Such rows are computed, but are never a draft.
+        together: Whether nodes see their whole tree, not only their ancestors. Such rows are never verified.
     """
 
     tokens: Tensor
@@ -123,23 +123,23 @@ class Draft:
 
     @property
     def row_sizes(self) -> Sequence[int]:
-        """Nodes of each tree, whether they differ or not."""
+        """Number of nodes of each tree, also if all are equal."""
         batch, nodes = self.tokens.shape
         return self.sizes or (nodes,) * batch
 
     def flat(self, rows_BN: Tensor) -> Tensor:
-        """[R, ...] of [B, N, ...]: the rows of the trees' own nodes, without padding, sequence by sequence."""
+        """Rows [R, ...] of the trees' nodes out of [B, N, ...], without padding, sequence by sequence."""
         return rows_BN.flatten(0, 1) if self.real is None else rows_BN[self.real]
 
     def spread(self, rows_RF: Tensor) -> Tensor:
-        """[B, N, F] of [R, F]: the rows of the nodes at their places; 0 in the padding of smaller trees."""
+        """Rows [R, F] of the nodes as [B, N, F], with 0 in the padding of smaller trees."""
         if self.real is None:
             return rows_RF.view(*self.tokens.shape, -1)
         return rows_RF.new_zeros(*self.tokens.shape, rows_RF.shape[-1]).masked_scatter_(self.real[..., None], rows_RF)
 
     @cached_property
     def real(self) -> Tensor | None:
-        """[B, N] bool: the node is one of the tree's; None where all are."""
+        """[B, N] bool, true for nodes and false for padding; None if there is no padding."""
         if self.sizes is None:
             return None
         device = self.tokens.device
@@ -170,7 +170,7 @@ class Draft:
         """One draft of rows that were drafted separately; small trees are padded with nodes that no path takes.
 
         Args:
-            parts: Which rows [b], and their draft; every row is in one part. Distributions stay in the parts.
+            parts: The rows [b] of each part, and their draft; every row is in one part. Distributions stay there.
         """
         rows, nodes = sum(len(index) for index, _ in parts), max(part.tokens.shape[1] for _, part in parts)
         tokens_BN = parts[0][1].tokens.new_zeros(rows, nodes)
@@ -187,9 +187,9 @@ class Draft:
         return cls(tokens_BN, parents_BN, depth, parts=tuple(parts), sizes=ragged(sizes))
 
     def keeping(self, real_BN: Tensor) -> "Draft":
-        """The trees with these nodes only, on a CPU; the root and the parent of each kept node must be among them.
+        """The trees with these nodes only, on a CPU; they must include the root and the parent of each kept node.
 
-        Trees become as large as the largest that is left; ``sizes`` says where others are smaller.
+        N becomes the size of the largest remaining tree; ``sizes`` has the sizes if they differ.
         """
         sizes: list[int] = real_BN.sum(1).tolist()
         order_BN = (~real_BN).long().argsort(dim=1, stable=True)
@@ -214,7 +214,7 @@ class Draft:
 
         Args:
             tokens_BT: Token ids.
-            sizes: Tokens of each row that count, where some have fewer; 0 = none.
+            sizes: Number of tokens of each row, if some have fewer; 0 = none.
         """
         batch, length = tokens_BT.shape
         if length == 1 and sizes is None:

@@ -1,4 +1,4 @@
-"""Head architectures by name; a module is imported only when its architecture is asked for."""
+"""Head architectures by name; a module is imported when its architecture is first used."""
 
 from importlib import import_module
 

@@ -1,6 +1,6 @@
-"""Heads with a memory: one decoder layer, again and again from its own output (EAGLE-3, Li et al. 2025).
+"""Attention heads: one decoder layer that is applied repeatedly to its own output (EAGLE-3, Li et al. 2025).
 
-It sees the text through keys and values of its own, which follow the base's (``medusa.cache.Follower``).
+It sees the text through a KV cache of its own, which follows the base's (``medusa.cache.Follower``).
 
 Legend: M positions, K heads, B sequences, m tree nodes of a level, N nodes so far, R rows of a pass, D hidden size,
 H attention heads, G key heads, d head size.
@@ -25,7 +25,7 @@ from medusa.tree import Draft
 
 
 class Growth(NamedTuple):
-    """A tree under way: what the layer has cached, the nodes so far [B, N], and its outputs [B, m, D] at the last m."""
+    """A growing tree: the layer's cached texts, the nodes so far [B, N], and its outputs [B, m, D] at the last m."""
 
     texts: Texts
     tokens: Tensor
@@ -36,12 +36,12 @@ class Growth(NamedTuple):
 class AttentionHeads(RememberingHeads):
     """Head k is the layer's k-th pass; g_k is its output, e_k the base's embedding of the k-th token after position t.
 
-    g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]), s = g_{k-1} (normed with ``norm_output``), and
-    s = W [norm(h_1); ..; norm(h_n)] for the first head, h the outputs of the base's feature layers (the last hidden
-    state where there are none). ``LayerConfig`` has what drafts of others do otherwise. Keys and values are those of
-    the first pass at all positions up to t, which read the base's states, and of the passes between at t itself. A
-    vocabulary matrix reads norm(g_k), the base's a multiple of each of its numbers. Both branches start at 0, and W
-    takes the last of the layers.
+    g_k = y + MLP(norm(y)) with y = s + Attention([norm(e_k); norm(s)]). For the first head
+    s = W [norm(h_1); ..; norm(h_n)], where h are the outputs of the base's feature layers (without such layers s is the
+    last hidden state). For later heads s = g_{k-1} (normed with ``norm_output``). ``LayerConfig`` has the variants of
+    other code. Pass k sees keys and values of the first pass at all positions up to t, which read the base's states,
+    and those of later passes at t only. A vocabulary matrix reads norm(g_k); the base's matrix reads it times ``gain``.
+    Both branches start at 0, and W starts as a copy of the last feature layer.
     """
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -61,18 +61,18 @@ class AttentionHeads(RememberingHeads):
             nn.init.zeros_(parameter)
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """The layer gets its cache."""
+        """See ``DraftHeads.join``; also makes the layer's KV cache."""
         super().join(vocabulary)
         self.memory = LayerMemory(self, vocabulary)
 
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
-        """Pass by pass."""
+        """See ``RememberingHeads``; computes pass by pass."""
         text, state, features = Text(documents), state_MD, []
         rows, places_R = torch.arange(len(state), device=state.device), documents.text_places
         for ahead, tokens_M in enumerate(path_MK.unbind(1)):
             embedded = vocabulary.embed(tokens_M[rows]).to(state.dtype)
             query, key, value = self.project(state, embedded, places_R + ahead, documents.longest + path_MK.shape[1])
-            if not ahead:  # keys and values of all positions are there: passes go on where it is wanted
+            if not ahead:  # only the first pass needs keys and values of all positions
                 rows, places_R = documents.wanted, documents.places
                 query, state = query[rows], state[rows]
             text.keys.append(key)
@@ -84,7 +84,7 @@ class AttentionHeads(RememberingHeads):
         return torch.stack(features)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Growth:
-        """The roots' own rows, computed from what the base has committed."""
+        """The layer's outputs at the roots, which it computed from the committed texts."""
         texts, out_BD = self.remembered(cached)
         nothing_B1 = torch.zeros(len(out_BD), 1, dtype=torch.int64, device=out_BD.device)
         return Growth(texts, nothing_B1, nothing_B1, out_BD[:, None])
@@ -92,7 +92,7 @@ class AttentionHeads(RememberingHeads):
     def level(
         self, head: int, state: Growth, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Growth]:
-        """Logits [B, m, V] of the level's nodes, and the tree with them."""
+        """Logits [B, m, V] of the level's nodes, and the tree with these nodes."""
         if head:
             state = self._grow(state, parents_Bm, tokens_Bm)
         return self.head_logits(head, self.scaled(self.output_norm(state.out)), vocabulary), state
@@ -105,13 +105,13 @@ class AttentionHeads(RememberingHeads):
         parents_BN = torch.cat([tree.parents, computed - above + parents_Bm], dim=1)
         states_BmD = of_parents(self.handed_down(tree.out, self.output_norm(tree.out)), parents_Bm)
         draft = Draft.of(tokens_BN, parents_BN, depth=computed)
-        # The root's row, the last one that is cached, is the tree's first node.
+        # The root is cached already: it is the last row of the text and the tree's first node.
         plan = tree.texts.plan(draft, self.memory.attention, ahead=-1, computed=computed)
         out_RD = self.memory.run(tree.texts.pool, plan, states_BmD.flatten(0, 1))
         return Growth(tree.texts, tokens_BN, parents_BN, out_RD.view_as(states_BmD))
 
     def handed_down(self, out: Tensor, normed: Tensor) -> Tensor:
-        """What the next pass reads of the layer's output."""
+        """The part of the layer's output that the next pass reads."""
         return normed if self._layer.norm_output else out
 
     def project(
@@ -120,10 +120,10 @@ class AttentionHeads(RememberingHeads):
         """Queries [R, H, d], keys and values [R, G, d] of rows.
 
         Args:
-            state_RD: What the pass before has handed down.
-            embedded_RD: Embeddings of the tokens behind.
-            positions_R: int64.
-            reach: Above all positions.
+            state_RD: States from the previous pass.
+            embedded_RD: Embeddings of the tokens that follow.
+            positions_R: int64 positions.
+            reach: Larger than all positions.
         """
         both = torch.cat([self.token_norm(embedded_RD), self.state_norm(state_RD)], dim=-1)
         query, key, value = (
@@ -133,7 +133,7 @@ class AttentionHeads(RememberingHeads):
         return turned(self.query_norm(query), angles), turned(self.key_norm(key), angles), value
 
     def finish(self, state_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
-        """The layer's output [R, D] behind its attention."""
+        """The layer's output [R, D], from the states and the attention outputs."""
         state_RD = self.state_norm(state_RD) if self._layer.norm_before_residual else state_RD
         state_RD = state_RD + self.o_proj(mixed_RHd.flatten(1))
         normed_RD = self.mlp_norm(state_RD)
@@ -142,14 +142,14 @@ class AttentionHeads(RememberingHeads):
 
 
 class LayerMemory(Follower):
-    """What the layer has cached of the texts that it drafts for.
+    """The layer's KV cache of the texts that it drafts for.
 
     Args:
-        heads: Frozen.
-        vocabulary: Both ends of their base.
+        heads: Frozen heads.
+        vocabulary: The base's embeddings and output layer.
 
     Attributes:
-        fused: A pass as one call of C++, where the kernel knows the layer.
+        fused: A pass as one C++ call; None if the kernel does not support the layer.
     """
 
     def __init__(self, heads: AttentionHeads, vocabulary: Vocabulary) -> None:
@@ -163,7 +163,7 @@ class LayerMemory(Follower):
         return self._heads.fuse(hidden)
 
     def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
-        """A pass of the layer over rows of trees; on a CPU one call of C++."""
+        """A pass of the layer over rows of trees; on a CPU one C++ call if the kernel supports the layer."""
         heads = self._heads
         if self.fused is not None:
             return self.fused(pool, plan, heads.rotary.tables(plan.kv_length, states_RD), states_RD)
@@ -175,7 +175,7 @@ class LayerMemory(Follower):
 
 
 def _fused(heads: AttentionHeads, vocabulary: Vocabulary) -> FusedLayers | None:
-    """The layer as one call, where it is known."""
+    """The layer as one C++ call; None if the kernel does not support it."""
     if vocabulary.matrices is None or vocabulary.attention.name != "exact":
         return None
     layer = heads._layer

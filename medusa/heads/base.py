@@ -1,4 +1,4 @@
-"""What every head architecture is: hidden state and drafted tokens in, one draft distribution per head out."""
+"""The interface of head architectures: they read hidden states and drafted tokens, and give logits for each head."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from medusa.heads.layer import LayerConfig
 
 
 class Vocabulary(Protocol):
-    """Both ends of the base, as heads use them; ``BaseModel`` is one."""
+    """The base's embeddings and output layer, as heads use them; ``BaseModel`` is one."""
 
     attention: TreeAttention
-    """Who computes attention, for heads that remember."""
+    """The attention backend, for heads with a KV cache."""
 
     @property
     def linear(self) -> bool:
@@ -33,11 +33,11 @@ class Vocabulary(Protocol):
         """Logits [..., V] of last hidden states [..., D]."""
 
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
-        """What computes the logits of some tokens alone; see ``BaseModel.logits_of``."""
+        """A function that computes the logits of these tokens only; see ``BaseModel.logits_of``."""
 
     @property
     def matrices(self) -> tuple[Tensor | Packed, Tensor | Packed, Tensor | None] | None:
-        """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
+        """Embeddings [V, D], weight [V, D] and bias of the output layer; None if they do more than these products."""
 
 
 @dataclass(frozen=True)
@@ -47,40 +47,40 @@ class HeadsConfig:
     hidden_size: int
     """D, the base's hidden size."""
     vocab_size: int
-    """V, rows of the base's output layer; 0 = not known: some formats of shared heads do not tell it."""
+    """V, rows of the base's output layer; 0 = not known, since some formats of shared heads do not store it."""
     num_heads: int = 4
     """K: head k (1-based) reads the hidden state at position t and predicts token t + 1 + k."""
     num_layers: int = 1
-    """Residual blocks per head ("block": decoder layers of all), each with its own weights."""
+    """Residual blocks per head ("block": decoder layers for all heads), each with its own weights."""
     own_lm_heads: bool = False
-    """True: every head (of "attention" and "block": all together) owns a vocabulary matrix [V, D]. False: all share the
-    base's frozen one."""
+    """True: every head ("attention", "block": all heads together) has its own vocabulary matrix [V, D]. False: the
+    frozen one of the base serves all."""
     base: str = ""
     """Directory or Hub id of the base that the heads were trained on."""
     base_source: str = ""
-    """Which weights of that base were used, if its name does not say it (``BaseModel.source``)."""
+    """The weights of that base that were used, if its name does not say it (``BaseModel.source``)."""
     architecture: str = "medusa"
     """A name in ``medusa.heads.ARCHITECTURES``."""
     base_adapter: str = ""
     """Directory of the adapter that joint training (Medusa-2) added to the base; "" = the base was frozen."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the base, counted from 1, whose outputs heads read beside the last hidden state ("attention", "block":
-    in its place). 0 = the middle one, -3 = the last but three; see ``layers_of``."""
+    """Layers of the base, counted from 1, whose outputs heads read in addition to the last hidden state ("attention",
+    "block": instead of it). 0 = the middle one, -3 = the last but three; see ``layers_of``."""
     rank: int = 64
-    """Rank of the correction by the drafted token before; architectures "markov" and "block" only."""
+    """Rank of the correction by the previous drafted token; architectures "markov" and "block" only."""
     draft_vocab_size: int = 0
     """Number of tokens that heads can draft, the most frequent ones; 0 = the whole vocabulary."""
     layer: LayerConfig | None = None
-    """Shape of the heads' decoder layer; architectures "attention" and "block" only."""
+    """Shape of the heads' decoder layers; architectures "attention" and "block" only."""
     mask_token: int | None = None
-    """A block's rows begin as the base's embeddings: the root's, and this token's for all that are not known (DSpark);
-    None = as ``BlockHeads`` says."""
+    """The first row of a block begins as the root's embedding, and all others as the embedding of this token (DSpark);
+    None = as ``BlockHeads`` describes."""
     own_correction: bool = False
-    """The correction is two matrices of the vocabulary's size (DSpark), and not made of the base's; such block heads
-    draft and are not trained here."""
+    """The correction has two matrices of the vocabulary's size (DSpark) instead of using the base's; such block heads
+    can draft, but are not trained here."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON knows lists only
+        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON has lists only
         layer: Any = self.layer
         if isinstance(layer, dict):
             object.__setattr__(self, "layer", LayerConfig(**layer))
@@ -105,7 +105,7 @@ class HeadsConfig:
             )
 
     def check_fit(self, hidden_size: int, vocab_size: int, name: str) -> None:
-        """Raise ValueError where heads of this shape are not heads of a base of these sizes and this name."""
+        """Raise ValueError if heads of this shape do not fit a base of these sizes; ``name`` is the base's."""
         for what, ours, theirs in (
             ("hidden size", self.hidden_size, hidden_size),
             ("vocabulary", self.vocab_size, vocab_size),
@@ -117,7 +117,7 @@ class HeadsConfig:
                 )
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """``feature_layers`` of a base of so many layers, all counted from 1: files of others may leave that to it."""
+        """``feature_layers`` for a base of ``num_layers`` layers, all counted from 1."""
         counted = (layer + num_layers if layer < 0 else layer for layer in self.feature_layers)
         return tuple(layer or num_layers // 2 for layer in counted)
 
@@ -128,36 +128,34 @@ class HeadsConfig:
 
 
 class DraftHeads(nn.Module, ABC):
-    """K draft heads: all that training and decoding know about an architecture.
+    """K draft heads: the interface between an architecture and training or decoding.
 
-    Training calls ``forward``: all heads at many positions of a text that is known. Decoding calls ``begin`` once per
-    step and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.
+    Training calls ``forward`` for all heads at many positions of a known text. Decoding calls ``begin`` once per step
+    and ``level`` once per head: the tree grows by one level, and head k may read the tokens above it.
 
-    Both get the base's hidden states with the outputs of ``feature_layers`` behind them, and begin with ``fuse``.
+    Both pass the base's hidden states, followed by the outputs of ``feature_layers``; heads begin with ``fuse``.
 
-    Heads that remember (``remembers``) see the text before a position through a cache of their own: they are trained on
-    whole documents, and their ``memory`` observes what the base commits.
+    Heads that remember (``remembers``) have a KV cache of their own, through which they see the text before a position.
+    They are trained on whole documents, and their ``memory`` reads the hidden states of committed tokens.
 
     Shapes: M positions, B sequences, m tree nodes that get children (the frontier), K, D, F = D * (1 + number of
     feature layers), and V columns of logits: the vocabulary, or the part of it that heads can draft.
 
     Attributes:
         config: The shape.
-        draft_ids: int64 [V] token ids of the columns, ascending, where heads can draft a part of the vocabulary only;
+        draft_ids: int64 [V] token ids of the columns, ascending, if heads can draft only a part of the vocabulary;
             None = all of it.
-        lm_heads: Own vocabulary matrices [K, V, D], or one for all [1, V, D]; None where the base's frozen output layer
-            is shared.
-        fusion: What is added to the last hidden state [D] for the feature layers' outputs [F - D], or None without
-            such layers.
-        reads: int64 [F], the columns of the base's hidden states that are these heads', where the base has more layers
-            tapped, for others; None = all.
-        native: What a kernel drafts with, where one knows these heads; None = there is none.
-        memory: What frozen heads that remember have cached.
+        lm_heads: Own vocabulary matrices [K, V, D], or one for all [1, V, D]; None = the base's frozen output layer.
+        fusion: Maps the feature layers' outputs [F - D] to a summand of the last hidden state [D]; None without them.
+        reads: int64 [F], the columns of the base's hidden states that these heads read, if the base taps more layers
+            for other heads; None = all.
+        native: The weights as a C++ kernel drafts with them; None = no kernel supports these heads.
+        memory: The KV cache of frozen heads that remember.
     """
 
     remembers = False
     one_output = False
-    """One vocabulary matrix of their own serves all heads."""
+    """Whether own vocabulary matrices are one for all heads."""
     draft_ids: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -166,27 +164,27 @@ class DraftHeads(nn.Module, ABC):
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
         shape = (1 if self.one_output else config.num_heads, config.output_size, config.hidden_size)
         self.lm_heads = nn.Parameter(torch.zeros(shape)) if config.own_lm_heads else None
-        self._joined_output: Callable[[Tensor], Tensor] | None = None  # of heads that are frozen, see ``join``
+        self._joined_output: Callable[[Tensor], Tensor] | None = None  # of frozen heads, see ``join``
         self.fusion: nn.Linear | None = None
         self.reads: Tensor | None = None
-        self.native: RecurrentWeights | None = None  # of heads that are frozen, see ``join``
-        self.memory: Follower | None = None  # likewise
+        self.native: RecurrentWeights | None = None  # of frozen heads, see ``join``
+        self.memory: Follower | None = None  # of frozen heads
         if config.feature_layers:
             self.fusion = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)
 
     @property
     def observers(self) -> list[Follower]:
-        """What must see all that the base commits: the memory of frozen heads that remember."""
+        """The layers that read the hidden states of committed tokens: the memory of frozen heads that remember."""
         return [] if self.memory is None else [self.memory]
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The hidden state [..., D] that heads start from, out of the base's [..., F]; fresh heads take its first D.
+        """The hidden state [..., D] that heads start from, made of the base's [..., F]; fresh heads take its first D.
 
-        Every layer's output is normed by itself: the numbers of a residual stream grow from layer to layer.
+        Every layer's output is normed separately, because the residual stream grows from layer to layer.
 
         Raises:
-            ValueError: The hidden state is that of other layers.
+            ValueError: The hidden state has another width, that of other layers.
         """
         last, layers = self.split(hidden)
         if self.fusion is None:
@@ -195,10 +193,10 @@ class DraftHeads(nn.Module, ABC):
         return fused
 
     def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The last hidden state [..., D] and what feature layers give [..., n, D], of the base's [..., F].
+        """Split the base's hidden states [..., F] into the last one [..., D] and those of feature layers [..., n, D].
 
         Raises:
-            ValueError: The hidden state is that of other layers.
+            ValueError: The hidden state has another width, that of other layers.
         """
         dim, count = self.config.hidden_size, len(self.config.feature_layers)
         hidden = self.own(hidden)
@@ -211,7 +209,7 @@ class DraftHeads(nn.Module, ABC):
         return last, layers.unflatten(-1, (count, dim))
 
     def own(self, hidden: Tensor) -> Tensor:
-        """What these heads read [..., F] of hidden states that more layers may stand in."""
+        """The columns [..., F] that these heads read, of hidden states that may hold more layers."""
         return hidden if self.reads is None else hidden[..., self.reads]
 
     @abstractmethod
@@ -223,14 +221,15 @@ class DraftHeads(nn.Module, ABC):
         places_M: Tensor | None = None,
         wanted_M: Tensor | None = None,
     ) -> Tensor:
-        """Features [K, M, D] that a vocabulary matrix reads.
+        """Features [K, M, D], the input of a vocabulary matrix.
 
         Args:
             hidden_MF: Hidden states of the base at M positions t, see ``BaseModel.hidden_states``.
             path_MK: Token ids at t + 1 .. t + K; head k may read the first k of them.
             vocabulary: Embeds tokens.
-            places_M: int64 t, for heads that remember: all positions of some documents, each from 0 on; None = of one.
-            wanted_M: bool, where they should be computed; other features are anything. None = everywhere.
+            places_M: int64 positions t, for heads that remember: all positions of whole documents, each counted from
+                0; None = of one document.
+            wanted_M: bool, the positions whose features are needed; other features are undefined. None = all.
         """
 
     @abstractmethod
@@ -239,8 +238,8 @@ class DraftHeads(nn.Module, ABC):
 
         Args:
             hidden_BF: The hidden states that predicted the roots.
-            vocabulary: Both ends of the base.
-            cached: What is cached of the texts; heads that remember have observed what the base has committed.
+            vocabulary: The base's embeddings and output layer.
+            cached: The cached texts, for heads that remember.
         """
 
     @abstractmethod
@@ -251,35 +250,35 @@ class DraftHeads(nn.Module, ABC):
 
         Args:
             head: 0-based; also the depth of the m nodes.
-            state: What ``begin`` or the level before returned.
-            parents_Bm: Where each node's parent stood among the nodes of the level before; 0 for the root.
+            state: The state that ``begin`` or the previous level returned.
+            parents_Bm: Index of each node's parent among the nodes of the previous level; 0 for the root.
             tokens_Bm: The nodes' tokens; the roots at level 0.
-            vocabulary: Embeds tokens and makes logits.
+            vocabulary: Embeds tokens and computes logits.
 
         Returns:
-            Logits of the children [B, m, V], or [B, 1, V] where they are the same for all m nodes; the new state.
+            Logits of the children [B, m, V], or [B, 1, V] if they are the same for all m nodes; and the new state.
         """
 
     def with_config(self, **changes: Any) -> Self:
-        """Heads with the same weights, in the same memory, and another config; these stay as they are."""
+        """Heads with another config that share the memory of these weights; these heads are not changed."""
         with torch.device("meta"):  # nothing is allocated
             same = type(self)(replace(self.config, **changes))
         same.load_state_dict(self.state_dict(), assign=True)
         return same.train(self.training)
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """Compute products of weights that do not change any more once and for all; part of ``freeze``."""
+        """Precompute products of frozen weights; part of ``freeze``."""
         if self.lm_heads is not None and self.one_output:
             self._joined_output = native_linear(self.lm_heads[0])
         elif self.draft_ids is not None and self.lm_heads is None:
             self._joined_output = vocabulary.logits_of(self.draft_ids, pack=True)
 
     def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
-        """Start own vocabulary matrices, where there are any, as copies of the base's (paper section 2.2.1).
+        """Initialise own vocabulary matrices, if there are any, with the base's (paper section 2.2.1).
 
         Args:
-            lm_head_weight: [vocabulary, D] of its output layer.
-            last_norm_D: What its last norm multiplies by, for heads with a norm in front of the output layer.
+            lm_head_weight: [vocabulary, D] weight of the base's output layer.
+            last_norm_D: Weight of the base's last norm, for heads with a norm in front of the output layer.
         """
         if self.lm_heads is None:
             return
@@ -293,14 +292,14 @@ class DraftHeads(nn.Module, ABC):
         return columns if self.draft_ids is None else self.draft_ids[columns]
 
     def columns(self, tokens: Tensor) -> Tensor:
-        """Columns of the draft logits of token ids; negative for those that heads cannot draft."""
+        """Columns of the draft logits for token ids; negative for tokens that heads cannot draft."""
         if self.draft_ids is None:
             return tokens
         nearest = torch.searchsorted(self.draft_ids, tokens.contiguous()).clamp(max=len(self.draft_ids) - 1)
         return torch.where(self.draft_ids[nearest] == tokens, nearest, -1)
 
     def output(self, vocabulary: Vocabulary) -> Callable[[Tensor], Tensor]:
-        """The base's output layer as heads share it: features [..., D] -> logits [..., V]."""
+        """The shared output layer of the base: features [..., D] -> logits [..., V]."""
         if self.draft_ids is None:
             return vocabulary.logits
         return vocabulary.logits_of(self.draft_ids)

@@ -1,7 +1,7 @@
-"""Heads that draft all depths in one pass over the text (after DFlash, Chen et al. 2026, and DSpark).
+"""Block heads: one pass drafts all depths (after DFlash, Chen et al. 2026, and DSpark).
 
-Each draft is a block of K rows behind the text, one per depth, which see the text and each other. What they cannot see,
-the tokens that are being drafted, reaches the guesses through a correction by the token just before (as in ``markov``).
+Each draft is a block of K rows after the text, one per depth, which see the text and each other. They cannot see the
+tokens that are being drafted; a correction by the previous drafted token adds these (as in ``markov``).
 
 Legend: M positions, R of them that are anchors of a block, K heads, B sequences, m tree nodes of a level, V vocabulary,
 D hidden size, H attention heads, G key heads, d head size, L positions of a document.
@@ -28,23 +28,23 @@ from medusa.tree import Draft
 
 
 class Beginning(NamedTuple):
-    """Before the roots are known: what the layers have cached, and the fused states [B, D] at the last positions."""
+    """The state before the first level: the layers' cached texts, and the fused states [B, D] at the last positions."""
 
     texts: Texts
     state: Tensor
 
 
 class BlockHeads(RememberingHeads):
-    """Head k's feature is ``norm(x_k) + Q P e_k``; x_k is row k of the block behind position t, through all layers.
+    """Head k's feature is ``norm(x_k) + Q P e_k``; x_k is row k of the block after position t, after all layers.
 
-    x_k starts as ``s + W norm(e_1) + d_k``: s fuses the outputs of the base's feature layers at t (the last hidden
-    state where there are none), e_k is the base's embedding of the k-th token after t, d_k is learnt. Row k stands at
+    x_k starts as ``s + W norm(e_1) + d_k``: s fuses the outputs of the base's feature layers at t (without such layers
+    it is the last hidden state), e_k is the base's embedding of the k-th token after t, and d_k is learnt. Row k has
     position t + k. In each layer it sees all rows of its block, and keys and values made of norm(s) at all positions up
-    to t. A vocabulary matrix reads the feature, the base's a multiple of each number of norm(x_k). All that is added
-    starts at 0: fresh heads predict what s names.
+    to t. A vocabulary matrix reads the feature; the base's matrix reads norm(x_k) times ``gain``. All summands start
+    at 0, so the logits of fresh heads are those of s.
 
     With ``config.mask_token`` x_1 starts as e_1 itself, and all others as the embedding of that token. With
-    ``config.own_correction`` a row of a table stands for P e_k, and what Q makes of it is added to the logits.
+    ``config.own_correction`` a row of a table replaces P e_k, and Q maps it to a summand of the logits.
 
     Attributes:
         depths: [K, D] d.
@@ -67,10 +67,10 @@ class BlockHeads(RememberingHeads):
         self.down = nn.Embedding(config.vocab_size, rank) if own else nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, config.output_size if own else dim, bias=False)
         nn.init.zeros_(self.up.weight)
-        self._raised: LinearFunction | None = None  # the correction to logits, where it can be added to them
+        self._raised: LinearFunction | None = None  # maps the correction to logits, if it can be added to them
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """Besides, the layers get their cache, and the correction has the output layer behind it."""
+        """See ``DraftHeads.join``; also makes the KV cache, and joins the correction with the output layer."""
         super().join(vocabulary)
         self.memory = BlockMemory(self, vocabulary)
         up, own = self.up.weight, self.config.own_correction
@@ -78,7 +78,7 @@ class BlockHeads(RememberingHeads):
             self._raised = native_linear(up if own else behind_output(self, up, vocabulary))
 
     def rows(self, state_RD: Tensor, roots_R: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """The blocks' rows [R, K, D] in front of the layers, from s and the tokens behind it."""
+        """The blocks' rows [R, K, D] before the layers, from s and the tokens after it."""
         if (mask := self.config.mask_token) is not None:
             unknown_RK = roots_R[:, None].new_full((len(roots_R), self.config.num_heads - 1), mask)
             return vocabulary.embed(torch.cat([roots_R[:, None], unknown_RK], dim=1)).to(state_RD.dtype)
@@ -87,20 +87,20 @@ class BlockHeads(RememberingHeads):
         return rows_RKD
 
     def low(self, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """[..., R]: P e of the tokens [...] just before, or their rows of the table."""
+        """P e [..., R] of the previous tokens [...], or their rows of the table."""
         if not self.config.own_correction:
             tokens = unit_embeddings(tokens, vocabulary, self.up.weight.dtype)
         low: Tensor = self.down(tokens)
         return low
 
     def head_logits(self, head: int, features: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Besides, features of ``forward`` have what the correction needs behind them where it is their own."""
+        """See ``DraftHeads``; with ``own_correction``, features of ``forward`` end in the input of the correction."""
         said, low = features.tensor_split([self.config.hidden_size], dim=-1)
         logits = super().head_logits(head, said, vocabulary)
         return logits + self.up(low) if low.shape[-1] else logits
 
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
-        """Every position that is wanted is the anchor of a block of its own."""
+        """See ``RememberingHeads``; every position where heads guess is the anchor of its own block."""
         anchors_R, ahead_K = documents.wanted, torch.arange(path_MK.shape[1], device=state_MD.device)
         text_MD, places_RK = self.text_norm(state_MD), documents.places[:, None] + 1 + ahead_K
         x_RKD = self.rows(state_MD[anchors_R], path_MK[anchors_R, 0], vocabulary)
@@ -116,15 +116,15 @@ class BlockHeads(RememberingHeads):
         return features_RKD.transpose(0, 1)
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Beginning:
-        """What the base has committed, in the layers' cache."""
+        """The layers' cache of the committed texts."""
         return Beginning(*self.remembered(cached))
 
     def level(
         self, head: int, state: Beginning | Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, m, V] of the level's nodes. The first level makes the pass, which is the state from then on.
+        """Logits [B, m, V] of the level's nodes. The first level computes the block; its result is the later state.
 
-        It is logits [B, K, V] where corrections can be added to them, or features [B, K, D].
+        That is logits [B, K, V] if corrections can be added to logits, otherwise features [B, K, D].
         """
         if isinstance(state, Beginning):
             assert isinstance(self.memory, BlockMemory), "begin has asked"
@@ -138,16 +138,16 @@ class BlockHeads(RememberingHeads):
 
 
 class BlockMemory(Follower):
-    """Keys and values that the layers have made of the texts that they draft for.
+    """Keys and values of the layers for the texts that they draft for.
 
-    A row is the fused state at its position, which is also its output.
+    A row of this follower is the fused state at its position, which is also its output.
 
     Args:
-        heads: Frozen.
-        vocabulary: Both ends of their base.
+        heads: Frozen heads.
+        vocabulary: The base's embeddings and output layer.
 
     Attributes:
-        fused: The passes over a text and over a block as one call of C++ each, where the kernel knows the layers.
+        fused: The passes over a text and over a block as one C++ call each; None if the kernel does not support them.
     """
 
     def __init__(self, heads: BlockHeads, vocabulary: Vocabulary) -> None:
@@ -165,7 +165,7 @@ class BlockMemory(Follower):
         return self._heads.fuse(hidden)
 
     def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
-        """The rows' keys and values in all layers; returns the states."""
+        """Compute and cache the rows' keys and values in all layers; returns the states."""
         heads = self._heads
         if self.fused is not None:
             return self.fused[0](pool, plan, heads.rotary.tables(plan.kv_length, states_RD), states_RD)
@@ -177,9 +177,9 @@ class BlockMemory(Follower):
         return states_RD
 
     def draft(self, texts: Texts, state_BD: Tensor, roots_B: Tensor) -> Tensor:
-        """The block's rows [B, K, D] behind all layers and the last norm.
+        """The block's rows [B, K, D] after all layers and the last norm.
 
-        Its keys and values stand for a while where the text goes on.
+        Its keys and values are stored after the text's, until later tokens overwrite them.
         """
         heads, pool = self._heads, texts.pool
         x_BKD = heads.rows(state_BD, roots_B, self._vocabulary)
@@ -201,7 +201,7 @@ class BlockMemory(Follower):
 
 
 def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, FusedLayers] | None:
-    """Passes over a text and over a block, where they are known."""
+    """The C++ passes over a text and over a block; None if the kernel does not support these layers."""
     shape = heads._layer
     if vocabulary.matrices is None or vocabulary.attention.name != "exact" or shape.norm_heads or shape.attention_bias:
         return None
@@ -217,7 +217,7 @@ def _fused(heads: BlockHeads, vocabulary: Vocabulary) -> tuple[FusedLayers, Fuse
 def _attend(
     documents: Documents, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_MGd: Tensor, value_MGd: Tensor
 ) -> Tensor:
-    """[R, K, H, d]: blocks see the text of their document up to their anchors, and themselves."""
+    """Attention outputs [R, K, H, d]: a block sees the text of its document up to its anchor, and itself."""
     blocks = documents.of_wanted(documents.places, query_RKHd, key_RKGd, value_RKGd)
     texts = documents.of_text(key_MGd, value_MGd)
     return torch.cat([_attend_one(*block, *text) for block, text in zip(blocks, texts, strict=True)])
@@ -226,7 +226,7 @@ def _attend(
 def _attend_one(
     places_R: Tensor, query_RKHd: Tensor, key_RKGd: Tensor, value_RKGd: Tensor, key_LGd: Tensor, value_LGd: Tensor
 ) -> Tensor:
-    """The same of one document."""
+    """``_attend`` for one document."""
     length, groups, size = key_LGd.shape
     query = query_RKHd.unflatten(2, (groups, -1))
     later_RL = torch.arange(length, device=places_R.device) > places_R[:, None]

@@ -1,6 +1,6 @@
-"""What head architectures are made of.
+"""Common parts of head architectures.
 
-Legend: B sequences, m tree nodes, D hidden size, S width of what a node hands down to its children.
+Legend: B sequences, m tree nodes, D hidden size, S width of the state that a node passes to its children.
 """
 
 import torch
@@ -10,11 +10,11 @@ from medusa.heads.base import Vocabulary
 
 
 class ResidualBlock(nn.Module):
-    """``x + O SiLU(W [x; more] + b)`` with O = 0 at the start: a fresh block changes nothing.
+    """``x + O SiLU(W [x; more] + b)`` with O = 0 at the start, so a fresh block changes nothing.
 
     Args:
         dim: D, width of x.
-        more: Width of what is read beside it.
+        more: Width of the additional input.
         inner: Rows of W.
     """
 
@@ -31,11 +31,11 @@ class ResidualBlock(nn.Module):
 
 
 def unit_embeddings(tokens: Tensor, vocabulary: Vocabulary, dtype: torch.dtype) -> Tensor:
-    """The base's input embeddings [..., D] of tokens [...] at unit scale: bases differ in theirs by orders."""
+    """The base's input embeddings [..., D] of tokens [...] at unit scale; the scales of bases differ by far."""
     embeddings = vocabulary.embed(tokens).to(dtype)
     return nn.functional.rms_norm(embeddings, embeddings.shape[-1:])
 
 
 def of_parents(state_BnS: Tensor, parents_Bm: Tensor) -> Tensor:
-    """[B, m, S]: what the parent of each node hands down, out of the states of the level before."""
+    """The state [B, m, S] of each node's parent, out of the states [B, n, S] of the previous level."""
     return state_BnS.gather(1, parents_Bm[..., None].expand(-1, -1, state_BnS.shape[-1]))

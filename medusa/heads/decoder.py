@@ -1,4 +1,4 @@
-"""A decoder layer of the base's kind, in the pieces that heads with a cache of their own put together.
+"""A decoder layer like the base's, in pieces for heads with a KV cache of their own.
 
 Legend: R rows, H attention heads, G key heads, d head size, D hidden size.
 """
@@ -10,22 +10,22 @@ from torch.nn import functional
 from medusa.heads.layer import LayerConfig
 
 POSITIONS = 1024
-"""Rows of a table of angles at first; it doubles."""
+"""Rows of the first table of angles; later tables double."""
 
 
 class Rotary:
     """Rotary positions, from tables that grow.
 
     Args:
-        layer: Says which.
+        layer: The kind and size of the positions.
     """
 
     def __init__(self, layer: LayerConfig) -> None:
         self._layer = layer
-        self._tables: list[tuple[Tensor, Tensor]] = []  # recorded steps go on to read those that they have seen
+        self._tables: list[tuple[Tensor, Tensor]] = []  # recorded steps keep reading old tables
 
     def tables(self, reach: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, d] of at least so many positions, in the dtype and on the device of another."""
+        """Cosines and sines [positions, d] of at least ``reach`` positions, in the dtype and device of ``like``."""
         for cosines, sines in self._tables:
             if len(cosines) >= reach and cosines.dtype == like.dtype and cosines.device == like.device:
                 return cosines, sines
@@ -40,7 +40,7 @@ class Rotary:
 
         Args:
             positions: int64.
-            reach: Above all of them.
+            reach: Larger than all positions.
             like: See ``tables``.
         """
         cosines, sines = (table[positions].unsqueeze(-2) for table in self.tables(reach, like))
@@ -48,7 +48,7 @@ class Rotary:
 
 
 def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Heads [..., heads, d] turned by their rows' positions."""
+    """Heads [..., heads, d] rotated by the angles of their rows' positions."""
     left, right = x.chunk(2, dim=-1)
     return x * angles[0] + torch.cat([-right, left], dim=-1) * angles[1]
 
@@ -83,16 +83,16 @@ class DecoderLayer(nn.Module):
         return [*attention, *mlp, self.down_proj]
 
     def query(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[..., H, d] of normed rows [..., D]."""
+        """Rotated queries [..., H, d] of normed rows [..., D]."""
         return turned(self.query_norm(self.q_proj(normed).unflatten(-1, (-1, self._size))), angles)
 
     def key_value(self, normed: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., G, d] of normed rows [..., D]."""
+        """Rotated keys, and values [..., G, d] of normed rows [..., D]."""
         key, value = (linear(normed).unflatten(-1, (-1, self._size)) for linear in (self.k_proj, self.v_proj))
         return turned(self.key_norm(key), angles), value
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [..., D] for rows x and what their attention gives [..., H, d]."""
+        """The layer's output [..., D] for rows x and their attention outputs [..., H, d]."""
         x = x + self.o_proj(mixed.flatten(-2))
         normed = self.mlp_norm(x)
         out: Tensor = x + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))

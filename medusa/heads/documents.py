@@ -1,6 +1,6 @@
-"""Whole documents behind each other, which heads that remember are trained on: none sees another.
+"""Concatenated whole documents, on which heads that remember are trained; documents do not see each other.
 
-Legend: M positions of some documents, R of them that are wanted.
+Legend: M positions of all documents, R of them where heads guess.
 """
 
 from torch import Tensor
@@ -9,17 +9,17 @@ from medusa.base.documents import document_lengths
 
 
 class Documents:
-    """Which positions belong together.
+    """The documents of M positions.
 
     Args:
-        text_places: [M] of all positions, each document's counted from 0.
-        wanted_M: Where heads guess.
+        text_places: int64 [M], position of each token in its document, from 0.
+        wanted_M: bool, where heads guess.
 
     Attributes:
         text_places: As given.
-        wanted: int64 [R], the positions where heads guess.
-        places: [R] of these.
-        longest: Positions of the longest document.
+        wanted: int64 [R], indices of the positions where heads guess.
+        places: int64 [R], their positions in their documents.
+        longest: Number of positions of the longest document.
     """
 
     def __init__(self, text_places: Tensor, wanted_M: Tensor) -> None:

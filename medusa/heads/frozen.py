@@ -1,4 +1,4 @@
-"""Heads prepared to draft: their weights, and those of the base, do not change any more."""
+"""Preparation of heads for drafting: their weights, and those of the base, are frozen."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from medusa.heads.base import DraftHeads, Vocabulary
 
 
 def freeze(heads: DraftHeads, vocabulary: Vocabulary, layers: Sequence[int] = ()) -> DraftHeads:
-    """A copy of the heads that drafts faster and computes the same; it shares their memory, and they stay as they are.
+    """A copy of the heads that drafts faster and computes the same; it shares their memory, and they are not changed.
 
-    On a CPU linear layers are computed by our kernel.
+    On a CPU our kernels compute the linear layers.
 
     Args:
-        heads: On the base's device and in its dtype.
-        vocabulary: Both ends of that base.
-        layers: Layers whose outputs stand in the base's hidden states, those that these heads read among them; none =
-            these alone.
+        heads: Heads on the base's device and in its dtype.
+        vocabulary: The base's embeddings and output layer.
+        layers: All layers whose outputs are in the base's hidden states, including those that these heads read; empty =
+            only these.
     """
     frozen = heads.with_config().eval().requires_grad_(False)
     own, size = heads.config.feature_layers, heads.config.hidden_size

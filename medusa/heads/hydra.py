@@ -9,11 +9,11 @@ from medusa.heads.blocks import ResidualBlock, of_parents, unit_embeddings
 
 
 class HydraHeads(DraftHeads):
-    """``f_k = x + O_k SiLU(W_k [x; e_1; ..; e_k] + b_k)``, one or more such blocks; x is the base's hidden state first.
+    """``f_k = x + O_k SiLU(W_k [x; e_1; ..; e_k] + b_k)`` in one or more blocks; x starts as the base's hidden state.
 
     e_j is the base's embedding, at unit scale, of the j-th token after the hidden state: the root, then drafted
-    tokens. Every head has weights of its own, and a later head reads more. O = 0 at the start: fresh heads predict
-    what the base predicts.
+    tokens. Every head has its own weights, and a later head reads more tokens. O = 0 at the start, so fresh heads
+    predict what the base predicts.
 
     Attributes:
         blocks: The blocks of each head.
@@ -41,13 +41,13 @@ class HydraHeads(DraftHeads):
         return torch.stack([self._features(head, hidden_MD, read_ME) for head, read_ME in enumerate(read)])
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Tensor:
-        """State [B, 1, D]: what a head reads, so far the hidden state alone."""
+        """State [B, 1, D], the input of a head: at first only the hidden state."""
         return self.fuse(hidden_BF)[:, None]
 
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, m, V] of the level's nodes, and what they read: [B, m, D + k D] for head k."""
+        """Logits [B, m, V] of the level's nodes, and their inputs [B, m, D + k D] for head k."""
         embeddings_BmD = unit_embeddings(tokens_Bm, vocabulary, state.dtype)
         state = torch.cat([of_parents(state, parents_Bm), embeddings_BmD], dim=-1)
         dim = embeddings_BmD.shape[-1]

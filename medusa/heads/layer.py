@@ -1,4 +1,4 @@
-"""The shape of the layers that heads with a memory are made of: the base's own, as far as it is Llama's kind."""
+"""The shape of the decoder layers of heads with a KV cache: that of the base, as far as it is like Llama's."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose angles follow from the position alone."""
+"""Kinds of rotary positions whose angles depend on the position alone."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class LayerConfig:
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0})
     norm_features: bool = True
-    """Norm what each feature layer gives, with weights of its own (EAGLE 3.1: ``fc_norm``)."""
+    """Norm the output of each feature layer, with its own weights (EAGLE 3.1: ``fc_norm``)."""
     norm_jointly: bool = False
-    """With ``norm_features``: norm them all as one vector (``norm_before_fc`` elsewhere)."""
+    """With ``norm_features``: norm all of them as one vector (``norm_before_fc`` in other code)."""
     norm_output: bool = True
-    """The next depth reads the layer's output after its last norm (EAGLE 3.1), not before."""
+    """The next depth reads the layer's output after its last norm (EAGLE 3.1), not before it."""
     norm_before_residual: bool = False
-    """What attention adds to is the normed state, not the state."""
+    """Attention is added to the normed state, not to the state."""
     norm_heads: bool = False
     """Norm queries and keys head by head, as Qwen 3 does."""
     attention_bias: bool = False
@@ -51,16 +51,16 @@ class LayerConfig:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, **options: bool) -> "LayerConfig":
-        """The layer of a base, from the config of its language model.
+        """The shape of a base's layer, from the config of its language model.
 
-        What depends on more than a position (rotary positions that stretch with the text) is left out.
+        Rotary positions that depend on more than the position (those that stretch with the text) are not copied.
 
         Args:
-            config: Of the base.
-            **options: Norms and biases.
+            config: The config of the base.
+            **options: Fields for norms and biases.
         """
         rope = getattr(config, "rope_parameters", None) or {}
-        rope = rope.get("full_attention", rope)  # where kinds of layers differ
+        rope = rope.get("full_attention", rope)  # if kinds of layers differ
         theta = float(rope.get("rope_theta") or 10_000.0)
         known = rope.get("rope_type") in ROTARY and rope.get("partial_rotary_factor", 1.0) == 1.0
         heads = config.num_attention_heads
@@ -77,14 +77,14 @@ class LayerConfig:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """As ``FusedLayers`` is told them."""
+        """The sizes as arguments of ``FusedLayers``."""
         return {
             "heads": self.num_attention_heads, "kv_heads": self.num_key_value_heads, "dim": self.head_dim,
             "epsilon": self.rms_norm_eps,
         }  # fmt: skip
 
     def head_norms(self) -> tuple[nn.Module, nn.Module]:
-        """Of queries and keys [..., head_dim]."""
+        """Norms of queries and keys [..., head_dim]."""
         if not self.norm_heads:
             return nn.Identity(), nn.Identity()
         return nn.RMSNorm(self.head_dim, self.rms_norm_eps), nn.RMSNorm(self.head_dim, self.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Medusa heads with a correction by the token drafted just before (as in DSpark): cheap, and one token of sight."""
+"""Medusa heads with a correction by the previous drafted token (as in DSpark): cheap, but it sees one token only."""
 
 import math
 
@@ -15,11 +15,11 @@ from medusa.heads.medusa import MedusaHeads
 class MarkovHeads(MedusaHeads):
     """``f_k = m_k + Q_k P_k e_k`` with m_k the features of Medusa head k, Q = 0 at the start.
 
-    e_k is the base's embedding, at unit scale, of the k-th token after the hidden state, the last one before the token
-    that head k predicts. Behind the base's output layer W this adds the low-rank term ``(W Q_k) (P_k e_k)`` to the
-    logits: both ends are the base's, and nothing of the size of the vocabulary is trained. For decoding W Q_k is
-    computed once, so a step reads W once for all levels, as with Medusa heads; behind a soft cap, where logits do not
-    add up, every level reads W.
+    e_k is the base's embedding, at unit scale, of the k-th token after the hidden state: the last token before the one
+    that head k predicts. After the base's output layer W this adds the low-rank term ``(W Q_k) (P_k e_k)`` to the
+    logits. Embeddings and output layer are the base's, so nothing of the vocabulary's size is trained. For decoding
+    W Q_k is computed once, so a step reads W once for all levels, as with Medusa heads. If the base caps its logits,
+    they cannot be added, and every level reads W.
 
     Attributes:
         down: [K, R, D] P, with R = ``config.rank``.
@@ -34,7 +34,7 @@ class MarkovHeads(MedusaHeads):
         self._low_rank: list[tuple[LinearFunction, LinearFunction]] = []  # P_k and W Q_k of frozen heads
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """Besides, the correction with the output layer behind it, as layers of their own."""
+        """See ``DraftHeads.join``; also computes W Q_k."""
         super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.linear:
             raised = [behind_output(self, up_DR, vocabulary, head) for head, up_DR in enumerate(self.up)]
@@ -55,7 +55,7 @@ class MarkovHeads(MedusaHeads):
         return self._features(hidden_MD) + torch.bmm(low_KMR, self.up.transpose(1, 2))
 
     def begin(self, hidden_BF: Tensor, vocabulary: Vocabulary, cached: Cached = ()) -> Tensor:
-        """Of the Medusa heads of all levels: logits [K, B, V] where corrections can be added to them, or features."""
+        """Logits [K, B, V] of the Medusa heads if corrections can be added to logits, otherwise features [K, B, D]."""
         if self._low_rank:
             return super().begin(hidden_BF, vocabulary)
         return self._features(self.fuse(hidden_BF), self._joined_blocks)
@@ -63,7 +63,7 @@ class MarkovHeads(MedusaHeads):
     def level(
         self, head: int, state: Tensor, parents_Bm: Tensor, tokens_Bm: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, m, V] of the level's nodes; the state stays."""
+        """Logits [B, m, V] of the level's nodes; the state does not change."""
         before, embeddings_BmD = state[head][:, None], unit_embeddings(tokens_Bm, vocabulary, self.down.dtype)
         if self._low_rank:
             down, raised = self._low_rank[head]
@@ -75,7 +75,7 @@ class MarkovHeads(MedusaHeads):
 
 @torch.no_grad()
 def behind_output(heads: DraftHeads, up_DR: Tensor, vocabulary: Vocabulary, head: int = 0) -> Tensor:
-    """W Q [V, R] of a correction Q to the features of a head whose logits are a linear function of them."""
+    """W Q [V, R] for a correction Q of the features, where logits are a linear function W of the features."""
     columns_RD = up_DR.T
     bias_1V = heads.head_logits(head, torch.zeros_like(columns_RD[:1]), vocabulary)
     return (heads.head_logits(head, columns_RD, vocabulary) - bias_1V).T.to(up_DR.dtype).contiguous()

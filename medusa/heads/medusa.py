@@ -11,9 +11,9 @@ from medusa.heads.base import DraftHeads, HeadsConfig, Vocabulary
 class MedusaHeads(DraftHeads):
     """``features = x + SiLU(W x + b)`` per residual block, with W = 0 and b = 0 at the start.
 
-    A fresh head therefore predicts exactly what the base predicts for the next token: the point from which training
-    starts. Heads do not see what other heads drafted, so one pass gives the logits of all levels; the weights of all
-    heads are stacked for it.
+    So a fresh head predicts exactly what the base predicts for the next token, and training starts from there. Heads do
+    not see what other heads drafted, so one pass gives the logits of all levels; the weights of all heads are stacked
+    for it.
 
     Attributes:
         weight: [L, K, D, D] residual projections W, [out, in] as in ``nn.Linear``.
@@ -25,10 +25,10 @@ class MedusaHeads(DraftHeads):
         layers, heads, dim = config.num_layers, config.num_heads, config.hidden_size
         self.weight = nn.Parameter(torch.zeros(layers, heads, dim, dim))
         self.bias = nn.Parameter(torch.zeros(layers, heads, dim))
-        self._joined_blocks: LinearFunction | None = None  # of heads that are frozen, see ``join``
+        self._joined_blocks: LinearFunction | None = None  # of frozen heads, see ``join``
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """The first blocks of all heads as one layer."""
+        """See ``DraftHeads.join``; the first blocks of all heads become one layer."""
         super().join(vocabulary)
         self._joined_blocks = native_linear(self.weight[0].flatten(0, 1), self.bias[0].flatten())
 

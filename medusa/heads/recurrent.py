@@ -1,8 +1,8 @@
-"""Heads that know what was drafted before them: one small network, applied once per level of the tree.
+"""Recurrent heads: one small network, applied once per level of the tree, that reads the drafted tokens.
 
-Medusa heads guess token t + 1 + k without knowing tokens t + 1 .. t + k. Hydra heads (Ankner et al. 2024) read their
-embeddings; here they arrive one per level in a state that is handed down the tree, and all heads share their weights
-(as in ReDrafter, Zhang et al. 2024). K heads cost the memory of one, which stays in the processor's cache.
+Medusa heads guess token t + 1 + k without knowing tokens t + 1 .. t + k. Hydra heads (Ankner et al. 2024) read the
+embeddings of these tokens. Recurrent heads read one embedding per level, pass a state down the tree, and share their
+weights (as in ReDrafter, Zhang et al. 2024). K heads need the memory of one, which stays in the processor's cache.
 """
 
 import torch
@@ -19,10 +19,10 @@ EXPANSION = 2
 
 
 class RecurrentHeads(DraftHeads):
-    """``s_k = s_{k-1} + O SiLU(W [s_{k-1}; e_k] + b)``, one or more such blocks; s_0 is the base's hidden state.
+    """``s_k = s_{k-1} + O SiLU(W [s_{k-1}; e_k] + b)`` in one or more blocks; s_0 is the base's hidden state.
 
     e_k is the base's embedding, at unit scale, of the k-th token after the hidden state: the root for head 1, then
-    drafted tokens. A vocabulary matrix reads s_k. O = 0 at the start: fresh heads predict what the base predicts.
+    drafted tokens. A vocabulary matrix reads s_k. O = 0 at the start, so fresh heads predict what the base predicts.
     """
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -31,7 +31,7 @@ class RecurrentHeads(DraftHeads):
         self.blocks = nn.ModuleList(ResidualBlock(dim, dim, EXPANSION * dim) for _ in range(config.num_layers))
 
     def join(self, vocabulary: Vocabulary) -> None:
-        """On a CPU a draft becomes one call of C++, where both ends of the base are plain matrices."""
+        """See ``DraftHeads.join``; on a CPU a draft becomes one C++ call if the base has plain matrices."""
         super().join(vocabulary)
         if self.lm_heads is not None or vocabulary.matrices is None:
             return

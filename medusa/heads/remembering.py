@@ -1,6 +1,6 @@
-"""What heads with a KV cache of their own have in common; the layers behind it are each architecture's own.
+"""The common part of heads with a KV cache of their own: attention heads and block heads.
 
-Legend: M positions, R of them that are wanted, K heads, D hidden size, F width of the base's hidden states, B
+Legend: M positions, R of them where heads guess, K heads, D hidden size, F width of the base's hidden states, B
 sequences.
 """
 
@@ -19,8 +19,8 @@ from medusa.heads.documents import Documents
 class RememberingHeads(DraftHeads):
     """Heads that fuse the outputs of the base's feature layers, see the text before a position, and end in a norm.
 
-    Fresh ones take the last of the layers. A vocabulary matrix reads the normed output; the base's, a multiple of each
-    of its numbers: those that it reads of the base were multiplied by the last norm, often far from 1.
+    Fresh heads use the last of these layers. A vocabulary matrix reads the normed output. The base's matrix reads it
+    times ``gain``, a factor for each number, because the base's last norm has such factors, often far from 1.
     """
 
     remembers = True
@@ -44,13 +44,13 @@ class RememberingHeads(DraftHeads):
 
     @abstractmethod
     def drafted(self, state_MD: Tensor, path_MK: Tensor, vocabulary: Vocabulary, documents: Documents) -> Tensor:
-        """Features [K, R, D] on the given path, where they are wanted.
+        """Features [K, R, D] on the given path, at the positions where heads guess.
 
         Args:
-            state_MD: What ``fuse`` gives.
+            state_MD: The output of ``fuse``.
             path_MK: See ``forward``.
             vocabulary: Embeds tokens.
-            documents: Of the M positions.
+            documents: The documents of the M positions.
         """
 
     def forward(
@@ -72,7 +72,7 @@ class RememberingHeads(DraftHeads):
         return features_KRD.new_zeros(shape).index_copy(1, documents.wanted, features_KRD)
 
     def init_from_base(self, lm_head_weight: Tensor, last_norm_D: Tensor | None = None) -> None:
-        """Besides, what the vocabulary matrix reads starts at the scale of what the base's reads."""
+        """See ``DraftHeads``; also scales own matrices, or ``gain``, by the base's last norm."""
         super().init_from_base(lm_head_weight, last_norm_D)
         scaled = self.lm_heads if self.gain is None else self.gain
         if last_norm_D is not None and scaled is not None:
@@ -80,7 +80,7 @@ class RememberingHeads(DraftHeads):
                 scaled.mul_(last_norm_D)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """What the layers start from [..., D] of the base's hidden states [..., F]."""
+        """The input [..., D] of the layers, made of the base's hidden states [..., F]."""
         last, layers = self.split(hidden)
         if self.fusion is None:
             return last
@@ -91,14 +91,14 @@ class RememberingHeads(DraftHeads):
         return fused
 
     def scaled(self, normed: Tensor) -> Tensor:
-        """What a vocabulary matrix reads of the normed output."""
+        """The input of a vocabulary matrix: the normed output, times ``gain`` for the base's matrix."""
         return normed if self.gain is None else normed * self.gain
 
     def remembered(self, cached: Cached) -> tuple[Texts, Tensor]:
-        """What the layers have cached of the base's texts, and their outputs [B, D] at the last positions.
+        """The layers' cached texts, and their outputs [B, D] at the last positions.
 
         Raises:
-            ValueError: They are not frozen, or nothing is cached.
+            ValueError: The heads are not frozen, or ``cached`` is empty.
         """
         if self.memory is None or not cached:
             name = self.config.architecture

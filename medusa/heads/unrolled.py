@@ -1,7 +1,7 @@
-"""Attention of a layer that is trained on its own outputs: passes over whole documents, one token further each.
+"""Attention of a layer that is trained on its own outputs: unrolled passes, each one token further ahead.
 
-Legend: M positions of some documents, R of them where passes go on, H attention heads, G key heads, d head size, L
-positions of a document.
+Legend: M positions of all documents, R of them where later passes compute, H attention heads, G key heads, d head size,
+L positions of a document.
 """
 
 import torch
@@ -11,14 +11,14 @@ from medusa.heads.documents import Documents
 
 
 class Text:
-    """What unrolled passes see: of the first one all positions up to their own, of later ones their own alone.
+    """Keys and values of unrolled passes. A row sees the first pass up to its position, and later passes at it only.
 
     Args:
-        documents: Of all positions; passes go on where heads guess.
+        documents: The documents; passes after the first compute only where heads guess.
 
     Attributes:
-        keys: [M, G, d] of the first pass, [R, G, d] of each later one.
-        values: Likewise.
+        keys: [M, G, d] of the first pass, [R, G, d] of each later pass.
+        values: The same shapes.
     """
 
     def __init__(self, documents: Documents) -> None:
@@ -26,7 +26,7 @@ class Text:
         self.keys, self.values = list[Tensor](), list[Tensor]()
 
     def attend(self, query_RHd: Tensor) -> Tensor:
-        """[R, H, d] for queries of the latest pass; each document by itself."""
+        """Attention outputs [R, H, d] for queries of the latest pass; documents are computed separately."""
         texts = self._documents.of_text(self.keys[0], self.values[0])
         rows = self._documents.of_wanted(query_RHd, self._documents.places, *self.keys[1:], *self.values[1:])
         passes = len(self.keys) - 1
@@ -39,7 +39,7 @@ class Text:
 def _attend(
     query_RHd: Tensor, places_R: Tensor, key_LGd: Tensor, value_LGd: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> Tensor:
-    """Of one document: R rows see its first L positions up to their places, and what is theirs of each later pass."""
+    """Attention of one document: each of R rows sees the L positions up to its own, and its own row of later passes."""
     length, groups, size = key_LGd.shape
     query_GRhd = query_RHd.unflatten(1, (groups, -1)).transpose(0, 1)
     hidden_RL = torch.arange(length, device=places_R.device) > places_R[:, None]
