@@ -45,7 +45,7 @@ def test_what_is_no_prompt_is_refused(chat):
     refused = {number: str(answer) for number, answer in answers.items() if isinstance(answer, UnansweredError)}
     assert sorted(refused) == [1, 2, 3, 4]
     assert refused[1] == "the base did not finish it ('what is it')"
-    assert "there already ('what is it')" in refused[2]
+    assert "a duplicate ('what is it')" in refused[2]
 
 
 def test_the_file_holds_the_users_words_the_given_ones_included(chat, tmp_path):
