@@ -12,7 +12,7 @@ from medusa.train.recipe_file import RecipeError, describe, parse_overrides, rea
 from medusa.train.stop import Stopped, StopRequest
 
 GRACE = 10.0
-"""Seconds that torchrun has to end a process whose error is only the echo of another one's."""
+"""Seconds that torchrun gets to end a process whose error only follows from another process's error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("medusa.train", "medusa.base.smollm2"):
         logging.getLogger(name).setLevel(logging.INFO if talks else logging.CRITICAL)
     if not talks:
-        logging.getLogger("medusa").setLevel(logging.ERROR)  # what it says of the base is the same everywhere
+        logging.getLogger("medusa").setLevel(logging.ERROR)  # messages about the base are the same everywhere
     logger = logging.getLogger("medusa.train")
     options, rest = _parser().parse_known_args(arguments)
     stop = StopRequest()
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, stop: StopRequest) -> None:
-    """Say what went wrong, once: an error that comes from process 0's, or that all processes share, is told there."""
+    """Report an error once: process 0 reports errors that it caused or that all processes share."""
     logger = logging.getLogger("medusa.train")
     if os.environ.get("RANK", "0") != "0" or isinstance(error, ConnectionError):
         if stop.number:

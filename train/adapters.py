@@ -1,4 +1,4 @@
-"""What trains inside the base (Medusa-2): LoRA adapters (Hu et al. 2021), through peft."""
+"""LoRA adapters (Hu et al. 2021) that train inside the base (Medusa-2), through peft."""
 
 import warnings
 from contextlib import AbstractContextManager
@@ -14,10 +14,10 @@ from medusa.train.config import LoraRecipe
 
 
 class Adapters:
-    """Trained adapters on all linear layers of a frozen base but its output layer; they start as no change at all.
+    """Trained adapters on all linear layers of a frozen base except its output layer; at the start they change nothing.
 
-    The base is changed in place: whoever holds it sees the adapted one, at every moment. Routers of experts stay
-    as they are where they are linear layers of a kind of their own.
+    The base is changed in place, so every reference to it sees the adapted base. Routers of experts get no adapters if
+    their class is a special kind of linear layer.
 
     Args:
         base: the frozen base.
@@ -37,7 +37,7 @@ class Adapters:
             task_type="CAUSAL_LM",
         )
         self._config = config
-        with warnings.catch_warnings():  # of names that transformers 6 will no longer have
+        with warnings.catch_warnings():  # about names that transformers 6 will remove
             warnings.simplefilter("ignore", FutureWarning)
             self._model = get_peft_model(base.model, config)
             if lora.checkpoint_layers:
@@ -49,7 +49,7 @@ class Adapters:
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def off(self) -> AbstractContextManager[None]:
-        """While it lasts, the base is the original."""
+        """A context in which the adapters are off: the base is the original."""
         off: AbstractContextManager[None] = self._model.disable_adapter()
         return off
 
@@ -63,6 +63,6 @@ class Adapters:
 
 
 def _routers(base: BaseModel) -> list[str]:
-    """Names of those linear layers that choose experts; they return more than a product."""
+    """Names of the linear layers that choose experts; they return more than a product."""
     layers = ((name, module) for name, module in base.model.named_modules() if isinstance(module, nn.Linear))
     return [name for name, module in layers if "Router" in type(module).__name__]

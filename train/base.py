@@ -1,4 +1,4 @@
-"""The frozen base as a recipe asks for it: its dtype, in 4 bits (QLoRA, Dettmers et al. 2023), or in shares."""
+"""The frozen base of a recipe: in a dtype, in 4 bits (QLoRA, Dettmers et al. 2023), or divided among processes."""
 
 import logging
 from functools import cache, partial
@@ -20,14 +20,14 @@ LOGGER = logging.getLogger("medusa.train")
 
 ROUNDS = 5
 ROWS, WIDTH, COLUMNS = 512, 512, 2048
-"""Of the product that is timed: a billion multiplications, some ten milliseconds on one core."""
+"""Sizes of the timed product: about half a billion multiplications, some ten milliseconds on one core."""
 
 
 def load_base(recipe: BaseRecipe, workers: Workers) -> BaseModel:
-    """The base as it is stored, whole or divided among the processes, all of which call it.
+    """Load the base, whole or divided among the processes; all processes call it.
 
     Raises:
-        ValueError: it cannot be loaded, or not in 4 bits here.
+        ValueError: the base cannot be loaded, or 4 bits are not supported here.
     """
     name, device = resolve_base_name(recipe.name), workers.device
     dtype = None if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
@@ -43,7 +43,10 @@ def load_base(recipe: BaseRecipe, workers: Workers) -> BaseModel:
 
 @cache
 def slow_in_bfloat16(device: torch.device) -> bool:
-    """Whether products in float32 are faster: AVX-512 without AMX may take half as long; never so on a GPU."""
+    """Whether products in float32 are faster than in bfloat16, by measurement; never on a GPU.
+
+    With AVX-512 and without AMX they may take half as long.
+    """
     if device.type != "cpu":
         return False
     products = {}

@@ -1,12 +1,12 @@
-"""Steps out of blocks of rows: positions of many documents, mixed.
+"""Training steps made of blocks of rows, with the positions of many documents mixed.
 
-The positions of one row are alike: they come from a dozen documents. A step whose positions are drawn from many rows
-has a gradient of less noise, so the rows of several steps form a block, and a permutation deals the block's positions
-out to its steps. The base still reads each row once. Everything is a function of the seed and the step, and the same
-for any number of processes: each takes its share of the block's rows, and of a step the positions of those rows.
+The positions of one row are alike, because they come from about a dozen documents. A step with positions from many rows
+has a less noisy gradient. So the rows of several steps form a block, and a permutation divides the block's positions
+among its steps. The base still reads each row once. All of this is a function of the seed and the step, and the same
+for any number of processes: each process takes a share of the block's rows, and in a step the positions of those rows.
 
-Shapes: M positions, U positions that teach, K heads, D hidden size, F width of the base's hidden states (D, times more
-with feature layers).
+Shapes: M positions, U positions whose hidden states are teachers, K heads, D hidden size, F width of the base's hidden
+states (D, or a multiple of it with feature layers).
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ class MicroBatch(NamedTuple):
     path: Tensor
     """int64 [M, K]; tokens t+1 .. t+K."""
     labels: Tensor
-    """int64 [M, K]; tokens t+2 .. t+1+K, `IGNORE` where a head has nothing to say."""
+    """int64 [M, K]; tokens t+2 .. t+1+K, `IGNORE` where a head has no target."""
     teacher: Tensor | None = None
-    """float32 [U, D]; last hidden states of the base where it says what heads should; None where the labels teach."""
+    """float32 [U, D]; last hidden states whose distributions are the targets; None if the labels are (ce)."""
     teacher_index: Tensor | None = None
     """int64 [M, K]; the row of `teacher` for each label that is not `IGNORE`."""
     places: Tensor | None = None
@@ -40,18 +40,18 @@ class MicroBatch(NamedTuple):
 
 
 class Block:
-    """The rows of some steps in a row, as one of `world_size` processes sees them.
+    """The rows of successive steps, as one of `world_size` processes sees them.
 
     Args:
         optim: the seed, rows per step and the kind of loss.
         packed: all rows.
         num_heads: K.
         first: the first step.
-        steps: steps of the block.
-        rank: this process.
+        steps: number of steps of the block.
+        rank: rank of this process.
         world_size: number of processes.
         hidden_size: D; None = F, without feature layers.
-        whole: documents stay whole, for heads that remember; a block is one step then.
+        whole: keep documents whole, for heads that remember; then a block is one step.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Block:
         return (self.positions.targets[self._steps_M == step - self.first] != IGNORE).sum(0)
 
     def micro_batches(self, step: int, states: HiddenStates, size: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """This process's positions of a step, `size` or so many rows of documents at a time; whether they are the last.
+        """This process's micro-batches of a step (`size` positions, or rows if `whole`), and whether each is the last.
 
         All processes get the same number of micro-batches, at least one, so those with fewer positions get empty ones.
         """
@@ -88,14 +88,14 @@ class Block:
             yield self._micro_batch(piece, start), number == len(pieces)
 
     def _dealt(self, step: int, size: int) -> list[Tensor]:
-        """Positions of a step, as indices among this process's."""
+        """This process's positions of a step, as indices among its positions of the block, in micro-batches."""
         start, end = self._bounds[self._rank : self._rank + 2]
         mine = (self._steps_M[start:end] == step - self.first).nonzero().squeeze(1)
         most = max(int((self._steps_M[a:b] == step - self.first).sum()) for a, b in pairwise(self._bounds))
         return [mine[number * size : (number + 1) * size] for number in range(max(1, -(-most // size)))]
 
     def _rows_of(self, count: int) -> list[Tensor]:
-        """Positions of `count` rows at a time, likewise."""
+        """The same as `_dealt` for whole documents: the positions of `count` rows at a time."""
         start, end = self._bounds[self._rank : self._rank + 2]
         ends = self.positions.per_row.cumsum(0) - start
         rows = [0, *ends[(ends > 0) & (ends <= end - start)].tolist()]
@@ -121,7 +121,7 @@ class Block:
 
 
 def _deal(count: int, steps: int, seed: int) -> Tensor:
-    """The step within the block of each of `count` positions, int64 [count]; equal shares, mixed."""
+    """The step within the block of each of `count` positions, int64 [count]: equal numbers, in random order."""
     if steps == 1:
         return torch.zeros(count, dtype=torch.int64)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,6 +1,6 @@
-"""What is wrong with a recipe and can be seen before anything is loaded: missing files, sizes that do not fit.
+"""Mistakes of a recipe that can be found before anything is loaded: missing files, sizes that do not fit.
 
-Like ``train.recipe_file`` it imports no torch: a wrong recipe answers at once.
+Like ``train.recipe_file`` this module does not import torch, so that a wrong recipe is reported at once.
 """
 
 import os
@@ -18,18 +18,18 @@ from medusa.train.run_directory import RunDirectory
 
 CONTEXT = "max_position_embeddings", "n_positions", "max_seq_len"
 LAYERS = "num_hidden_layers", "n_layer"
-"""Keys of a model's config, as families call them."""
+"""Keys for the context length in the configs of different families."""
 
 
 def mistakes(recipe: Recipe) -> Iterator[str]:
-    """All of them, a sentence each."""
+    """All mistakes, one sentence each."""
     base = ""
     try:
         base = _directory(recipe.base.name)
     except (OSError, ValueError) as error:
         yield f"base.name: {error}"
     yield from _too_large(recipe, base)
-    first = os.environ.get("NODE_RANK", "0") == "0"  # the machine that reads held-out samples and the run directory
+    first = os.environ.get("NODE_RANK", "0") == "0"  # only this machine reads held-out samples and the run directory
     for key, name in (("train", recipe.data.train), ("heldout", recipe.data.heldout if first else "")):
         if name and means_files(name):
             try:
@@ -44,23 +44,23 @@ def mistakes(recipe: Recipe) -> Iterator[str]:
 
 
 def _directory(name: str) -> str:
-    """Where the base's config can be read; "" = not on this machine yet.
+    """The directory of the base's config; "" = not on this machine yet.
 
     Raises:
         OSError: There is no such base.
-        ValueError: The name means several.
+        ValueError: The name fits several bases.
     """
     if full_name(name) == HUB_ID:
         return smollm2.kept()
     is_file = gguf_names.find(name) if Path(name).exists() else "gguf" in name.lower()
-    if is_file:  # it is read, or fetched, when training begins
+    if is_file:  # it is loaded or downloaded when training begins
         return ""
     found = smollm2.locate(name)
     return found if Path(found).is_dir() else kept_directory(found)
 
 
 def _too_large(recipe: Recipe, directory: str) -> Iterator[str]:
-    """Numbers that are more than the base has, as far as its config tells."""
+    """Values of the recipe that exceed those of the base, as far as its config has them."""
     config = (peek_object(Path(directory) / "config.json") if directory else None) or {}
     config = config.get("text_config", config)
     heads, base = recipe.heads, recipe.base.name

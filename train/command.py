@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help", "--check"} & set(words):
         return work(words)
-    if status := work(["--check", *words]):  # wrong use ends here, with one message
+    if status := work(["--check", *words]):  # wrong use ends here with one message
         return status
     try:
         flags = torchrun_flags(os.environ)
@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def processes(environment: Mapping[str, str]) -> int:
-    """Training processes on this machine: NPROC, or one for each GPU, or one.
+    """Number of training processes on this machine: NPROC, or one for each GPU, or one.
 
     Raises:
-        RecipeError: NPROC is no number of processes.
+        RecipeError: NPROC is not a number of processes.
     """
     import torch
 
@@ -45,12 +45,12 @@ def processes(environment: Mapping[str, str]) -> int:
 
 
 def torchrun_flags(environment: MutableMapping[str, str]) -> list[str]:
-    """What torchrun is told, after NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+    """Flags for torchrun, from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
-    Sets ``OMP_NUM_THREADS`` to this machine's cores divided by its processes where the user has not.
+    Sets ``OMP_NUM_THREADS`` to this machine's cores divided by its processes, unless it is set.
 
     Raises:
-        RecipeError: NPROC is no number of processes, or several machines have no address where they meet.
+        RecipeError: NPROC is not a number of processes, or MASTER_ADDR is missing for several machines.
     """
     from medusa.clock import cores
     from medusa.files import cache_directory

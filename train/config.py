@@ -9,7 +9,7 @@ from typing import Any
 
 
 def _limits(default: Any, *, low: float | None = None, high: float | None = None, resume: bool = False) -> Any:
-    """A field with inclusive bounds; `resume=True`: a run may go on after this value has changed."""
+    """A field with inclusive bounds; `resume=True`: a run may be resumed after this value has changed."""
     return field(default=default, metadata={"low": low, "high": high, "resume": resume})
 
 

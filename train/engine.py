@@ -1,6 +1,6 @@
 """The trained module inside DeepSpeed: the only module that imports it.
 
-The base stays outside, so what is saved is small.
+The base stays outside, so checkpoints are small.
 """
 
 import logging
@@ -17,7 +17,7 @@ from torch import distributed as dist
 from medusa.train.config import EngineRecipe, OptimRecipe
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per parameter, beside the count of its steps."""
+"""Tensors that AdamW keeps per parameter, in addition to its step count."""
 
 
 class Engine:
@@ -27,8 +27,8 @@ class Engine:
         module: the trained module; its forward pass returns a loss first.
         optim: learning rate, weight decay, clipping.
         engine: ZeRO stage and offload.
-        device: where the module lives; torch.distributed is initialised already.
-        groups: trained parameters that share a learning rate; None = all alike.
+        device: device of the module; torch.distributed must be initialised.
+        groups: groups of trained parameters with one learning rate each; None = one group.
         autocast: compute the module's products in bfloat16; weights and their sums stay in float32.
     """
 
@@ -63,7 +63,7 @@ class Engine:
         """Add the gradient of this process's share of the step's loss.
 
         Args:
-            loss: normalised over all processes and micro-batches already: the step's loss is the plain sum.
+            loss: normalised over all processes and micro-batches, so the step's loss is the plain sum.
             last: the step's last micro-batch; all processes make the same number of them.
         """
         self._engine.set_gradient_accumulation_boundary(last)
@@ -74,7 +74,7 @@ class Engine:
         """Step the optimizer with the learning rate of each group, after the last backward."""
         for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        if self._stage == 0:  # where DeepSpeed clips without telling the norm
+        if self._stage == 0:  # here DeepSpeed does not report the norm
             self._norm = nn.utils.get_total_norm(
                 [value.grad for value in self._parameters.values() if value.grad is not None]
             )
@@ -86,7 +86,7 @@ class Engine:
         return float(self._norm if self._stage == 0 else self._engine.get_global_grad_norm())
 
     def full_state(self) -> dict[str, Tensor]:
-        """The module's state, whole and on the CPU, weights in float32, on every process; all processes call it."""
+        """The module's whole state on the CPU of every process, weights in float32; all processes call it."""
         with self._whole():
             return {
                 name: value.detach().to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
@@ -94,7 +94,7 @@ class Engine:
             }
 
     def state(self) -> dict[str, Tensor]:
-        """What training goes on from, the same for any number of processes and ZeRO stage; all processes call it.
+        """The state to resume from, the same for any number of processes and ZeRO stage; all processes call it.
 
         Returns:
             On process 0, on the CPU: "parameter/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME" of every trained parameter,
@@ -112,7 +112,7 @@ class Engine:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned, under any number of processes and ZeRO stage; all processes call it.
+        """Resume from the result of `state`, with any number of processes and ZeRO stage; all processes call it.
 
         Args:
             state: read on process 0 only.
@@ -137,7 +137,7 @@ class Engine:
             state[name] = value.detach().to("cpu", copy=True)
 
     def _spread(self, state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-        """The tensor of this name on all processes; process 0 has it."""
+        """Send the tensor of this name from process 0 to all processes."""
         if dist.get_rank() == 0 and name not in state:
             raise ValueError(f"checkpoint has no {name}; it is damaged or of other heads: delete it and start again")
         value = state[name].to(self._device) if dist.get_rank() == 0 else torch.empty_like(like)
@@ -146,12 +146,12 @@ class Engine:
 
     @contextmanager
     def _whole(self, writer: int | None = None) -> Iterator[None]:
-        """Parameters as the module has them without ZeRO-3; what process `writer` writes, all processes get."""
+        """A context with whole parameters, also under ZeRO-3; changes by process `writer` reach all processes."""
         with self._deepspeed.zero.GatheredParameters(list(self._module.parameters()), modifier_rank=writer):
             yield
 
     def _ensure_moments(self) -> None:
-        """Make AdamW's moments, which appear in its first step: a step of zero gradients with the learning rate 0."""
+        """Create AdamW's moments, which its first step creates, by a step with zero gradients and learning rate 0."""
         if not self._engine.basic_optimizer.state:
             with self._whole():
                 nothing = torch.stack([parameter.sum() * 0.0 for parameter in self._parameters.values()]).sum()
@@ -194,12 +194,12 @@ class Engine:
 
 def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, quiet and without builds on first use; nothing else imports it."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it probes, and warns when it finds only a CPU
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # otherwise it probes devices, and warns of a CPU
     # DeepSpeed calls collectives under names that torch 2.13 is about to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import deepspeed
 
-    # Else the first start on a CPU compiles a shared-memory all-reduce into the home directory, for half a minute.
+    # Otherwise the first start on a CPU compiles a shared-memory all-reduce into the home directory for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)
     return deepspeed

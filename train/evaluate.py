@@ -19,27 +19,27 @@ from medusa.sampling import Speculation
 from medusa.train.features import BasePass, Positions
 
 TOP = (1, 5, 10)
-"""Figures tell how often the label is among so many of a head's best tokens."""
+"""Numbers n for top-n accuracy: how often the label is among a head's n best tokens."""
 RANKS = max(TOP)
-"""R, ranks that are counted; what is worse than all of them is no hit."""
+"""R, the number of ranks that are counted; lower ranks are misses."""
 CHUNK = 256
-"""Positions whose logits exist at a time."""
+"""Number of positions whose logits exist at a time."""
 DOCUMENT_PROMPT = 32
-"""Tokens of a document without a prompt part that are given to be continued."""
+"""Number of first tokens that serve as the prompt of a document without a prompt part."""
 
 
 def head_accuracy(base: BaseModel, heads: DraftHeads, packed: PackedRows, rows: Tensor, batch_rows: int) -> Tensor:
-    """Count at which rank each head has its label, given that the tokens before it were drafted right.
+    """Count the ranks of labels for each head, given that the tokens before them were drafted right.
 
     Args:
-        base: the frozen model; the layers that the heads read are tapped here.
+        base: the frozen model; this function taps the layers that the heads read.
         heads: the trained heads in the base's dtype, on its device.
         packed: held-out rows.
         rows: indices of the rows to read.
         batch_rows: rows per forward pass.
 
     Returns:
-        int64 [K, 1 + R] as `count_ranks` makes them; counts add up over processes.
+        int64 [K, 1 + R], see `count_ranks`; counts of processes can be added.
     """
     base, num_heads = base.tapped(heads.config.feature_layers), heads.config.num_heads
     counts_KR = torch.zeros(num_heads, 1 + RANKS, dtype=torch.int64)
@@ -60,18 +60,18 @@ def count_ranks(
     labels_MK: Tensor,
     places_M: Tensor | None = None,
 ) -> Tensor:
-    """Count at which rank each head has its label, given the tokens before it.
+    """Count the ranks of labels for each head, given the tokens before them.
 
     Args:
         heads: The heads.
-        vocabulary: Both ends of their base.
-        hidden_MF: What heads read of the base, at M positions t.
+        vocabulary: The base's embeddings and output layer.
+        hidden_MF: Hidden states of the base at M positions t.
         path_MK: Token ids at t + 1 .. t + K.
         labels_MK: Token ids at t + 2 .. t + 1 + K; negative where a head has no label.
-        places_M: Where the positions are in their documents, see `DraftHeads.forward`.
+        places_M: Positions in their documents, see `DraftHeads.forward`.
 
     Returns:
-        [K, 1 + R] int64 on the CPU: labels, then labels per rank. Counts add up.
+        [K, 1 + R] int64 on the CPU: number of labels, then of labels at each rank. Counts can be added.
     """
     counts_KR = torch.zeros(heads.config.num_heads, 1 + RANKS, dtype=torch.int64)
     features_KMD = heads(hidden_MF, path_MK, vocabulary, places_M, (labels_MK >= 0).any(1))
@@ -85,43 +85,43 @@ def count_ranks(
 
 
 def rank_counts(logits_MV: Tensor, columns_M: Tensor) -> Tensor:
-    """How many of the right columns stand at each rank: [R] int64 on the CPU.
+    """The number of right columns at each rank: [R] int64 on the CPU.
 
-    Of equal logits the lower column comes first, as heads that cannot tell tokens apart must not count as right.
+    Of equal logits the lower column comes first, so that heads with equal logits for all tokens are not right.
 
     Args:
-        logits_MV: What a head says.
-        columns_M: The right ones; negative = nothing is counted.
+        logits_MV: Logits of a head.
+        columns_M: The right columns; negative = not counted.
     """
     column_M1 = columns_M.clamp(min=0)[:, None]
     own_M1 = logits_MV.gather(1, column_M1)
     before_MV = torch.arange(logits_MV.shape[1], device=logits_MV.device) < column_M1
-    # Not "greater": where a logit is not a number, the right column has the worst rank.
+    # Not "greater": if a logit is not a number, the right column gets the worst rank.
     ranks_M = (~(logits_MV <= own_M1) | ((logits_MV == own_M1) & before_MV)).sum(1)
     return torch.bincount(ranks_M[(columns_M >= 0) & (ranks_M < RANKS)], minlength=RANKS).cpu()
 
 
 def accuracy_figures(counts_KR: Tensor) -> dict[str, list[int] | list[float]]:
-    """{"samples": [...], "top1": [...], ...}, one value per head, from what `count_ranks` returns."""
+    """{"samples": [...], "top1": [...], ...}, one value per head, from the result of `count_ranks`."""
     samples_K, hits_KR = counts_KR[:, 0], counts_KR[:, 1:]
     shares = {f"top{ranks}": (hits_KR[:, :ranks].sum(1).double() / samples_K.clamp(min=1)).tolist() for ranks in TOP}
     return {"samples": samples_K.tolist(), **shares}
 
 
 def held_out_rows(rows: int, count: int) -> Tensor:
-    """Indices of `count` rows (0 = all) spread over all of them: packing puts the longest samples first.
+    """Indices of `count` rows (0 = all) spread evenly, because packing puts the longest samples first.
 
     Returns:
-        int64 [count], or fewer where there are fewer rows.
+        int64 [count], or fewer if there are fewer rows.
     """
     chosen = min(count or rows, rows)
     return torch.arange(chosen) * rows // max(1, chosen)
 
 
 def held_out_prompts(samples: Sequence[Sample], count: int, longest: int) -> list[list[int]]:
-    """Prompts of `count` samples spread over all of them, at most `longest` tokens each.
+    """Prompts of `count` evenly spread samples, at most `longest` tokens each.
 
-    A document, which has no prompt part, gives its first tokens.
+    The prompt of a document without a prompt part is its first tokens.
     """
     chosen = samples[:: max(1, len(samples) // count)][:count]
     prompts = [sample.prompt or sample.input_ids[:DOCUMENT_PROMPT].tolist() for sample in chosen]
@@ -135,17 +135,17 @@ def served_counts(
     nodes: int,
     answers: dict[tuple[int, ...], list[int]],
 ) -> Tensor:
-    """What decoding prompts greedily with the heads alone takes, over whole outputs.
+    """Count steps and accepted drafts of greedy decoding with the heads alone.
 
     Args:
         model: The base with the heads.
         prompts: Token ids.
-        max_new_tokens: Of an answer.
-        nodes: Of a tree.
-        answers: What the base has said to prompts before; these are not decoded again. Those that are get in.
+        max_new_tokens: Most tokens of an answer.
+        nodes: Largest size of a tree.
+        answers: Known answers of the base by prompt, which are not decoded again; new ones are added.
 
     Returns:
-        int64 [2, 1 + K], see `tally`; counts add up.
+        int64 [2, 1 + K], see `tally`; counts can be added.
     """
     base, num_heads = model.base, model.heads.config.num_heads if model.heads else 0
     speculation, pool = Speculation(drafter="heads", nodes=nodes), base.new_pool()
@@ -160,6 +160,6 @@ def served_counts(
 
 
 def served_figures(counts: Tensor) -> dict[str, float | list[float]]:
-    """{"tokens_per_step": .., "acceptance": [..]}, one value per depth, from what `served_counts` returns."""
+    """{"tokens_per_step": .., "acceptance": [..]}, one value per depth, from the result of `served_counts`."""
     tokens_per_step, *acceptance = (counts[0].double() / counts[1].clamp(min=1)).tolist()
     return {"tokens_per_step": tokens_per_step, "acceptance": acceptance}

@@ -1,7 +1,7 @@
-"""What the heads learn from: positions of packed rows, and the base's hidden states at them.
+"""The training data of heads: positions of packed rows, and the base's hidden states there.
 
 Shapes: B rows, T tokens, M kept positions in the order of rows, K heads, F width of the base's hidden states (its
-hidden size, times more with feature layers).
+hidden size, or a multiple of it with feature layers).
 """
 
 from contextlib import closing
@@ -21,10 +21,11 @@ from medusa.engine.replay import compute
 
 @dataclass(frozen=True)
 class Positions:
-    """Kept positions of some rows: those where the base or a head has a target, or whole documents.
+    """Kept positions of rows: those where the base or a head has a target, or all positions of whole documents.
 
-    One of the tokens t+1 .. t+1+K of the same document is in the loss mask. Kept positions of one answer follow each
-    other, so what the base says at t+k stands k places on. Heads that remember learn from whole documents.
+    A position t is kept if one of the tokens t+1 .. t+1+K of the same document is in the loss mask. The kept positions
+    of an answer are consecutive, so the base's hidden state at t+k is k places later. Heads that remember keep whole
+    documents.
     """
 
     targets: Tensor
@@ -34,7 +35,7 @@ class Positions:
     places: Tensor
     """int64 [M]; t, counted from the beginning of the document."""
     kept: Tensor
-    """bool [B, T]; where the M positions are."""
+    """bool [B, T]; true at the M kept positions."""
 
     @staticmethod
     def of(packed: PackedRows, rows_B: Tensor, num_heads: int, whole: bool = False) -> "Positions":
@@ -44,7 +45,7 @@ class Positions:
         if whole:
             kept_BT = torch.arange(targets.shape[1]) < packed.lengths[rows_B][:, None]
         ids_BT = packed.input_ids[rows_B].long()
-        # What a head with a target reads is in the same document: a row's end never wraps into its view.
+        # A head with a target reads tokens of the same document only, so wrapped tokens at a row's end are never read.
         path_BTK = torch.stack([ids_BT.roll(-ahead, dims=1) for ahead in range(1, num_heads + 1)], dim=2)
         places_M = packed.position_ids[rows_B].long()[kept_BT]
         return Positions(targets[kept_BT], path_BTK[kept_BT], places_M, kept_BT)
@@ -56,31 +57,31 @@ class Positions:
 
 
 class Gathered(Protocol):
-    """Hidden states [M, F] of which some are taken at a time: a tensor, or what is on a disk."""
+    """Hidden states [M, F] that are indexed in parts: a tensor, or files."""
 
     @property
     def device(self) -> torch.device:
-        """Of what is taken."""
+        """The device of the parts."""
 
     def __len__(self) -> int:
         """M."""
 
     def __getitem__(self, at: tuple[Tensor, slice], /) -> Tensor:
-        """Some of the states' numbers [N, f] at some positions, int64 [N]."""
+        """Values [N, f] of the states at positions int64 [N] and a slice of F."""
 
 
 class HiddenStates(Protocol):
-    """Where hidden states come from: a pass of the base, or a disk."""
+    """A source of hidden states: a pass of the base, or files."""
 
     def read(self, rows_B: Tensor) -> Gathered:
         """Hidden states [M, F] of the base at the kept positions of rows, see `BaseModel.hidden_states`."""
 
 
 class BasePass:
-    """The base itself, a few rows at a time.
+    """Hidden states from passes of the base, a few rows at a time.
 
-    Where a pass is one call of C++ each document goes through that, as at decoding: 2.5 times as fast on a processor
-    as transformers' pass, whose attention computes the whole square of a row and masks most of it.
+    If the base has the fused pass, each document goes through it, as in decoding. On a CPU this is 2.5 times as fast as
+    transformers' pass, whose attention computes all pairs of positions of a row and masks most of them.
 
     Args:
         base: the frozen model.
@@ -88,8 +89,8 @@ class BasePass:
         num_heads: K.
         micro_rows: rows per pass.
         whole: keep all positions of documents.
-        together: the processes share each pass, since the base is divided among them: those that need fewer go along
-            with some that are thrown away.
+        together: the base is divided among the processes, so they make each pass together; a process with fewer rows
+            makes additional passes and discards their results.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class BasePass:
         return torch.cat(states)
 
     def _idle_passes(self, rows_B: Tensor) -> int:
-        """How many passes more another process makes."""
+        """Number of additional passes, so that all processes make as many."""
         if not self._together:
             return 0
         mine = sum(self._base.passes(self._packed.position_ids[micro]) for micro in rows_B.split(self._micro_rows))

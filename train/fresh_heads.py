@@ -1,4 +1,4 @@
-"""Heads before their first step, and which tokens they can draft: the most frequent ones of what they learn.
+"""Initial heads, and their draft vocabulary: the most frequent tokens of the training data.
 
 Shapes: V vocabulary.
 """
@@ -24,7 +24,7 @@ SHAPE = (
     "architecture", "hidden_size", "num_layers", "own_lm_heads", "feature_layers", "layer", "mask_token",
     "own_correction",
 )  # fmt: skip
-"""What heads must share for one to start from the other's weights, beside the sizes of their tensors."""
+"""Fields that must be equal for heads to start from the weights of others, in addition to the sizes of tensors."""
 
 
 def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Workers) -> DraftHeads:
@@ -69,12 +69,12 @@ def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Wo
 
 
 def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
-    """Give heads the weights of others, which were trained before.
+    """Copy the weights of other, trained heads.
 
     Args:
-        heads: they change in place.
-        others: heads of the same shape; which tokens they draft matters only where they own a vocabulary matrix.
-        name: what the others are called.
+        heads: changed in place.
+        others: heads of the same shape; their draft vocabulary matters only if they own a vocabulary matrix.
+        name: name of the others, for errors.
 
     Raises:
         RecipeError: the others have another shape.
@@ -104,16 +104,16 @@ def start_from(heads: DraftHeads, others: DraftHeads, name: str) -> None:
 def most_frequent_tokens(
     packed: PackedRows, size: int, vocab_size: int, workers: Workers, rows_at_a_time: int = 1024
 ) -> Tensor:
-    """The tokens that are supervised most often, lower ids first where they are equally frequent.
+    """The tokens that are supervised most often; of equally frequent ones those with lower ids.
 
-    The same for any number of processes, each of which counts its share of the rows; all of them call it.
+    The result is the same for any number of processes; each counts its share of the rows, and all call it.
 
     Args:
         packed: training rows.
-        size: number of tokens; where fewer are supervised the lowest other ids fill up.
+        size: number of tokens; if fewer are supervised, the lowest other ids are added.
         vocab_size: V.
         workers: this process among all.
-        rows_at_a_time: rows that are counted at a time; all of them may be larger than memory.
+        rows_at_a_time: rows that are in memory at a time.
 
     Returns:
         int64 [size] token ids, ascending.

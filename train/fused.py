@@ -1,7 +1,7 @@
-"""Losses behind a vocabulary matrix that never keep [rows, V]: their gradient is made in the forward pass.
+"""Losses after a vocabulary matrix that never keep [rows, V]: their gradient is computed in the forward pass.
 
-The products with the vocabulary matrix run over chunks of rows, and the gradient of a chunk's logits takes their place.
-What lies between runs over blocks of a chunk, so small that float32 temporaries do not count.
+The products with the vocabulary matrix run over chunks of rows, and the gradient of a chunk's logits overwrites them.
+The loss itself runs over blocks of a chunk that are so small that float32 temporaries do not matter.
 
 Shapes: M positions, K heads, R rows (pairs of position and head) of a chunk, D hidden size, V vocabulary.
 """
@@ -30,14 +30,14 @@ def fused_loss(
     With the shared, frozen vocabulary matrix a row costs two products: its logits and the gradient of its features.
 
     Args:
-        features_KMD: vectors that the vocabulary matrix reads.
+        features_KMD: inputs of the vocabulary matrix.
         targets: labels, and teachers for soft targets.
         lm_head: the base's output layer [rows, D] -> [rows, V], frozen and differentiable.
-        own_KVD: the heads' own vocabulary matrices, or one [1, V, D] for all, trained too; their loss allows one
-            backward pass only.
+        own_KVD: the heads' own vocabulary matrices, or one [1, V, D] for all, which are trained too; then only one
+            backward pass is possible.
         chunk_rows: rows of logits that exist at a time; at least 2 with teachers.
-        weights_K: what the losses will be multiplied by, up to one factor; must be known where several heads train one
-            matrix, since its gradient is made here.
+        weights_K: factors by which the losses will be multiplied, up to a common factor. Needed if several heads train
+            one matrix, because its gradient is computed here.
 
     Returns:
         Loss summed over the labelled rows per head [K] (differentiable; nats for ce and kl), and the number of rows per
@@ -75,8 +75,8 @@ class _FusedLoss(torch.autograd.Function):
             grad_KMD[head_R, position_R] = grads[0]
             if grad_own_KVD is not None:
                 grad_own_KVD[own] += grads[1]
-            del grads  # may hold a matrix, which the next chunk has no room for
-            torch.clear_autocast_cache()  # else it keeps each chunk's rounded copy of the matrix up to the end
+            del grads  # may hold a matrix: free it before the next chunk
+            torch.clear_autocast_cache()  # otherwise autocast keeps a rounded copy of the matrix per chunk
         ctx.save_for_backward(grad_KMD, grad_own_KVD, weights_K)
         ctx.mark_non_differentiable(correct_K)
         return loss_K, correct_K
@@ -86,20 +86,21 @@ class _FusedLoss(torch.autograd.Function):
         grad_KMD, grad_own_KVD, weights_K = ctx.saved_tensors
         if weights_K is None:
             scale_K11 = grad_loss_K[:, None, None]
-        else:  # the gradients hold the weights already
+        else:  # the gradients include the weights already
             weights_K = weights_K.to(grad_loss_K)
             scale_K11 = (grad_loss_K @ weights_K / (weights_K @ weights_K).clamp(min=1e-30))[None, None, None]
         if grad_own_KVD is not None:
-            grad_own_KVD.mul_(scale_K11.to(grad_own_KVD.dtype))  # in place: it is as large as all that is trained
+            grad_own_KVD.mul_(scale_K11.to(grad_own_KVD.dtype))  # in place: it is as large as all trained weights
         return grad_KMD * scale_K11.to(grad_KMD.dtype), grad_own_KVD, None, None, None, None
 
 
 def _chunks(targets: Targets, chunk_rows: int, by_head: bool) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Labelled pairs (positions [R], heads [R]) of all heads, by position so that they share teachers; or by head.
+    """Chunks of labelled pairs (positions [R], heads [R]), and the head of the chunk if `by_head`, else 0.
 
-    Also the head, where `by_head`, else 0. There is at least one chunk, which may be empty.
+    Pairs are sorted by position, so that they share teachers, or by head. There is at least one chunk, which may be
+    empty.
     """
-    rows = chunk_rows if targets.kind == "ce" else max(1, chunk_rows // 2)  # each may have a teacher of its own
+    rows = chunk_rows if targets.kind == "ce" else max(1, chunk_rows // 2)  # each row may have its own teacher
     labelled_MK = targets.labels != IGNORE
     for first, group in enumerate(labelled_MK.split(1 if by_head else labelled_MK.shape[1], dim=1)):
         for pairs in group.nonzero().split(rows):
@@ -109,11 +110,11 @@ def _chunks(targets: Targets, chunk_rows: int, by_head: bool) -> Iterator[tuple[
 def _chunk_loss(
     inputs: list[Tensor], project: Callable[..., Tensor], targets: Targets, weights_R: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Losses [R] of `project(*inputs)`, whether the label is best [R], and gradients of the inputs, so weighted."""
+    """Losses [R] of `project(*inputs)`, whether the label is best [R], and weighted gradients of the inputs."""
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in inputs]
         logits_RV = project(*inputs)
-    # The values of the logits are not needed any more; an output layer whose gradient needs them makes autograd say so.
+    # The logits may be overwritten: autograd raises an error if the gradient of the output layer needs them.
     loss_R, correct_R = replace_by_gradient(logits_RV.detach(), targets)
     if weights_R is not None:
         logits_RV.detach().mul_(weights_R[:, None].to(logits_RV.dtype))

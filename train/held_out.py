@@ -1,4 +1,4 @@
-"""Held-out samples: read by one process for all, and held against what is trained on."""
+"""Held-out samples: one process reads them for all, and removes those that are in the training data."""
 
 import logging
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ from medusa.train.recipe_file import RecipeError
 
 LOGGER = logging.getLogger("medusa.train")
 LARGEST_OVERLAP = 0.1
-"""Share of the held-out samples that may be trained on too, by accident; they are left out of the evaluation."""
+"""Largest share of held-out samples that may be in the training data too; they are left out of the evaluation."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What evaluations read, small enough to be sent to all processes."""
+    """The data of evaluations, small enough to be sent to all processes."""
 
     rows: PackedRows
-    """For the accuracy of each head."""
+    """Rows for the accuracy of each head."""
     prompts: list[list[int]]
-    """For the tokens per step."""
+    """Prompts for the tokens per step."""
 
 
 def read_held_out(data: DataRecipe, options: EvaluateRecipe, base: BaseModel, training: PackedRows) -> HeldOut | None:
-    """What the evaluations of a run read; None where the recipe names no held-out samples.
+    """Read the data of a run's evaluations; None if the recipe names no held-out samples.
 
     Args:
         data: where the samples are.
-        options: how many rows and prompts are read, and how long answers may be.
-        base: the base, whose tokenizer and context decide what fits.
+        options: numbers of rows and prompts, and the longest answers.
+        base: the base; its tokenizer and context decide which samples fit.
         training: the training rows.
 
     Raises:
-        RecipeError: too many of the samples are trained on.
+        RecipeError: too many of the samples are in the training data.
         ValueError, OSError: the samples cannot be read.
     """
     if not data.heldout:
@@ -54,9 +54,9 @@ def read_held_out(data: DataRecipe, options: EvaluateRecipe, base: BaseModel, tr
 
 
 def _unseen(samples: list[Sample], training: PackedRows, data: DataRecipe) -> list[Sample]:
-    """The samples that are not trained on.
+    """The samples that are not in the training data.
 
-    They are left out here and not there: `data.heldout` may change in the middle of a run, its training rows may not.
+    Common samples are removed here, because `data.heldout` may change during a run, and its training rows may not.
     """
     digests = torch.tensor([sample_digest(sample) for sample in samples])
     seen = torch.isin(digests, training.samples)

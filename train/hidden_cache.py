@@ -1,11 +1,12 @@
-"""The base's hidden states at kept positions, on disk: a frozen base says the same in every epoch and every run.
+"""The base's hidden states at kept positions, on disk: those of a frozen base are the same in every epoch and run.
 
-A directory holds `manifest.json` (which base, tokenizer, rows and heads the states belong to) and shards, each a
-safetensors file with `hidden` [M, F] in the base's dtype, the `rows` that it holds, and the kept positions `per_row`.
-Shards are written whole under another name first, so a directory that exists is right however its writer died, and
-their names tell whose they are; any process may add shards, and rows that are not there yet are computed.
+A directory holds `manifest.json` (the base, tokenizer, rows and heads of the states) and shards. A shard is a
+safetensors file with `hidden` [M, F] in the base's dtype, the `rows` that it holds, and the number of kept positions
+`per_row`. Shards are first written under another name, so a directory is valid however its writer ended. Their names
+contain a digest of the manifest. Any process may add shards, and missing rows are computed.
 
-Shapes: B rows, M kept positions, F width of hidden states: the base's hidden size, times more with feature layers.
+Shapes: B rows, M kept positions, F width of hidden states: the base's hidden size, or a multiple of it with feature
+layers.
 """
 
 import hashlib
@@ -30,23 +31,23 @@ from medusa.train.run_directory import disk_errors_named
 
 LOGGER = logging.getLogger("medusa.train")
 FORMAT = 2
-"""Grows when the files or the choice of kept positions change."""
+"""Format version; increased when the files or the choice of kept positions change."""
 ROWS_AT_A_TIME = 64
-"""Rows whose missing states are in memory together."""
+"""Number of rows whose missing states are in memory at a time."""
 SAMPLED = 4096
-"""Values of each weight that the base's checksum reads."""
+"""Number of values of each weight that the base's checksum reads."""
 NO_MATTER = {"_name_or_path", "transformers_version", "dtype", "use_cache"}
-"""Keys of a base's configuration that hidden states do not depend on, or that are compared by themselves."""
+"""Keys of a base's config that do not affect hidden states, or that are compared separately."""
 
 
 def identity(base: BaseModel, packed: PackedRows, num_heads: int, whole: bool = False) -> dict[str, Any]:
-    """What states depend on: they are right for a run whose identity is equal."""
+    """All that hidden states depend on; runs with equal identity can share them."""
     tokenizer = base.tokenizer
     config = {key: value for key, value in base.model.config.to_diff_dict().items() if key not in NO_MATTER}
     known = {
         "format": FORMAT,
         "base": _base_checksum(base),
-        "config": _digest(config),  # what is not in the weights: stretched positions, windows, epsilons
+        "config": _digest(config),  # what the weights do not show: stretched positions, windows, epsilons
         "tokenizer": _digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]),
         "rows": packed.fingerprint(),
         "heads": num_heads,
@@ -57,13 +58,13 @@ def identity(base: BaseModel, packed: PackedRows, num_heads: int, whole: bool = 
         known["layers"] = list(base.feature_layers)
     if whole:
         known["positions"] = "all"
-    if base.separation != "positions":  # a cache that is older than the measurement holds states that leak
+    if base.separation != "positions":  # caches from before this measurement may have leaking documents
         known["documents"] = "separate"
     return known
 
 
 def _base_checksum(base: BaseModel) -> str:
-    """Digest of the names, shapes and sampled values of all weights: another fine-tune has another one."""
+    """Digest of the names, shapes and sampled values of all weights; it differs between fine-tunes."""
     digest = hashlib.sha256()
     for name, weight in base.model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -78,19 +79,19 @@ def _digest(values: Any) -> str:
 
 
 class HiddenCache:
-    """States from the disk where it has them, else from the base, which fills the disk.
+    """States from the disk; missing ones are computed by the base and written.
 
     Args:
-        directory: of one identity; the machines of a run share it.
-        base: the frozen model; it is asked for nothing but its identity and its device.
+        directory: directory of one identity, shared by the machines of a run.
+        base: the frozen model, for its identity and its device only.
         packed: the rows.
         num_heads: K.
-        source: computes what is missing.
+        source: computes missing states.
         shard_bytes: size of one file.
-        whole: all positions of documents are kept.
+        whole: whether all positions of documents are kept.
 
     Raises:
-        ValueError: the directory's states belong to something else; names what differs.
+        ValueError: the directory has another identity; the message names the differences.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class HiddenCache:
         self._look()
 
     def read(self, rows_B: Tensor) -> "Mapped":
-        """Hidden states [M, F] of the kept positions of rows; those on the disk stay there until they are taken."""
+        """Hidden states [M, F] at the kept positions of rows; those on disk are read when they are indexed."""
         rows = rows_B.tolist()
         if self._missing(rows):
             self._look()  # another process may have written them
@@ -126,7 +127,7 @@ class HiddenCache:
         return Mapped([self._states(row) for row in rows], self._device)
 
     def fill(self, rows_B: Tensor, rows_at_a_time: int, shown: bool) -> None:
-        """Compute and write the states of all rows that are missing, with a progress bar where `shown`."""
+        """Compute and write the missing states of rows, with a progress bar if `shown`."""
         missing = self._missing(rows_B.tolist())
         parts = range(0, len(missing), rows_at_a_time)
         for start in tqdm(parts, desc="hidden states", unit="batch", disable=not (shown and missing)):
@@ -134,7 +135,7 @@ class HiddenCache:
         self.flush()
 
     def flush(self) -> None:
-        """Write the states that are in memory only, as one shard."""
+        """Write the pending states in memory as one shard."""
         if not self._pending:
             return
         states = list(self._pending.values())
@@ -156,7 +157,7 @@ class HiddenCache:
         index = torch.tensor(rows)
         per_row = Positions.of(self._packed, index, self._num_heads, self._whole).per_row.tolist()
         for row, states in zip(rows, self._source.read(index).cpu().split(per_row), strict=True):
-            self._pending[row] = states.clone()  # not a view that would keep the whole pass
+            self._pending[row] = states.clone()  # a view would keep the whole pass in memory
         if sum(states.nbytes for states in self._pending.values()) >= self._shard_bytes:
             self.flush()
 
@@ -168,7 +169,7 @@ class HiddenCache:
         return states
 
     def _look(self) -> None:
-        """Read the tables of shards that were not there before; a damaged one does not count."""
+        """Read the tables of new shards; damaged ones are ignored."""
         for path in sorted(set(self._directory.glob(f"{self._owner}-*.safetensors")) - self._seen):
             self._seen.add(path)
             try:
@@ -184,11 +185,11 @@ class HiddenCache:
 
 
 class Mapped:
-    """States of many rows, one tensor each, in memory or on a disk that memory maps; a `Gathered`.
+    """States of many rows, one tensor each, in memory or memory-mapped; a `Gathered`.
 
     Args:
-        parts: [M_i, F] each.
-        device: where what is taken goes.
+        parts: tensors [M_i, F].
+        device: device of the indexed states.
     """
 
     def __init__(self, parts: list[Tensor], device: torch.device) -> None:
@@ -212,7 +213,7 @@ class Mapped:
 
 @lru_cache(maxsize=64)
 def _open(path: Path) -> Any:
-    """A shard, mapped into memory; the oldest of many is closed."""
+    """A memory-mapped shard; at most 64 are open."""
     return safe_open(path, framework="pt")
 
 

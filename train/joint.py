@@ -2,11 +2,11 @@
 
     loss = base's loss + lambda_0 * sum over heads k of lambda_k * loss of head k
 
-The base's loss keeps it what it was: the distance of its next-token distribution to that of the original, which is
-itself without adapters, or the cross entropy of the text. Source: Cai et al. 2024, section 2.2.2 and equation 2.
+The base's loss keeps the base close to the original: it is the distance between its next-token distributions with and
+without adapters, or the cross entropy of the text. Source: Cai et al. 2024, section 2.2.2 and equation 2.
 
 Shapes: B rows, T tokens, M kept positions, K heads, C = 1 + K columns (the base, then the heads), D hidden size, F
-width of the base's hidden states (D, times more with feature layers).
+width of the base's hidden states (D, or a multiple of it with feature layers).
 """
 
 import torch
@@ -21,7 +21,7 @@ from medusa.train.row_losses import Targets
 
 
 class JointLoss(HeadsLoss):
-    """Heads and adapters with their common loss; the base itself is no part of the module.
+    """Heads and adapters with their common loss; the base itself is not part of the module.
 
     Args:
         heads: the trained heads.
@@ -36,7 +36,7 @@ class JointLoss(HeadsLoss):
         self, heads: DraftHeads, base: BaseModel, adapters: Adapters, base_loss: str, heads_loss: str, loss_rows: int
     ) -> None:
         super().__init__(heads, base, loss_rows, heads_loss)
-        # A dot must not be in a parameter's name.
+        # A parameter's name must not contain a dot.
         named = {name.replace(".", "/"): parameter for name, parameter in adapters.parameters().items()}
         self.adapters = nn.ParameterDict(named)
         self._base, self._off, self._base_loss = base, adapters.off, base_loss
@@ -58,8 +58,8 @@ class JointLoss(HeadsLoss):
             kept_BT: bool; M positions at which the base or a head has a target.
             path_MK: int64; the tokens t+1 .. t+K after each of them.
             targets_MC: int64 token ids t+1 .. t+1+K, `IGNORE` where there is no target.
-            weights_C: weight of each column / number of its targets in the whole optimizer step. Where the base's is 0
-                the heads train alone: the adapters get a gradient of zeros.
+            weights_C: weight of each column / number of its targets in the whole optimizer step. If the base's is 0,
+                only the heads train, and the adapters get a gradient of zeros.
 
         Returns:
             loss [] = sum of weights_c * summed loss of column c; the sums [C]; how often the target had the highest
@@ -82,7 +82,7 @@ class JointLoss(HeadsLoss):
     def _hidden(
         self, base: BaseModel, ids_BT: Tensor, positions_BT: Tensor, kept_BT: Tensor, training: bool = False
     ) -> Tensor:
-        """Hidden states [M, F], at least float32; `training` drops out, in this pass and when it is computed again."""
+        """Hidden states [M, F], at least float32; `training`: with dropout, also when the pass is recomputed."""
         base.model.train(training)
         hidden_MF = base.hidden_states(ids_BT, positions_BT)[kept_BT]
         return hidden_MF.to(torch.promote_types(hidden_MF.dtype, torch.float32))
@@ -98,7 +98,7 @@ class JointLoss(HeadsLoss):
         return fused_loss(last_MD[None], targets, self._base.logits, chunk_rows=rows)
 
     def _rest(self) -> tuple[Tensor, Tensor]:
-        """No loss of the base, but a gradient of zeros: ZeRO waits for one from every parameter."""
+        """No loss of the base, but zero gradients, because ZeRO waits for the gradient of every parameter."""
         nothing = torch.stack([parameter.sum() for parameter in self.adapters.values()]).sum() * 0.0
         return nothing[None], torch.zeros(1, dtype=torch.int64, device=nothing.device)
 

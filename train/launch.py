@@ -1,7 +1,9 @@
-"""torchrun with an honest end: ``python -m medusa.train.launch [torchrun flags] -m medusa.train --recipe FILE``.
+"""torchrun with the worker's own error message and exit status.
 
-torchrun answers a failed worker with a page about the processes and the exit status 1. Here the worker's own message
-stays the last word, and its exit status is handed on (Ctrl-C included). What a killed worker cannot say is said here.
+``python -m medusa.train.launch [torchrun flags] -m medusa.train --recipe FILE``.
+
+If a worker fails, torchrun prints a page about the processes and returns exit status 1. Here the worker's own message
+is the last one, and its exit status is returned (Ctrl-C included). For a killed worker this module prints a message.
 """
 
 import logging
@@ -18,23 +20,23 @@ from torch.distributed.run import parse_args, run
 LOGGER = logging.getLogger("medusa.train")
 DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds for a checkpoint; torchrun's own 30 may be too few
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the workers
-    # Workers keep the pages of their tensors, as launch.sh says: on a small virtual machine several times as fast.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # forwarded to the workers
+    # Workers keep the pages of their tensors, see launch.sh: several times as fast on a small virtual machine.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
     ":glibc.malloc.top_pad=67108864",
 }
-"""Environment of torchrun and its workers, where the user's says nothing else."""
+"""Environment of torchrun and its workers; values that the user has set take precedence."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun's command line.
 
     Returns:
-        0, the exit status of the first worker that failed (1 where a signal killed it), or 128 + the signal received.
+        0, the exit status of the first failed worker (1 if a signal killed it), or 128 + the received signal.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):  # each has its own level
             logging.getLogger(name).setLevel(logging.CRITICAL)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_status(error: Exception) -> int:
-    """The exit status for an error that ended torchrun; logs what no worker can say."""
+    """The exit status for an error that ended torchrun; logs errors that no worker can report."""
     if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:

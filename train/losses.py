@@ -12,23 +12,23 @@ from medusa.train.fused import fused_loss
 from medusa.train.row_losses import Targets
 
 CHUNK_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Most logits that exist at a time: enough rows for a fast matrix product, whatever the size of the vocabulary."""
+"""Most logits that exist at a time: enough rows for a fast matrix product with any vocabulary."""
 
 
 def chunk_rows(loss_rows: int, vocab_size: int, device: torch.device) -> int:
-    """Rows of logits that exist at a time: `loss_rows`, or fewer where the vocabulary is large."""
+    """Rows of logits that exist at a time: `loss_rows`, or fewer if the vocabulary is large."""
     return min(loss_rows, max(2, CHUNK_NUMEL[device.type] // vocab_size))
 
 
 class HeadsLoss(nn.Module):
     """Heads and their loss in one module, so that ZeRO sees every use of a parameter.
 
-    Where heads draft a part of the vocabulary only, that part is all there is: other labels are left out, and the
-    distributions that teach are restricted to it and normalised again.
+    If heads draft only a part of the vocabulary, other labels are ignored, and the distributions of the base are
+    restricted to that part and normalised again.
 
     Args:
         heads: the trained heads.
-        vocabulary: both ends of the base.
+        vocabulary: the base's embeddings and output layer.
         loss_rows: most rows of logits that exist at a time; a large vocabulary lowers it.
         kind: targets: ce = the labels; others = the base's own distribution at the labels' places, by Kullback-Leibler
             (kl) or total variation distance (tv = 1 - acceptance of drawn drafts; Leviathan et al. 2023, theorem 3.5),
@@ -59,15 +59,15 @@ class HeadsLoss(nn.Module):
             labels_MK: int64 token ids, `IGNORE` where a head has no target.
             weights_K: lambda_k / number of labels of head k in the whole optimizer step.
             teacher_UD: the base's last hidden states whose distributions are the targets (all but ce).
-            teacher_MK: int64, which of them is the target of each label.
-            places_M: int64, where the positions are in their documents, see `DraftHeads.forward`.
+            teacher_MK: int64, row of `teacher_UD` for each label.
+            places_M: int64, positions in their documents, see `DraftHeads.forward`.
 
         Returns:
-            loss [] = sum of weights_k * summed loss of head k; the sums [K]; how often the label had the highest logit
+            loss [] = sum of weights_k * summed loss of head k; the sums [K]; number of labels with the highest logit
             [K].
 
         Raises:
-            ValueError: another kind than ce without teachers.
+            ValueError: a kind other than ce without teachers.
         """
         if self.heads.draft_ids is not None:
             columns_MK = self.heads.columns(labels_MK)

@@ -1,6 +1,6 @@
-"""Medusa-1: the base stays frozen, so positions of many rows are mixed and hidden states may come from the disk.
+"""Medusa-1: the base is frozen, so positions of many rows can be mixed and hidden states may come from the disk.
 
-Heads that remember read whole documents instead, which cannot be mixed.
+Heads that remember read whole documents, whose positions cannot be mixed.
 
 Shapes: M kept positions, K heads.
 """
@@ -25,7 +25,7 @@ from medusa.train.workers import Workers
 
 
 class Medusa1:
-    """What a run trains and what each step feeds it, seen from one process; `Medusa2` has the same face.
+    """The trained module and the inputs of each step, on one process; `Medusa2` has the same interface.
 
     Args:
         recipe: the recipe.
@@ -62,10 +62,10 @@ class Medusa1:
         self._last: Block | None = None
 
     def prepare(self) -> None:
-        """Do what must be done before the first step that this process makes: fill the cache of hidden states."""
+        """Prepare the first step: fill the cache of hidden states (offline)."""
         if self._cache is not None and self._recipe.cache.mode == "offline":
             workers, rows = self._workers, torch.arange(len(self._packed))
-            mine = rows[workers.rank :: workers.world_size]  # whatever is there already, all lack about as many
+            mine = rows[workers.rank :: workers.world_size]  # all processes lack about as many
             self._cache.fill(mine, self._recipe.optim.micro_rows, shown=workers.rank == 0)
             workers.wait()
 
@@ -74,9 +74,9 @@ class Medusa1:
         return self._block(step).label_counts(step)
 
     def micro_batches(self, step: int, weights_K: Tensor) -> Iterator[tuple[tuple[Any, ...], bool]]:
-        """Inputs of the module's forward passes, and whether they are the step's last; as many on every process.
+        """Inputs of the module's forward passes, and whether each is the step's last; as many on every process.
 
-        Kept positions, as many as make `loss_rows` rows of logits; or whole documents, `micro_rows` rows of them.
+        An input has kept positions for `loss_rows` rows of logits, or `micro_rows` rows of whole documents.
         """
         optim, loss_rows = self._recipe.optim, self._recipe.engine.loss_rows
         size = optim.micro_rows if self._whole else max(1, loss_rows // self._recipe.heads.num_heads)
@@ -84,12 +84,12 @@ class Medusa1:
             yield (*batch[:3], weights_K, *batch[3:]), last
 
     def flush(self) -> None:
-        """Write what is in memory only; a checkpoint follows."""
+        """Write pending hidden states; called before a checkpoint."""
         if self._cache is not None:
             self._cache.flush()
 
     def save_adapter(self, directory: Path) -> str:
-        """Write how the base was changed beside the heads; returns where, or "" if the base is what it was."""
+        """Write the change of the base into the heads' directory; returns its name, "" = the base is unchanged."""
         return ""
 
     def _block(self, step: int) -> Block:
@@ -98,7 +98,7 @@ class Medusa1:
         mixed = optim.mix_steps or -(-len(self._packed) // optim.rows_per_step)
         first = step - step % mixed
         if self._last is None or self._last.first != first:
-            self._last = None  # its hidden states go before the next ones come
+            self._last = None  # frees its hidden states before the next block's
             self._last = Block(
                 optim, self._packed, self._recipe.heads.num_heads, first, min(mixed, self._total - first),
                 workers.rank, workers.world_size, self._hidden_size, self._whole,

@@ -1,4 +1,4 @@
-"""Medusa-2: whole rows go through the adapted base, since what it says at a position changes every step.
+"""Medusa-2: whole rows go through the adapted base, because its hidden states change in every step.
 
 Shapes: B rows of a pass, K heads, C = 1 + K columns: the base, then the heads.
 """
@@ -23,7 +23,7 @@ from medusa.train.workers import Workers
 
 
 class Medusa2:
-    """Heads and adapters, with the face of `Medusa1`; its second group are the adapters."""
+    """Heads and adapters, with the interface of `Medusa1`; the second group of parameters are the adapters."""
 
     def __init__(
         self, recipe: Recipe, base: BaseModel, heads: DraftHeads, packed: PackedRows, workers: Workers, total: int
@@ -36,7 +36,7 @@ class Medusa2:
         self._whole = heads.remembers
 
     def prepare(self) -> None:
-        """Nothing comes before the first step."""
+        """Nothing to prepare."""
 
     def label_counts(self, step: int) -> Tensor:
         """Labels of the base and of heads 1..K in a step, over all processes, int64 [1 + K]."""
@@ -47,7 +47,7 @@ class Medusa2:
         optim, workers = self._recipe.optim, self._workers
         rows = self._rows(step)
         places = torch.arange(len(rows)).tensor_split(workers.world_size)
-        count = -(-len(places[0]) // optim.micro_rows)  # the first share is as large as any
+        count = -(-len(places[0]) // optim.micro_rows)  # the first share is the largest
         mine = places[workers.rank]
         for number, part in enumerate(mine.tensor_split(count), start=1):
             torch.manual_seed(mixed_seed(mixed_seed(optim.seed, step), int(part[0]) if len(part) else 0))
@@ -55,10 +55,10 @@ class Medusa2:
             yield (*(tensor.to(self._device) for tensor in inputs), weights_C), number == count
 
     def flush(self) -> None:
-        """Nothing is in memory only."""
+        """Nothing to write."""
 
     def save_adapter(self, directory: Path) -> str:
-        """Write the adapters beside the heads; returns where."""
+        """Write the adapters into the heads' directory; returns their directory's name."""
         self._adapters.save(directory / ADAPTER)
         return str(directory / ADAPTER)
 
@@ -71,6 +71,6 @@ class Medusa2:
         return packed.input_ids[rows_B].long(), packed.position_ids[rows_B].long(), kept.kept, kept.path, kept.targets
 
     def _nothing(self, row_1: Tensor) -> tuple[Tensor, ...]:
-        """A row of which no position is kept, for a process that has fewer rows than another."""
+        """An input without kept positions, for a process that has fewer rows than another."""
         ids_BT, places_BT, kept_BT, path_MK, targets_MC = self._inputs(row_1)
         return ids_BT, places_BT, torch.zeros_like(kept_BT), path_MK[:0], targets_MC[:0]

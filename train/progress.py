@@ -1,4 +1,4 @@
-"""What a run tells its user: a progress bar, or log lines."""
+"""Progress of a run: a bar on a terminal, or log lines."""
 
 import logging
 import sys
@@ -10,11 +10,11 @@ from tqdm import tqdm
 
 LOGGER = logging.getLogger("medusa.train")
 LINE_SECONDS = 10.0
-"""Time between two lines where there is no terminal for a bar."""
+"""Seconds between two log lines without a terminal."""
 
 
 class Progress:
-    """Shows the figures of each step on process 0: a bar on a terminal, else a line now and then.
+    """Shows the figures of each step on process 0: a bar on a terminal, otherwise a line now and then.
 
     Args:
         start: completed steps.
@@ -44,6 +44,6 @@ class Progress:
             LOGGER.info("step %d/%d  %s  ETA %d:%02d", step, self._total, text, *divmod(round(seconds), 60))
 
     def close(self) -> None:
-        """Leave the terminal to others."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()

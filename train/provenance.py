@@ -1,4 +1,4 @@
-"""Where trained heads come from: recipe, data, base, code, machine, figures."""
+"""The origin of trained heads: recipe, data, base, code, machine, figures."""
 
 import platform
 import shlex
@@ -21,16 +21,16 @@ from medusa.train.report import read_report
 from medusa.train.workers import Workers
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "deepspeed", "peft", "safetensors")
-"""Packages that may change a result."""
+"""Packages that can affect results."""
 
 
 def provenance(
     recipe: Recipe, figures: dict[str, Any], base: BaseModel, rows: PackedRows, workers: Workers
 ) -> dict[str, Any]:
-    """What is written beside the heads, in full: exports and pushes leave out what is private (`medusa.io.published`).
+    """The contents of `provenance.json`, complete; exports and pushes remove private values (`medusa.io.published`).
 
     Args:
-        recipe: the recipe that trained them; its run directory tells the tokens and seconds of all starts together.
+        recipe: the recipe; its run directory has the tokens and seconds of all starts together.
         figures: steps, seconds, held-out accuracy, tokens per step.
         base: the frozen model.
         rows: the training rows.
@@ -61,7 +61,7 @@ def provenance(
 
 
 def software() -> dict[str, Any]:
-    """Versions of Python, of this code and of the packages that decide results, and this code's revision."""
+    """Versions of Python, of this code and of packages that can affect results, and this code's revision."""
     own = {"python": platform.python_version(), "medusa": __version__}
     return {
         "versions": own | {name: _version(name) for name in PACKAGES},
@@ -70,7 +70,7 @@ def software() -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of a GPU, or of the processor."""
+    """Name of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     said = linux_says("model name")
@@ -88,7 +88,7 @@ def _revision() -> str | None:
     """The git commit of this code, None outside a clone."""
     here = Path(__file__)
     try:
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)  # installed, it may lie in someone else's clone
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)  # it may be installed in another clone
         return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,4 +1,4 @@
-"""Reads a recipe: YAML file + command-line overrides -> `Recipe`, with all errors shown at once."""
+"""Reads a recipe: YAML file + command-line overrides -> `Recipe`; all errors are reported at once."""
 
 import ast
 import difflib
@@ -18,11 +18,11 @@ from medusa.train.config import REMEMBERING, DataRecipe, Recipe
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run; its text lists every error."""
+    """A recipe that cannot be run; the text lists all errors."""
 
 
 Check = Callable[[Recipe], Iterable[str]]
-"""What is wrong with a recipe, a sentence each."""
+"""Returns further mistakes of a recipe, one sentence each."""
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, also: Check | None = None) -> Recipe:
@@ -31,7 +31,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None, al
     Args:
         path: the YAML file; keys that it leaves out keep their defaults.
         overrides: dotted key -> value as typed on the command line, e.g. {"optim.lr": "1e-3"}.
-        also: further mistakes of a recipe, to be told with the others.
+        also: finds further mistakes, which are reported with the others.
 
     Raises:
         RecipeError: the file cannot be read, or keys or values are wrong (all of them are named).
@@ -78,7 +78,7 @@ def build_recipe(values: Mapping[str, Any], also: Check | None = None) -> Recipe
 
 
 def _conflicts(recipe: Recipe) -> list[str]:
-    """Values that are right alone and wrong together."""
+    """Errors of values that are valid separately, but not together."""
     joint, shard, cache = recipe.lora.rank > 0, recipe.base.shard, recipe.cache.mode
     mix, stage, heads = recipe.optim.mix_steps, recipe.engine.zero_stage, recipe.heads.architecture
     rules = [
@@ -107,7 +107,7 @@ def _conflicts(recipe: Recipe) -> list[str]:
 
 
 def _held_out_twice(data: DataRecipe) -> list[str]:
-    """Held-out files that are trained on too, under whatever name, as far as they are there."""
+    """An error if held-out files are training files too, under any name, as far as they exist."""
     train, heldout = Path(data.train), Path(data.heldout)
     if not data.train or not data.heldout:
         return []
@@ -132,9 +132,9 @@ def leaves(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[An
 
 
 def differences(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
-    """Values that forbid to resume a run that was started with `stored`, one sentence each.
+    """Differences because of which a run that was started with `stored` cannot be resumed, one sentence each.
 
-    A key that the run does not know is newer than the run, which had what is the default now.
+    A key that is not in `stored` is newer than the run, which then used what is now the default.
     """
     now, before = dict(flatten(asdict(recipe))), dict(flatten(stored))
     return [
@@ -155,7 +155,7 @@ def describe() -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested ones."""
+    """Dotted keys and values of a nested mapping."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -181,7 +181,7 @@ def _checked(key: str, value: Any, entry: Field[Any]) -> Any:
     if kind is str and isinstance(value, bool) and "off" in entry.metadata.get("choices", ()):
         value = value or "off"  # YAML 1.1 reads a bare `off` as false
     if kind is str and value is None:
-        value = ""  # `key:` with nothing behind it
+        value = ""  # `key:` without a value
     if kind is float and not isinstance(value, bool):
         with suppress(TypeError, ValueError):
             value = float(value)  # YAML 1.1 reads 1e-3 as a string
@@ -238,7 +238,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
     """Turn `--recipe.optim.lr 1e-3` or `--recipe.optim.lr=1e-3` into {"optim.lr": "1e-3"}.
 
     Raises:
-        RecipeError: an argument that is no override, or one without a value.
+        RecipeError: an argument is not an override, or has no value.
     """
     found: dict[str, str] = {}
     rest = list(arguments)

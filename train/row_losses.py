@@ -1,4 +1,4 @@
-"""Losses of single rows of logits and their gradients, written out.
+"""Losses of rows of logits with explicit gradients.
 
 Shapes: M positions, K heads, R rows of a chunk, B rows of a block, U teachers, D hidden size, V vocabulary.
 """
@@ -11,31 +11,31 @@ from torch import Tensor
 
 LmHead = Callable[[Tensor], Tensor]
 ETA = 3.0
-"""How fast the hybrid loss goes over to total variation distance (Samarin et al. 2026, arXiv 2602.23881)."""
+"""Rate at which the hybrid loss changes to total variation distance (Samarin et al. 2026, arXiv 2602.23881)."""
 LEAST_ACCEPTANCE = 1e-30
 BLOCK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 23}
-"""Logits that are looked at together: on a CPU they stay in its cache, on a GPU they keep it busy."""
+"""Number of logits that are processed at a time: on a CPU they fit its cache, on a GPU they keep it busy."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the logits of K heads at M positions, or of R rows, should say."""
+    """Targets of the logits of K heads at M positions, or of R rows."""
 
     labels: Tensor
     """int64 token ids [M, K] or [R]; `IGNORE` where a head has no target."""
     kind: str = "ce"
-    """ce = the labels; the others = the teacher's distribution: a name in `ROW_LOSSES`."""
+    """A name in `ROW_LOSSES`: ce = the targets are the labels; others = the teacher's distributions."""
     teacher: Tensor | None = None
     """The base's last hidden states [U, D] whose distributions are the targets, or of rows their logits [U, V]."""
     teacher_index: Tensor | None = None
-    """int64 rows of `teacher`, in the shape of the labels and valid where there is one."""
+    """int64 rows of `teacher`, in the shape of the labels; valid where there is a label."""
 
     def __post_init__(self) -> None:
         if self.kind != "ce" and (self.teacher is None or self.teacher_index is None):
             raise ValueError(f"loss ({self.kind}) needs the base's distributions; pass their hidden states and index")
 
     def at(self, position_R: Tensor, head_R: Tensor, lm_head: LmHead) -> "Targets":
-        """The targets of rows, pairs of position and head; only the teachers that they use go through `lm_head`."""
+        """The targets of rows (pairs of position and head); only the teachers in use go through `lm_head`."""
         labels_R = self.labels[position_R, head_R]
         if self.kind == "ce" or self.teacher is None or self.teacher_index is None:
             return Targets(labels_R)
@@ -64,7 +64,7 @@ def replace_by_gradient(logits_RV: Tensor, targets: Targets) -> tuple[Tensor, Te
 
 
 def _scores(logits_BV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits moved so that the best one is 0: exponentials cannot overflow."""
+    """Logits minus the best one of each row, so that exponentials cannot overflow."""
     return (scores_BV := logits_BV.to(dtype)) - scores_BV.amax(1, keepdim=True)
 
 

@@ -1,8 +1,8 @@
 """The run directory: recipe.yaml, metrics.jsonl, checkpoints/, heads/.
 
-A checkpoint is whole tensors (`checkpoint.safetensors`) and `state.json`: any number of processes and any ZeRO stage go
-on from it. It counts once `checkpoints/latest` names it; that pointer is replaced atomically after the checkpoint is on
-the disk, so a run that dies at any moment, or fills the disk, goes on from the checkpoint before.
+A checkpoint holds whole tensors (`checkpoint.safetensors`) and `state.json`, so a run can be resumed with any number of
+processes and any ZeRO stage. It counts once `checkpoints/latest` names it. That pointer is replaced atomically after
+the checkpoint is on the disk, so a run that dies at any moment, or fills the disk, resumes from the checkpoint before.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ from medusa.train.config import Recipe
 from medusa.train.recipe_file import RecipeError, differences
 
 TAIL = 8192
-"""Bytes at the end of metrics.jsonl, which hold a whole line."""
+"""Number of bytes at the end of metrics.jsonl that hold at least one line."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a checkpoint stands: its `state.json`."""
+    """The position of a checkpoint in the run: its `state.json`."""
 
     step: int
     """Completed optimizer steps."""
@@ -49,7 +49,7 @@ class Position:
 
 
 class RunDirectory:
-    """Files of one run. Every process may read; process 0 alone calls what writes."""
+    """Files of one run. Every process may read; only process 0 may write."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -63,7 +63,7 @@ class RunDirectory:
         """The newest complete checkpoint, or None."""
         if not self._latest.is_file():
             return None
-        tag = self._latest.read_text(encoding="utf-8").strip()  # a hand may have written it
+        tag = self._latest.read_text(encoding="utf-8").strip()  # a user may have written it
         try:
             return Position(**json.loads((self.checkpoints / tag / "state.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -73,7 +73,7 @@ class RunDirectory:
         """Whether the last step was made and the trained heads were written.
 
         Raises:
-            RecipeError: the run was started with another recipe; names all values that differ and matter.
+            RecipeError: the run was started with another recipe; the message names all relevant differences.
         """
         position = self.position()
         if position is None:
@@ -89,9 +89,9 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory alone; the lock ends with the process, however it dies.
+        """Lock the directory; the lock ends with the process, however it ends.
 
-        What a killed run was writing is removed; a checkpoint without `latest` stays.
+        Unfinished files of a killed run are removed; a checkpoint that `latest` does not name stays.
 
         Raises:
             BlockingIOError: another process trains here.
@@ -111,7 +111,7 @@ class RunDirectory:
             yield
 
     def start(self, recipe: Recipe, step: int) -> None:
-        """Write the resolved recipe and drop metrics of what will be done again: later steps, and the run's end."""
+        """Write the resolved recipe, and remove the metrics of later steps and of the run's end."""
         kept = [json.dumps(record) for record in self.records() if record["step"] <= step and "steps" not in record]
         with self.writing():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -119,15 +119,15 @@ class RunDirectory:
             _replace(self._metrics, "".join(f"{line}\n" for line in kept))
 
     def records(self) -> list[dict[str, Any]]:
-        """The whole lines of metrics.jsonl."""
+        """The complete lines of metrics.jsonl."""
         found: list[dict[str, Any]] = []
         for line in self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []:
-            with suppress(json.JSONDecodeError):  # the line that the process died in
+            with suppress(json.JSONDecodeError):  # an incomplete last line
                 found.append(json.loads(line))
         return found
 
     def last_record(self) -> dict[str, Any]:
-        """The last whole line of metrics.jsonl, from the end of the file; {} = there is none, or it is very long."""
+        """The last complete line of metrics.jsonl, read from the end; {} = there is none, or it is very long."""
         if not self._metrics.is_file():
             return {}
         with self._metrics.open("rb") as file:
@@ -146,7 +146,7 @@ class RunDirectory:
         """Write a checkpoint, make it the newest one, and delete all but the last `keep`.
 
         Raises:
-            OSError: the disk is full or gone; the checkpoint before is whole and still the newest.
+            OSError: the disk is full or gone; the previous checkpoint is intact and still the newest.
         """
         from safetensors.torch import save_file
 
@@ -163,14 +163,14 @@ class RunDirectory:
                 temporary.rename(final)
                 _replace(self._latest, position.tag)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # what was written before the disk was full
+            shutil.rmtree(temporary, ignore_errors=True)  # files from before the disk was full
         steps = sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
-        kept = [step for step in steps if step <= position.step][-keep:]  # a later one is of steps that are made again
+        kept = [step for step in steps if step <= position.step][-keep:]  # later ones are of steps that are made again
         for step in set(steps) - set(kept):
             shutil.rmtree(self.checkpoints / f"step-{step}")
 
     def tensors(self, position: Position) -> dict[str, "Tensor"]:
-        """What `save` wrote.
+        """The tensors that `save` wrote.
 
         Raises:
             ValueError: the file is damaged.
@@ -183,7 +183,7 @@ class RunDirectory:
             raise self._damaged(position.tag) from None
 
     def writing(self) -> AbstractContextManager[None]:
-        """Give an error of the disk, while files of this directory are written, one sentence."""
+        """See `disk_errors_named`, for files of this directory."""
         return disk_errors_named(f"run directory ({self.path})")
 
     def _damaged(self, tag: str) -> ValueError:
@@ -195,7 +195,7 @@ class RunDirectory:
 
 @contextmanager
 def disk_errors_named(what: str) -> Iterator[None]:
-    """Turn what goes wrong while `what` is written into one sentence, whoever writes.
+    """Turn errors of writing `what` into one sentence.
 
     Raises:
         OSError: says what to do.

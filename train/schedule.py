@@ -1,4 +1,4 @@
-"""What a step depends on, as pure functions of the recipe and the step: nothing to save, nothing to restore."""
+"""Schedules as pure functions of the recipe and the step, so that nothing must be saved or restored."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from torch import Tensor
 from medusa.train.config import LoraRecipe, OptimRecipe, Recipe
 
 ROUNDING = 0.2
-"""Share of the epochs by which whole steps may miss them unmentioned."""
+"""Largest relative difference between asked and made epochs without a warning."""
 ADAM_BETAS = (0.9, 0.999)
-"""torch's defaults, which the engine leaves."""
+"""torch's defaults, which the engine uses."""
 
 
 def total_steps(optim: OptimRecipe, num_rows: int) -> int:
@@ -20,7 +20,7 @@ def total_steps(optim: OptimRecipe, num_rows: int) -> int:
 
 
 def doubts(optim: OptimRecipe, num_rows: int) -> Iterator[str]:
-    """What of the recipe's steps and epochs cannot be had with so many rows, a sentence each."""
+    """Warnings about steps and epochs that are not possible with this number of rows, one sentence each."""
     total = total_steps(optim, num_rows)
     epochs = total * optim.rows_per_step / num_rows
     made = f"{total} steps of {optim.rows_per_step} rows are {epochs:.3g} epochs of {num_rows} rows"
@@ -41,7 +41,7 @@ def learning_rate(optim: OptimRecipe, step: int, total: int) -> float:
 
 
 def rows_of_step(seed: int, step: int, rows_per_step: int, num_rows: int) -> Tensor:
-    """Row indices of one step, int64 [rows_per_step], out of an endless chain of permutations, one per epoch."""
+    """Row indices of one step, int64 [rows_per_step], from a sequence of permutations, one per epoch."""
     first, last = step * rows_per_step, (step + 1) * rows_per_step
     epochs = range(first // num_rows, -(-last // num_rows))
     chain = torch.cat([_permutation(seed, epoch, num_rows) for epoch in epochs])
@@ -70,7 +70,7 @@ def head_weights(optim: OptimRecipe, counts_K: Tensor) -> Tensor:
 
 
 def column_weights(recipe: Recipe, step: int, total: int, counts: Tensor) -> Tensor:
-    """Factor of each column's summed loss in a step, float32: of the K heads, behind the base where it is trained too.
+    """Factor of each column's summed loss in a step, float32: the K heads, after the base if it is trained too.
 
     Args:
         recipe: the recipe.
@@ -86,7 +86,7 @@ def column_weights(recipe: Recipe, step: int, total: int, counts: Tensor) -> Ten
 
 
 def learning_rates(recipe: Recipe, step: int, total: int) -> list[float]:
-    """Learning rates of the heads and, where there are any, of the adapters in step 0..total-1."""
+    """Learning rates of the heads, and of the adapters if there are any, in step 0..total-1."""
     rate = learning_rate(recipe.optim, step, total)
     return [rate, adapters_rate(recipe.lora, step, total, rate)] if recipe.lora.rank else [rate]
 
@@ -97,7 +97,7 @@ def resting_steps(lora: LoraRecipe, total: int) -> int:
 
 
 def heads_weight(lora: LoraRecipe, step: int, total: int) -> float:
-    """lambda_0: weight of all heads beside the base's loss in step 0..total-1."""
+    """lambda_0: weight of the heads' loss relative to the base's in step 0..total-1."""
     first = resting_steps(lora, total)
     if lora.heads_schedule == "constant" or step < first:
         return lora.heads_weight
@@ -105,11 +105,11 @@ def heads_weight(lora: LoraRecipe, step: int, total: int) -> float:
 
 
 def adapters_rate(lora: LoraRecipe, step: int, total: int, lr: float) -> float:
-    """Learning rate of the adapters where that of the heads is `lr`; 0 while they rest.
+    """Learning rate of the adapters if that of the heads is `lr`; 0 in the first steps, which train the heads alone.
 
-    Adam counts the resting steps too, in which the adapters' moments stay 0. It would take the first moments for
-    averages over all steps and make several times too large a change of them, so the rate holds the correction for the
-    steps that count (Kingma and Ba 2015, section 3).
+    Adam counts these steps too, although the adapters' moments stay 0 in them. Its bias correction would be that of all
+    steps, and updates several times too large. So the rate includes the correction for the steps in which adapters
+    train (Kingma and Ba 2015, section 3).
     """
     first = resting_steps(lora, total)
     if step < first:
@@ -118,6 +118,6 @@ def adapters_rate(lora: LoraRecipe, step: int, total: int, lr: float) -> float:
 
 
 def _bias_correction(steps: int) -> float:
-    """What Adam multiplies the learning rate by after so many steps."""
+    """The factor by which Adam's bias correction multiplies the learning rate after `steps` steps."""
     first, second = ADAM_BETAS
     return math.sqrt(1.0 - second**steps) / (1.0 - first**steps)

@@ -1,7 +1,7 @@
-"""A frozen base that no device holds whole: ZeRO-3 keeps a share of every layer and gathers a layer when it computes.
+"""A frozen base divided among processes: ZeRO-3 keeps a share of every layer and gathers a layer when it computes.
 
-Embeddings and output layer, which the heads and their loss use at any time, are whole on every process. A pass is a
-common act of all processes; `train.features.BasePass` makes them do equally many.
+Embeddings and output layer, which the heads and their loss use at any time, are whole on every process. All processes
+make a pass together; `train.features.BasePass` lets them make equally many.
 """
 
 from typing import Any
@@ -16,35 +16,35 @@ from medusa.base.model import BaseModel
 from medusa.train.engine import import_deepspeed
 
 WHOLE_ROWS = 16
-"""Parameters of up to so many times the hidden size (norms, biases) stay whole: it costs more to gather them."""
+"""Parameters of up to this many times the hidden size (norms, biases) stay whole: gathering them costs more."""
 
 
 def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> BaseModel:
-    """Load a base whose layers are divided among all processes; all of them call it.
+    """Load a base whose layers are divided among all processes; all processes call it.
 
-    Process 0 reads the files into its CPU memory and deals the weights out; no device ever holds them all.
+    Process 0 reads the files into its CPU memory and distributes the weights; no device ever holds all of them.
 
     Args:
         name: directory, GGUF file or Hub id.
-        dtype: float32 or bfloat16; None = what suits the machine.
-        device: where this process computes.
+        dtype: float32 or bfloat16; None = chosen for the machine.
+        device: device of this process.
 
     Raises:
         ValueError: the base cannot be loaded.
     """
     deepspeed = import_deepspeed(device)
     try:
-        config = AutoConfig.from_pretrained(gguf.expanded(smollm2.locate(name)))  # by one process, before all load it
+        config = AutoConfig.from_pretrained(gguf.expanded(smollm2.locate(name)))  # one process downloads it first
     except (OSError, ValueError) as error:
         raise ValueError(f"base ({name}) cannot be loaded: {error}; give another path, or a Hub id") from error
     dtype = dtype or choose_dtype(config.dtype, device)
-    zero = HfDeepSpeedConfig(_config(dtype, config.get_text_config().hidden_size))  # from here on loading is in parts
+    zero = HfDeepSpeedConfig(_config(dtype, config.get_text_config().hidden_size))  # loading is divided from here on
     try:
         base = BaseModel.load(name, dtype=dtype, device=device)
     finally:
         unset_hf_deepspeed_config()
     embeddings = base.model.get_input_embeddings()
-    base.model.set_input_embeddings(None)  # DeepSpeed would let go of them after every use
+    base.model.set_input_embeddings(None)  # DeepSpeed would release them after every use
     deepspeed.initialize(model=base.decoder, config=zero.config)
     base.model.set_input_embeddings(embeddings)
     for module in (embeddings, base.model.get_output_embeddings()):

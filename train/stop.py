@@ -1,7 +1,7 @@
-"""A run that is asked to end: SIGTERM as schedulers send it before they kill, SIGUSR1 as SLURM sends it ahead of time.
+"""Requests to end a run: schedulers send SIGTERM before they kill it, SLURM sends SIGUSR1 ahead of time.
 
-While a run is set up there is nothing to keep, and it ends at once. While it trains, a signal is only noted: the
-processes agree on it with the figures of a step and write a checkpoint first.
+During set-up there is nothing to save, and the run ends at once. During training a signal is only noted: the processes
+agree on it when they add up the figures of a step, and write a checkpoint first.
 """
 
 import signal
@@ -16,11 +16,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """The run ends because a signal asked for it; like KeyboardInterrupt no error, so that nothing handles it as one.
+    """A signal ends the run. Like KeyboardInterrupt it is not an Exception, so that nothing handles it as an error.
 
     Args:
         number: the signal.
-        where: where the run stands.
+        where: position of the run, for the message.
     """
 
     def __init__(self, number: int, where: str = "before training began") -> None:
@@ -29,11 +29,11 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """What this process was asked for, and what all processes agreed on.
+    """Requests to end: the signal of this process, and whether all processes know of one.
 
     Attributes:
         number: the signal that arrived here, 0 = none.
-        agreed: some process was asked to stop, and all know it.
+        agreed: some process was asked to stop, and all processes know it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals; until `hold` they raise `Stopped`."""
+        """Handle the signals; until `hold` they raise `Stopped`."""
         before = {number: signal.signal(number, self._arrived) for number in SIGNALS}
         try:
             yield
@@ -52,11 +52,11 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def hold(self) -> None:
-        """Only note a signal from now on, since the processes have to end together."""
+        """From now on only note signals, because the processes must end together."""
         self._held = True
 
     def unless_asked(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items up to the signal: for long work whose result is not needed after it."""
+        """The items until a signal arrives; for long work whose result is not needed after one."""
         for item in items:
             if self.number:
                 return
@@ -66,7 +66,7 @@ class StopRequest:
         """End the run, on all processes.
 
         Raises:
-            Stopped: some process was asked to.
+            Stopped: some process was asked to stop.
         """
         if self.agreed:
             raise Stopped(self.number or signal.SIGTERM, f"at step {step}")

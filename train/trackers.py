@@ -1,8 +1,8 @@
 """Experiment trackers beside metrics.jsonl: Weights & Biases and TensorBoard.
 
-metrics.jsonl is the truth and a tracker is a copy of it. After a restart a run repeats the steps since its last
-checkpoint; a tracker therefore names the first step that it lacks, is given those that metrics.jsonl already holds, and
-passes over the repeated ones that it has. So no step is lost and none is doubled, however the run died.
+metrics.jsonl is the reference, and a tracker is a copy of it. After a restart a run repeats the steps since its last
+checkpoint. So a tracker names the first step that it lacks, gets the missing steps from metrics.jsonl, and skips
+repeated ones. No step is lost and none is doubled, however the run ended.
 """
 
 import logging
@@ -26,15 +26,15 @@ START_SECONDS = 90.0
 class Trackers:
     """The trackers that a recipe asks for, on process 0; a context that closes them.
 
-    Each has a recipe key that switches it on (`name`) and a first step that it lacks (`first`), logs and closes.
+    Each has a recipe key that switches it on (`name`), the first step that it lacks (`first`), `log` and `close`.
 
     A tracker that cannot be started ends the run, since nothing is lost yet. One that fails later is dropped with a
-    warning: training goes on, and the next start gives it what it lacks.
+    warning; training continues, and the next start sends it the missing steps.
 
     Args:
         recipe: log.wandb, log.wandb_project and log.tensorboard.
         directory: the run directory.
-        shown: False on the other processes, which track nothing.
+        shown: False on the other processes, which have no trackers.
 
     Raises:
         ValueError: a tracker cannot be started.
@@ -60,7 +60,7 @@ class Trackers:
 
         Args:
             record: the record.
-            last: the run's last figures, which share their step with the last training step.
+            last: whether these are the run's last figures, which have the step of the last training step.
         """
         values = _flat(record)
         for tracker in list(self._trackers):
@@ -85,9 +85,9 @@ class Trackers:
 class Wandb:
     """Weights & Biases.
 
-    A restarted run keeps its id. Online it is resumed, and the server says which step it lacks (steps must rise there:
-    a repeated one would be dropped). Offline nothing can be resumed, and each start writes a folder of its own; it is
-    given the whole run again and replaces the folders before it, so `wandb sync` finds one folder with every step once.
+    A restarted run keeps its id. Online it is resumed, and the server says which step it lacks (steps must increase
+    there, and it drops repeated ones). Offline nothing can be resumed, and each start writes its own folder. It gets
+    the whole run again and replaces the previous folders, so `wandb sync` finds one folder with every step once.
 
     Args:
         recipe: the mode and the project.
@@ -102,13 +102,13 @@ class Wandb:
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         mode: Any = recipe.log.wandb
         for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-            os.environ.setdefault(variable, str(directory.resolve()))  # nothing is written elsewhere
+            os.environ.setdefault(variable, str(directory.resolve()))  # nothing is written outside the run directory
         os.environ.setdefault("WANDB_SILENT", "true")
         try:
             import wandb
         except ImportError:
             raise _missing(self.name, mode, "wandb", "off") from None
-        known = directory / "wandb-id"  # made at the first start
+        known = directory / "wandb-id"  # created at the first start
         if not known.is_file():
             directory.mkdir(parents=True, exist_ok=True)
             known.write_text(secrets.token_hex(4), encoding="utf-8")
@@ -139,19 +139,19 @@ class Wandb:
         self.first = self._run.starting_step
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send one step; the last figures get a step of their own where the last one is already on the server."""
+        """Send one step; the last figures get an additional step if the last step is already on the server."""
         self._run.log(dict(values), step=max(step, self._run.step))
 
     def close(self, done: bool) -> None:
-        """Upload the rest; a run that is not done is marked as failed until it goes on."""
+        """Upload pending data; a run that is not done is marked as failed until it is resumed."""
         self._run.finish(exit_code=0 if done else 1)
 
 
 class TensorBoard:
-    """TensorBoard files; what an earlier start wrote of the steps that are now repeated is marked as void.
+    """TensorBoard files; points of an earlier start for steps that are now repeated are marked as void.
 
     Args:
-        directory: where.
+        directory: the directory of the files.
         step: the next step.
 
     Raises:
@@ -175,7 +175,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self, done: bool) -> None:
-        """Write what is pending."""
+        """Write pending points."""
         self._writer.close()
 
 

@@ -1,6 +1,6 @@
 """The training run: set-up, then batches -> loss -> DeepSpeed step, with evaluations and checkpoints between.
 
-Shapes: K heads, C columns of the loss: the K heads, behind the base where it is trained too.
+Shapes: K heads, C columns of the loss: the K heads, after the base if it is trained too.
 """
 
 import logging
@@ -46,7 +46,7 @@ LOGGER = logging.getLogger("medusa.train")
 
 
 def train(recipe: Recipe, stop: StopRequest) -> None:
-    """Train heads from where the run directory stands to the recipe's last step, and write them to <run>/heads.
+    """Train heads from the run directory's last checkpoint to the recipe's last step, and write them to <run>/heads.
 
     Args:
         recipe: the run.
@@ -55,7 +55,7 @@ def train(recipe: Recipe, stop: StopRequest) -> None:
     Raises:
         RecipeError: the run directory belongs to another recipe, or the recipe does not fit the processes.
         ValueError, OSError: samples or base cannot be read, or the run directory cannot be written.
-        Stopped: a signal asked for it; the run directory holds a checkpoint of the last step.
+        Stopped: a signal ended the run; the run directory holds a checkpoint of the last step.
         LostProcessError: another process is gone.
         MemoryError: a device has no memory left.
     """
@@ -72,13 +72,13 @@ def train(recipe: Recipe, stop: StopRequest) -> None:
 
 
 class Trainer:
-    """One run, seen from one process; it is ready for its next step when it is made.
+    """One run, on one process. The constructor prepares everything up to the next step.
 
-    All processes make it together. Wrong use shows in an early stage, before what takes long.
+    All processes construct it together. Mistakes are reported early, before the parts that take long.
 
     Args:
         recipe: the run.
-        directory: where it stands.
+        directory: its run directory.
         workers: this process among all.
 
     Raises:
@@ -94,7 +94,7 @@ class Trainer:
                 f"optim.rows_per_step ({optim.rows_per_step}) leaves some of the processes ({workers.world_size}) "
                 "without a row; raise it or start fewer processes"
             )
-        base = choose_decoding(load_base(recipe.base, workers))  # heads of a base that verifies nothing are of no use
+        base = choose_decoding(load_base(recipe.base, workers))  # heads are of no use if the base cannot verify drafts
         choose_layers = outer_layers if recipe.heads.architecture in REMEMBERING else spread_layers
         base = base.tapped(choose_layers(recipe.heads.feature_layers, base.num_layers))
         if vocabulary > base.vocab_size:
@@ -127,15 +127,15 @@ class Trainer:
         self.engine = Engine(self.method.module, optim, recipe.engine, workers.device, self.method.groups, autocast)
         self.step, self.seconds = self._resume()
         self.method.prepare()
-        self.answers: dict[tuple[int, ...], list[int]] = {}  # to held-out prompts
-        self.useful = 0  # labels of the base since this process began, for the tokens per second
+        self.answers: dict[tuple[int, ...], list[int]] = {}  # answers of the base to held-out prompts
+        self.useful = 0  # labels of the base since this process began
         self._began = self.seconds
 
     def run(self, trackers: Trackers) -> None:
         """Make the remaining steps, evaluate, and write the heads.
 
         Raises:
-            Stopped: a signal asked for it; the checkpoint is of the last step.
+            Stopped: a signal ended the run after a checkpoint of the last step.
         """
         writer, stop = self.workers.rank == 0, self.workers.stop
         if writer:
@@ -158,7 +158,7 @@ class Trainer:
         """One optimizer step over the rows of all processes; returns its line of metrics.jsonl."""
         began = time.monotonic()
         recipe, workers, method, step = self.recipe, self.workers, self.method, self.step
-        torch.manual_seed(mixed_seed(recipe.optim.seed, step))  # randomness depends on the step: nothing to resume
+        torch.manual_seed(mixed_seed(recipe.optim.seed, step))  # depends on the step: nothing to resume
         counts = method.label_counts(step)
         weights_C, rates = column_weights(recipe, step, self.total, counts), learning_rates(recipe, step, self.total)
         sums_2C = torch.zeros(2, len(weights_C), dtype=torch.float64, device=workers.device)
@@ -187,16 +187,16 @@ class Trainer:
         }
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out accuracy per head, tokens per step and acceptance by depth as served.
+        """Held-out accuracy per head, tokens per step, and acceptance by depth in decoding.
 
-        {} without held-out samples, or when stopped.
+        {} without held-out samples, or if the run was stopped.
         """
         if self.heldout is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
-        self.base.model.eval()  # joint training leaves dropout on
+        self.base.model.eval()  # joint training leaves dropout switched on
         heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
-        together = self.recipe.base.shard  # all processes read the same rows, since they share each pass
+        together = self.recipe.base.shard  # all processes read the same rows, because they make each pass together
         rows = torch.arange(len(self.heldout.rows))
         mine = rows if together else rows[workers.rank :: workers.world_size]
         counts = head_accuracy(self.base, heads, self.heldout.rows, mine, self.recipe.optim.micro_rows)
@@ -254,7 +254,7 @@ class Trainer:
         return heads
 
     def _resume(self) -> tuple[int, float]:
-        """Bring the engine to the last checkpoint; completed steps and seconds spent in them."""
+        """Load the last checkpoint into the engine; returns completed steps and the seconds spent in them."""
         position = self.workers.from_first(self.directory.position)
         if position is None:
             return 0, 0.0
@@ -272,7 +272,7 @@ class Trainer:
 
 
 def _column_figures(sums_2C: Tensor, counts: Tensor, weights_C: Tensor) -> dict[str, Any]:
-    """Mean losses and shares of right answers: of each head, and of the base where it is trained."""
+    """Mean losses and shares of right labels of each head, and of the base if it is trained."""
     means_2C = sums_2C / counts[-len(weights_C) :].clamp(min=1)
     num_heads = len(counts) - 1
     loss_K, top1_K = means_2C[:, -num_heads:].tolist()

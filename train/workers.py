@@ -1,4 +1,4 @@
-"""The processes of a run, as torchrun starts them; one process without torchrun is a run too."""
+"""The processes of a run, as torchrun starts them; a run may also be one process without torchrun."""
 
 import atexit
 import ctypes
@@ -22,10 +22,10 @@ from medusa.train.stop import StopRequest
 Value = TypeVar("Value")
 
 TIMEOUT = timedelta(minutes=30)
-"""Longest wait for another process: one of them may prepare data that long while the others wait."""
+"""Longest wait for another process, which may prepare data while the others wait."""
 
 PLACES = {"run", "base.name", "data.train", "data.heldout", "data.cache", "cache.directory"}
-"""Recipe keys that each machine may have its own value of."""
+"""Recipe keys that may differ between machines."""
 
 
 class LostProcessError(ConnectionError):
@@ -37,11 +37,11 @@ class Workers:
     """This process among all."""
 
     rank: int
-    """0-based; process 0 writes and talks."""
+    """0-based; process 0 writes files and logs."""
     world_size: int
     """Number of processes."""
     device: torch.device
-    """Where this process trains."""
+    """The device of this process."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Whether the run was asked to end; each `total` makes the processes agree on it."""
 
@@ -63,11 +63,11 @@ class Workers:
             torch.cuda.set_device(here)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
-            atexit.register(dist.destroy_process_group)  # not earlier: DeepSpeed keeps hold of the groups
+            atexit.register(dist.destroy_process_group)  # not earlier: DeepSpeed keeps references to the groups
         return Workers(dist.get_rank(), dist.get_world_size(), here, stop)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over all processes, float64 on the CPU; the request to stop travels along."""
+        """Sum over all processes, float64 on the CPU; requests to stop are sent with it."""
         asked = torch.tensor([float(self.stop.number > 0)])
         summed = torch.cat([part.to(self.device, torch.float64).flatten() for part in (values, asked)])
         dist.all_reduce(summed)
@@ -76,11 +76,11 @@ class Workers:
         return summed[:-1].view(values.shape)
 
     def any(self, here: bool) -> bool:
-        """Whether something is so in any process; all processes call it."""
+        """Whether `here` is true in any process; all processes call it."""
         return bool(self.total(torch.tensor(float(here))))
 
     def from_first(self, make: Callable[[], Value]) -> Value:
-        """What process 0 makes, on all processes: only its disk has to hold the run directory."""
+        """Send the result of `make` on process 0 to all: only its machine needs the run directory."""
         made: list[Value | None] = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(made, src=0)
         return made[0]  # type: ignore[return-value]
@@ -92,15 +92,15 @@ class Workers:
 
 
 def check_same(recipe: Recipe, samples: str, workers: Workers) -> None:
-    """Refuse processes that would wait for each other in vain, or train on different samples; all call it.
+    """Check that all processes have the same recipe and samples; all processes call it.
 
     Args:
-        recipe: this process's.
+        recipe: the recipe of this process.
         samples: fingerprint of its training rows.
         workers: this process among all.
 
     Raises:
-        RecipeError: names the values that differ from those of process 0.
+        RecipeError: values differ from those of process 0; the message names them.
     """
     ours = {key: value for key, value in flatten(asdict(recipe)) if key not in PLACES}
     ours["data.train"] = f"fingerprint {samples}"
@@ -116,7 +116,7 @@ def check_same(recipe: Recipe, samples: str, workers: Workers) -> None:
 
 @contextmanager
 def failures_named() -> Iterator[None]:
-    """Give the many errors of a broken connection one name, and those of a full memory another.
+    """Turn the various errors of a broken connection, and those of full memory, into one class each.
 
     Raises:
         LostProcessError: another process ended while this one waited for it.
@@ -139,7 +139,7 @@ def failures_named() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Let a SIGKILL of the parent end this process too (Linux): orphans would go on writing to the run directory."""
+    """Let a SIGKILL of the parent end this process too (Linux): an orphan would keep writing to the run directory."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

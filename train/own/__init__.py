@@ -1,1 +1,1 @@
-"""Heads for a model of one's own in one command: prompts, answers, training and a comparison, in a given time."""
+"""``medusa heads``: heads for your own model in one command and a given time."""

@@ -1,4 +1,4 @@
-"""The base answers the prompts: what heads are trained on, and held-out answers that they are measured on."""
+"""The base answers the prompts: training data for heads, and held-out answers for the evaluation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,31 +13,31 @@ from medusa.train.own.plan import Plan
 from medusa.train.own.screen import Tell
 
 TRAIN, HELDOUT = "data/train", "data/heldout.jsonl"
-"""Where the answers are, below the directory of the run."""
+"""Paths of the answers in the directory of the run."""
 
 
 def answer_settings(most: int) -> tuple[Settings, Settings]:
-    """Half of the answers are greedy, half are drawn: heads serve both."""
+    """Settings of greedy and of sampled answers, half of each, because heads draft for both."""
     return Settings(most), Settings(most, temperature=0.8, top_p=0.95)
 
 
 def answered(out: Path) -> bool:
-    """Whether all answers are there."""
+    """Whether all answers exist."""
     return all((out / name).exists() for name in (HELDOUT, f"{TRAIN}/greedy.jsonl", f"{TRAIN}/drawn.jsonl"))
 
 
 def answer(
     plan: Plan, model: MedusaModel, out: Path, train: Sequence[Prompt], heldout: Sequence[Prompt], tell: Tell
 ) -> None:
-    """Have all prompts answered; what is there already is kept, and what was begun goes on.
+    """Answer all prompts; complete files are kept, and unfinished ones are continued.
 
     Args:
         plan: the plan.
         model: the base.
         out: the directory of the run.
-        train: prompts to train on.
-        heldout: the others.
-        tell: is told how far it is.
+        train: prompts of the training data.
+        heldout: held-out prompts.
+        tell: called with the progress.
     """
     greedy, drawn = answer_settings(plan.answer_tokens)
     parts = [

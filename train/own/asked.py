@@ -1,7 +1,7 @@
-"""What the base is asked: the user's prompts, or those that it writes itself; some of them are held out.
+"""The prompts: the user's, or those that the base writes itself; some of them are held out.
 
-Prompts are put in the order of a digest of their text, which is as good as a random one and the same whatever order
-they were found or finished in. So a run that was stopped divides them as one that was not.
+Prompts are sorted by a digest of their text: a random order that does not depend on the order in which they were found
+or finished. So a run that was stopped divides them in the same way as one that was not.
 """
 
 import hashlib
@@ -29,23 +29,23 @@ from medusa.train.own.plan import FEWEST, LEAST_HELD_OUT, Plan
 logger = logging.getLogger(__name__)
 
 FROM_FILE, CODE, CHAT, TEXT = "the file's", "code to write or continue", "chat prompts", "texts that it goes on with"
-"""Kinds of prompts: the user's; for the embedded base; for bases with a chat template; for those without one."""
+"""Kinds of prompts: the user's; for the embedded base; for bases with a chat template; for bases without one."""
 WRITTEN = "written.jsonl"
 """Prompts that the base wrote."""
 CHAT_SETTINGS, TEXT_SETTINGS = Settings(256, 1.0, 0.9), Settings(32, 1.0, 0.95)
-"""How it writes a prompt, and the beginning of a text."""
+"""Sampling of a prompt, and of the beginning of a text, that the base writes."""
 OWN_SHARE = 0.5
-"""Of the chat prompts that the base writes; the others are made from templates."""
+"""Share of chat prompts that the base writes; the others are made from templates."""
 FIRST_WORDS = 8
-"""That a text begins with at most, where it does not begin with nothing."""
+"""Most words that a text is begun with, unless it begins with nothing."""
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """The conversations of a file that differ, without their answers.
+    """The different conversations of a file, without their answers.
 
     Raises:
         OSError: there is no such file.
-        ValueError: a record that is no conversation, or too few of them.
+        ValueError: a record is not a conversation, or there are too few.
     """
     found = _unique(conversations(Source(path)), lambda prompt: json.dumps(prompt.asked))
     least = FEWEST + LEAST_HELD_OUT
@@ -58,7 +58,7 @@ def read_prompts(path: str) -> list[Prompt]:
 
 
 def kind_of(model: MedusaModel, path: str) -> str:
-    """Where prompts come from."""
+    """The kind of prompts for a base and a file ("" = none)."""
     if path:
         return FROM_FILE
     if is_embedded(model.base.name):
@@ -67,7 +67,7 @@ def kind_of(model: MedusaModel, path: str) -> str:
 
 
 def some(model: MedusaModel, kind: str, found: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Prompts of the kind that will be answered, to measure with."""
+    """Some prompts of the kind that will be answered, for the measurement."""
     if kind == FROM_FILE:
         return [_encoded(model, prompt) for prompt in found[:count]]
     if kind == CODE:
@@ -76,11 +76,11 @@ def some(model: MedusaModel, kind: str, found: Sequence[Prompt], count: int) -> 
     if kind == CHAT:
         return [Prompt(prompt.asked) for prompt in made]
     texts = [list(model.base.tokenizer(prompt.turns[0]).input_ids) for prompt in made]
-    return [Prompt(ids=tuple(ids[: TEXT_SETTINGS.max_new_tokens])) for ids in texts]  # as long as those that come
+    return [Prompt(ids=tuple(ids[: TEXT_SETTINGS.max_new_tokens])) for ids in texts]  # as long as the later ones
 
 
 def beginnings(model: MedusaModel, kind: str, count: int, seed: int = 0) -> list[Prompt]:
-    """What the base writes prompts from; none where it does not, as its chat template shows no place for them."""
+    """Openings from which the base writes prompts; empty if its chat template shows no place for them."""
     if kind == TEXT:
         return text_openings(model, count, seed)
     try:
@@ -90,7 +90,7 @@ def beginnings(model: MedusaModel, kind: str, count: int, seed: int = 0) -> list
 
 
 def text_openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
-    """Beginnings of texts, half of them nothing but the token that begins texts, where there is one."""
+    """Beginnings of texts; half of them are only the token that begins texts, if there is one."""
     tokenizer, rng = model.base.tokenizer, random.Random(seed)
     bare, found = list(tokenizer("").input_ids), []
     for prompt in chat_prompts("train", count, seed):
@@ -101,18 +101,18 @@ def text_openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]
 
 
 class Watched:
-    """An answerer that tells how many prompts are left.
+    """An answerer that reports how many prompts are left.
 
     Args:
-        answerer: who answers.
-        tell: is called with that number.
+        answerer: answers the prompts.
+        tell: called with the number of remaining prompts.
     """
 
     def __init__(self, answerer: Answerer, tell: Callable[[int], object]) -> None:
         self._answerer, self._tell = answerer, tell
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """What the other one answers."""
+        """See `Answerer`."""
         self._tell(len(prompts))
         for done, answered in enumerate(self._answerer.answer(prompts), start=1):
             yield answered
@@ -120,7 +120,7 @@ class Watched:
 
 
 def write_prompts(plan: Plan, model: MedusaModel, out: Path, tell: Callable[[float, str], None]) -> None:
-    """Let the base write the prompts of the plan, where it does; what is there already is kept."""
+    """Let the base write the prompts of the plan, if it has any to write; existing ones are kept."""
     path = out / WRITTEN
     if not plan.written or path.exists():
         return
@@ -139,13 +139,13 @@ def write_prompts(plan: Plan, model: MedusaModel, out: Path, tell: Callable[[flo
 
 
 def division(plan: Plan, model: MedusaModel, out: Path, found: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts that are trained on, and those that are held out.
+    """The prompts of the training data, and the held-out prompts.
 
     Args:
         plan: the plan.
         model: the base.
         out: the directory of the run.
-        found: the user's.
+        found: the user's prompts.
     """
     count, heldout = plan.conversations, plan.heldout
     if plan.kind == CODE:
@@ -165,7 +165,7 @@ def division(plan: Plan, model: MedusaModel, out: Path, found: Sequence[Prompt])
 
 
 def _encoded(model: MedusaModel, prompt: Prompt) -> Prompt:
-    """As plain text, where the base has no chat template."""
+    """The prompt as plain text if the base has no chat template."""
     tokenizer = model.base.tokenizer
     if prompt.ids or tokenizer.chat_template:
         return prompt
@@ -174,7 +174,7 @@ def _encoded(model: MedusaModel, prompt: Prompt) -> Prompt:
 
 
 def _written(out: Path) -> list[Prompt]:
-    """The different prompts in the file that the base wrote."""
+    """The different prompts that the base wrote."""
     path = out / WRITTEN
     if not path.exists() or not path.stat().st_size:
         return []
@@ -185,12 +185,12 @@ def _written(out: Path) -> list[Prompt]:
 
 
 def _text(ends: Container[int], exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
-    """The beginning of a text, which does not end."""
+    """A record of the beginning of a text, without end-of-sequence tokens."""
     prompt, answer = exchanges[0]
     return [{"input_ids": [*prompt, *(token for token in answer if token not in ends)]}]
 
 
 def _unique(prompts: Iterable[Prompt], text: Callable[[Prompt], str]) -> list[Prompt]:
-    """One of each, in the order of their digests."""
+    """The different prompts, sorted by digest."""
     by_digest = {hashlib.sha256(text(prompt).encode()).digest(): prompt for prompt in prompts}
     return [by_digest[digest] for digest in sorted(by_digest)]

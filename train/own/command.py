@@ -1,7 +1,7 @@
 """``medusa heads --base NAME``: heads for a model of your own, in one command and a given time.
 
-It lets the base answer prompts, trains heads on the answers, and compares them with plain decoding. Each stage is what
-a command of its own does (``data prompts``, ``data regenerate``, ``train``), and leaves the files of that command in
+It lets the base answer prompts, trains heads on the answers, and compares them with plain decoding. Each stage does the
+work of another command (``data prompts``, ``data regenerate``, ``train``), and writes the files of that command into
 one directory.
 """
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     handler = RichHandler(console=console, show_time=False, show_level=False, show_path=False)
     logging.basicConfig(format="%(message)s", handlers=[handler], level=logging.WARNING)
-    logging.getLogger("medusa.base.smollm2").setLevel(logging.INFO)  # what it says of a download
+    logging.getLogger("medusa.base.smollm2").setLevel(logging.INFO)  # messages about a download
     try:
         with StopRequest().listening():
             _make(options, Screen(console), began)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace, screen: Screen, began: float) -> None:
-    """All stages; those that are done are passed over."""
+    """Run all stages; finished ones are skipped."""
     from medusa.train.own.answers import answered
     from medusa.train.own.training import finished, train, write_recipe
 
@@ -69,7 +69,7 @@ def _make(options: argparse.Namespace, screen: Screen, began: float) -> None:
     if not finished(recipe, out):
         with screen.stage("training", plan.seconds["training"]) as tell:
             train(plan, recipe, out, tell)
-    shutil.rmtree(out / "hidden", ignore_errors=True)  # hidden states are large, and of use to this run only
+    shutil.rmtree(out / "hidden", ignore_errors=True)  # hidden states are large, and useful for this run only
     from medusa.train.own import result
 
     if not (out / result.FILE).exists():
@@ -79,7 +79,7 @@ def _make(options: argparse.Namespace, screen: Screen, began: float) -> None:
 
 
 def _checked(options: argparse.Namespace) -> tuple[Path, Asked, list[Prompt]]:
-    """The directory, what is asked for, and the user's prompts, before anything is loaded.
+    """Check the arguments before anything is loaded; returns the directory, the request and the user's prompts.
 
     Raises:
         OSError, ValueError: the directory is taken, or the prompts cannot be read.
@@ -103,7 +103,7 @@ def _checked(options: argparse.Namespace) -> tuple[Path, Asked, list[Prompt]]:
 
 
 def _answers(asked: Asked, plan: Plan | None, out: Path, found: list[Prompt], screen: Screen, began: float) -> Plan:
-    """All that needs the base in this process: the plan, where there is none, prompts and answers."""
+    """The stages that need the base in this process: the plan, if there is none, prompts and answers."""
     from transformers.utils.logging import disable_progress_bar
 
     from medusa.train.own.answers import answer
@@ -125,7 +125,7 @@ def _answers(asked: Asked, plan: Plan | None, out: Path, found: list[Prompt], sc
 
 
 def _planned(asked: Asked, out: Path, found: list[Prompt], screen: Screen, began: float) -> Plan:
-    """Measure, decide, say so, and keep it."""
+    """Measure, make the plan, print it, and save it."""
     from medusa.train.command import processes
     from medusa.train.own.estimate import make_plan
     from medusa.train.own.measure import measure

@@ -1,4 +1,4 @@
-"""From what was measured to a plan: how many answers, how many passes over them, and how long each stage takes."""
+"""From measurements to a plan: the number of answers, the passes over them, and the time of each stage."""
 
 from medusa.train.own.asked import CHAT, OWN_SHARE, TEXT, TEXT_SETTINGS
 from medusa.train.own.measure import Measured
@@ -6,27 +6,27 @@ from medusa.train.own.plan import HELD_OUT_SHARE, STAGES, Asked, Costs, Plan, di
 from medusa.train.own.settings import Values, cache_values, state_bytes
 
 SPARE = 1.05
-"""Prompts that are begun for each that is needed: some are equal."""
+"""Number of prompts that are begun for each needed one, since some will be equal."""
 TAIL, FILES = 0.25, 3
-"""Share of the time of a longest answer in which the last ones of a file are decoded with few others; and files."""
+"""Time of a file's last answers, decoded with few others, as a share of a longest answer's; number of files."""
 COMPARED_SHARE, FEWEST_COMPARED, MOST_COMPARED = 0.03, 4, 16
-"""Of the time, for held-out prompts that are decoded at the end; and their number."""
+"""Share of the time for decoding held-out prompts at the end; and the bounds of their number."""
 COMPARED_TOKENS, DECODINGS = 64, 5
-"""New tokens of each; and how often it is decoded: twice by the evaluation, then in three ways."""
+"""New tokens of each; and how often each is decoded: twice by the evaluation, then in three ways."""
 EVALUATED_ROWS = 64
-"""Held-out rows that the evaluation reads at most (`evaluate.rows`)."""
+"""Most held-out rows that the evaluation reads (`evaluate.rows`)."""
 CHECKPOINT_SECONDS, FEWEST_STEPS, MOST_STEPS = 60.0, 10, 500
-"""Between checkpoints, and the same in steps."""
+"""Seconds between checkpoints, and bounds in steps."""
 
 
 def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Plan:
     """The plan for a budget of time.
 
     Args:
-        asked: what the user wants.
-        measured: what is known.
-        spent: seconds that are gone already.
-        free: bytes of the disk.
+        asked: the user's request.
+        measured: the measurements.
+        spent: seconds that have passed already.
+        free: free bytes of the disk.
 
     Raises:
         ValueError: the time is too short.
@@ -40,7 +40,7 @@ def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Pl
     conversations, epochs = divide(budget - spent, costs, measured.most)
     states = conversations * _positions(measured) * per_position
     cache = cache_values(states, free, facts)
-    if cache["cache.mode"] == "online":  # each pass over the answers is one of the base too
+    if cache["cache.mode"] == "online":  # each pass over the answers is also a pass of the base
         costs, states = costs._replace(later=costs.first), 0.0
         conversations, epochs = divide(budget - spent, costs, measured.most)
     heldout = held_out(conversations)
@@ -61,7 +61,7 @@ def make_plan(asked: Asked, measured: Measured, spent: float, free: float) -> Pl
 
 
 def _costs(measured: Measured, compared: int) -> Costs:
-    """Of the whole plan, with hidden states on disk."""
+    """Costs of the whole plan, with hidden states on disk."""
     answers, training, facts, turns = measured.answers, measured.training, measured.facts, measured.turns
     row = measured.shape["data.row_tokens"]
     both = 1 + HELD_OUT_SHARE  # held-out prompts are written and answered too
@@ -89,7 +89,7 @@ def _positions(measured: Measured) -> float:
 
 
 def _prompt_seconds(measured: Measured) -> float:
-    """To write one more prompt, on average."""
+    """Average seconds to write one more prompt."""
     if measured.kind == TEXT:
         return SPARE * TEXT_SETTINGS.max_new_tokens * measured.answers.token
     own = measured.prompts
@@ -97,7 +97,7 @@ def _prompt_seconds(measured: Measured) -> float:
 
 
 def _written(measured: Measured, needed: int) -> int:
-    """Prompts that the base begins to write, for so many conversations."""
+    """Number of prompts that the base begins to write for this number of conversations."""
     if measured.kind == TEXT:
         return round(SPARE * needed)
     own = measured.prompts
@@ -105,7 +105,7 @@ def _written(measured: Measured, needed: int) -> int:
 
 
 def _ends(measured: Measured, compared: int) -> Values:
-    """Evaluation and checkpoints of the recipe."""
+    """Recipe values of evaluation and checkpoints."""
     answers, gpu = measured.answers, measured.facts.device == "cuda"
     tokens = measured.shape["optim.rows_per_step"] * measured.shape["data.row_tokens"]
     share = answers.length / (answers.prompt_tokens + answers.length)

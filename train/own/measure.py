@@ -1,4 +1,4 @@
-"""What a base answers and learns per second on this machine."""
+"""Measures how fast a base answers and heads train on this machine."""
 
 import gc
 import time
@@ -27,62 +27,62 @@ from medusa.train.own.training import full_recipe
 from medusa.train.own.trial import Answering, Single, Training, answering, single, training
 
 READ_SECONDS, WRITE_SECONDS = 30.0, 10.0
-"""For the prompts of a trial, about, and for their answers."""
+"""Approximate seconds of a trial for prompts, and for their answers."""
 FEWEST_TOGETHER = 4
 LEAST_ENDED = 0.2
-"""Share of its prompts that a base must end, or it is not asked for any."""
+"""Least share of its prompts that a base must finish; otherwise it writes none."""
 MOST, MOST_CODE = 50_000, 5000
-"""Conversations where they are made up, and for the embedded base; the standard library has about so many functions."""
+"""Largest numbers of conversations from templates, and for the embedded base (functions of the standard library)."""
 MEMORY_SHARE = 0.5
-"""Of the machine's memory that a base in float32 may take."""
+"""Largest share of the machine's memory for a base in float32."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A base and how fast it is."""
+    """A base and its speeds."""
 
     facts: Facts
     kind: str
-    """Where prompts come from."""
+    """The kind of prompts."""
     dtype: str
-    """In which it answers."""
+    """Dtype in which it answers."""
     shape: Values
-    """Of the recipe: what does not depend on the number of answers."""
+    """Recipe values that do not depend on the number of answers."""
     turns: float
-    """Answers of a conversation, on average."""
+    """Average number of answers of a conversation."""
     most: int
-    """Conversations that there are prompts for."""
+    """Number of conversations for which there are prompts."""
     alone: Single
     answers: Answering
     prompts: Answering | None
-    """That it writes in a user's place; None = it does not."""
+    """Speed of writing prompts; None = the base writes none."""
     training: Training
     loading: float
-    """Seconds to import all that is needed and to load the base."""
+    """Seconds for imports and for loading the base."""
 
 
 def load(base: str, dtype: str = "") -> MedusaModel:
-    """The base as it answers; in its own dtype, or the one that is faster here, where none is named.
+    """Load the base for answering; without `dtype` in its own, or in a faster one.
 
     Raises:
-        OSError, ValueError: there is none, or it cannot be decoded.
+        OSError, ValueError: it does not exist, or cannot be decoded.
     """
     return MedusaModel.from_pretrained(base=resolve_base_name(base), dtype=getattr(torch, dtype) if dtype else None)
 
 
 def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes: int, began: float) -> Measured:
-    """Load the base as it answers, then as it is trained with, and time both on a few rows.
+    """Load the base for answering, then for training, and time both on a few rows.
 
     Args:
         base: its name.
         path: the user's file of prompts; "" = none.
-        found: what is in it.
+        found: the prompts in it.
         out: the directory of the run.
-        processes: that will train.
-        began: `time.monotonic()` when this process did.
+        processes: number of training processes.
+        began: `time.monotonic()` at the start of this process.
     """
     importing = time.monotonic() - began
-    smollm2.locate(resolve_base(base))  # what is downloaded, converted or compiled once belongs to no later start
+    smollm2.locate(resolve_base(base))  # downloads, conversions and compilation happen only once
     native.available()
     began = time.monotonic()
     model = load(base)
@@ -90,7 +90,7 @@ def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes:
     facts, kind = Facts.of(model.base, processes), kind_of(model, path)
     dtype = training_dtype(model.base, facts)
     if dtype == "float32" and slow_in_bfloat16(model.base.device) and not model.base.packed:
-        model = load(base, dtype)  # many answers together are faster in it too
+        model = load(base, dtype)  # decoding many answers together is faster in it too
     prompts = fitting(model, some(model, kind, found, BATCH), facts.answer_tokens)
     alone = single(model, prompts[len(prompts) // 2])
     mean = fmean(len(prompt.ids) for prompt in prompts)
@@ -120,13 +120,13 @@ def measure(base: str, path: str, found: Sequence[Prompt], out: Path, processes:
 
 
 def free() -> None:
-    """Give the memory of a base that is not held any more to whoever loads it next."""
+    """Free the memory of a base that has no references any more."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def training_dtype(base: BaseModel, facts: Facts) -> str:
-    """`base.dtype` of the recipe: named where it would be found out, so that it is the same after each start."""
+    """`base.dtype` of the recipe; a measured choice is written down, so that it is the same after each start."""
     if base.device.type == "cuda":
         return "auto"
     wide = base.dtype != torch.bfloat16 or slow_in_bfloat16(base.device)

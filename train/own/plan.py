@@ -1,4 +1,4 @@
-"""What is done, decided once from what was measured, so that a run that was stopped ends like one that was not."""
+"""The plan of a run, made once from measurements, so that a stopped run ends like one that was not stopped."""
 
 import math
 from collections.abc import Mapping
@@ -13,63 +13,63 @@ FILE = "plan.json"
 REMEDY = "give another --out, or remove it"
 MOST_EPOCHS = 4
 PASS_WORTH = 0.7
-"""What one more pass over the same answers is worth, beside the pass before it.
+"""Value of one more pass over the same answers, relative to the previous pass.
 
-Between 1, which repeated text is worth up to four passes in Muennighoff et al. 2023 (arXiv:2305.16264), and what small
-heads make of it, which learn few answers by heart (docs/heads.md, "A real base").
+It lies between 1, the value of repeated text for up to four passes in Muennighoff et al. 2023 (arXiv:2305.16264), and
+the value for small heads, which overfit few answers (docs/heads.md, "A real base").
 """
 FEWEST = 32
-"""Conversations that heads are trained on."""
+"""Least number of conversations to train heads on."""
 LEAST_HELD_OUT, MOST_HELD_OUT, HELD_OUT_SHARE = 8, 96, 0.05
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user has asked for."""
+    """The user's request."""
 
     base: str
     hours: float
     prompts: str
-    """A file; "" = none."""
+    """A file of prompts; "" = none."""
     content_of_prompts: str
     """Fingerprint of that file."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the result depends on."""
+    """All values on which the result depends."""
 
     asked: Asked
     kind: str
-    """Where prompts come from, see `medusa.train.own.asked`."""
+    """Kind of prompts, see `medusa.train.own.asked`."""
     written: int
-    """Prompts that the base begins to write."""
+    """Number of prompts that the base begins to write."""
     conversations: int
-    """That are trained on; fewer where prompts are refused."""
+    """Conversations of the training data; fewer if prompts are refused."""
     heldout: int
-    """That are not."""
+    """Held-out conversations."""
     dtype: str
-    """In which the base answers."""
+    """Dtype in which the base answers."""
     answer_tokens: int
-    """Of an answer, at most."""
+    """Most tokens of an answer."""
     compared: int
-    """Held-out prompts that are decoded at the end."""
+    """Number of held-out prompts that are decoded at the end."""
     state_bytes: float
-    """Of all hidden states on disk; 0 = they are not kept."""
+    """Bytes of all hidden states on disk; 0 = they are not kept."""
     reading: float
-    """Seconds of the base's pass before the first step of training; 0 = it is made as training goes."""
+    """Seconds of the base's pass before the first training step; 0 = it is made during training."""
     seconds: dict[str, float]
-    """How long each stage takes, as far as was known."""
+    """Estimated seconds of each stage."""
     recipe: dict[str, Any]
-    """Values by their dotted keys."""
+    """Recipe values by their dotted keys."""
 
     def save(self, out: Path) -> None:
-        """Write it into the directory of the run."""
+        """Write the plan into the directory of the run."""
         write_json(out / FILE, {**header("plan"), **asdict(self)})
 
     @staticmethod
     def load(out: Path, asked: Asked) -> "Plan | None":
-        """The plan of a run that was begun; None = it was not.
+        """The plan of a run that was begun; None = there is none.
 
         Raises:
             ValueError: the run was begun with other arguments.
@@ -92,18 +92,18 @@ class Plan:
 
 
 class Costs(NamedTuple):
-    """Seconds per conversation, and of all together."""
+    """Seconds per conversation, and fixed seconds."""
 
     prompt: float
-    """To write its prompt."""
+    """Writing its prompt."""
     answer: float
-    """To answer it."""
+    """Answering it."""
     first: float
-    """Of its first pass in training: through the base, and through the heads."""
+    """Its first pass in training: through the base, and through the heads."""
     later: float
-    """Of each further pass."""
+    """Each further pass."""
     fixed: Mapping[str, float]
-    """By stage: what does not depend on the number of conversations."""
+    """Fixed seconds by stage."""
 
     def of(self, conversations: int, epochs: int, stage: str) -> float:
         """Seconds of a stage."""
@@ -115,18 +115,18 @@ class Costs(NamedTuple):
         return self.fixed.get(stage, 0.0) + conversations * each
 
     def first_pass(self, conversations: int) -> float:
-        """Seconds of the base's pass over all of them."""
+        """Seconds of the base's pass over all conversations."""
         return conversations * (self.first - self.later)
 
 
 def divide(seconds: float, costs: Costs, most: int) -> tuple[int, int]:
     """Divide the time between answers and passes over them: (conversations, epochs).
 
-    More answers teach more than more passes (`PASS_WORTH`), and cost more: what is trained on is answered once. The
-    division is the one with the largest product of both. All prompts of a short list are answered.
+    More answers teach more than more passes (`PASS_WORTH`), but cost more, because each must be generated once. The
+    result is the division with the largest product of both. All prompts of a short list are answered.
 
     Raises:
-        ValueError: the time is too short for a few conversations; says how much is needed.
+        ValueError: the time is too short for a few conversations; the message says how much is needed.
     """
     left = seconds - sum(costs.fixed.values())
 
@@ -147,10 +147,10 @@ def divide(seconds: float, costs: Costs, most: int) -> tuple[int, int]:
 
 
 def worth(epochs: int) -> float:
-    """What so many passes over the same answers are worth, in first passes."""
+    """Value of this number of passes over the same answers, in units of a first pass."""
     return sum(PASS_WORTH**number for number in range(epochs))
 
 
 def held_out(conversations: int) -> int:
-    """How many of so many conversations are not trained on."""
+    """Number of held-out conversations for this number of conversations."""
     return min(MOST_HELD_OUT, max(LEAST_HELD_OUT, round(HELD_OUT_SHARE * conversations)))

@@ -1,4 +1,4 @@
-"""What has come of it: speed beside plain decoding, the heads' card, and a table."""
+"""The result: speed compared with plain decoding, the heads' card, and a table."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,13 +25,13 @@ from medusa.train.run_directory import RunDirectory
 FILE = "comparison.json"
 PLAIN, HEADS, DEFAULT = "plain", "heads alone", "default (fastest)"
 WAYS: Mapping[str, Mapping[str, Any]] = {PLAIN: {"nodes": 1}, HEADS: {"drafter": "heads"}, DEFAULT: {}}
-"""Of decoding, with their options."""
+"""Ways of decoding with their options."""
 
 
 def compare(plan: Plan, out: Path, tell: Tell) -> None:
-    """Decode held-out prompts in all ways, one prompt after the other, the ways in turn; write what came of it.
+    """Decode held-out prompts one after the other, in all ways in turn, and write the result and the heads' card.
 
-    The heads get their card. The default has to find out what is fastest, which takes it some of these prompts.
+    The default must find the fastest drafter, which takes some of these prompts.
     """
     model = MedusaModel.from_pretrained(out / "heads", base=plan.asked.base)
     assert model.heads is not None, "they are in that directory"
@@ -58,7 +58,7 @@ def _decoded(model: MedusaModel, prompt: Sequence[int], options: Mapping[str, An
 
 
 def show(plan: Plan, out: Path, console: Console) -> None:
-    """Print the one table, and what to do next.
+    """Print the table and the next commands.
 
     Raises:
         ValueError, OSError: a file of the run is damaged.

@@ -1,4 +1,4 @@
-"""What the user sees while it runs: one line for each stage."""
+"""Progress on the screen: one line for each stage."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 LINE_SECONDS = 30.0
-"""Between two lines where there is no terminal for a bar."""
+"""Seconds between two lines without a terminal."""
 Tell = Callable[[float, str], None]
-"""(share that is done, what is going on)."""
+"""Called with (share that is done, description)."""
 
 
 def clock(seconds: float) -> str:
@@ -21,22 +21,22 @@ def clock(seconds: float) -> str:
 
 
 class Screen:
-    """Where stages show how far they are.
+    """Shows the progress of stages.
 
     Args:
-        console: a terminal, where bars move; or a file, which gets a line now and then.
+        console: a terminal, which shows bars, or a file, which gets a line now and then.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, seconds: float) -> Iterator[Tell]:
-        """A stage that takes about so long; what it yields is told how far it is."""
+        """A stage that takes about `seconds`; yields a function to call with the progress."""
         began = last = time.monotonic()
 
         def line(done: float, what: str) -> None:

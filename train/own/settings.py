@@ -1,6 +1,6 @@
-"""A recipe's values for a base that nobody has tuned: those of the recipes whose bases are of its size, as functions.
+"""Recipe values for any base: functions of its size that give the values of the recipes for bases of that size.
 
-They come from `train/recipes` (embedded, smollm2 and small-cpu on CPUs, llama-3.1-8b on GPUs), where the reasons are.
+They come from `train/recipes` (embedded, smollm2 and small-cpu on CPUs, llama-3.1-8b on GPUs), which give the reasons.
 """
 
 from dataclasses import dataclass
@@ -13,44 +13,44 @@ Values = dict[str, Any]
 """Recipe values by their dotted keys."""
 
 TINY, LARGE = 50e6, 1e9
-"""Parameters of bases such as the embedded one (9M), and of those from which a gentler learning rate is used."""
+"""Largest number of parameters of tiny bases (embedded has 9M), and least number for a lower learning rate."""
 ANSWER_TOKENS = {"cpu": 160, "cuda": 512}
 """Most tokens of an answer; half of the context at most."""
 ROW_TOKENS = {"cpu": 512, "cuda": 2048}
 """Fewest tokens of a row, where the context allows."""
 DRAFT_VOCABULARY = {"cpu": 8192, "cuda": 32768}
-"""Tokens that heads draft, where the vocabulary is more than twice as large: a level reads so much less."""
+"""Draft vocabulary if the base's is more than twice as large, so that a level reads less."""
 DISK_SHARE = 0.5
-"""Of the free disk that hidden states may take."""
+"""Largest share of the free disk for hidden states."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What settings depend on."""
+    """The base and machine on which settings depend."""
 
     device: str
     """"cpu" or "cuda"."""
     processes: int
-    """That train: one for each GPU, or one."""
+    """Number of training processes: one for each GPU, or one."""
     parameters: int
     hidden_size: int
     num_layers: int
     vocab_size: int
     context: int
-    """Tokens of prompt and answer together."""
+    """Context length of the base: tokens of prompt and answer together."""
 
     @staticmethod
     def of(base: BaseModel, processes: int) -> "Facts":
-        """Those of a loaded base."""
+        """The facts of a loaded base."""
         parts = (module.packed for module in base.model.modules() if isinstance(module, PackedLinear | PackedEmbedding))
-        packed = {id(weight): weight.inputs * weight.outputs for weight in parts}  # tied ones are one
+        packed = {id(weight): weight.inputs * weight.outputs for weight in parts}  # tied matrices count once
         parameters = sum(weight.numel() for weight in base.model.parameters()) + sum(packed.values())
         shape = base.hidden_size, base.num_layers, base.vocab_size, base.context_length
         return Facts(base.device.type, processes, parameters, *shape)
 
     @property
     def devices(self) -> int:
-        """That train side by side; processes on a CPU share its cores."""
+        """Number of devices that train in parallel; processes on a CPU share its cores."""
         return self.processes if self.device == "cuda" else 1
 
     @property
@@ -60,11 +60,11 @@ class Facts:
 
 
 def shape_values(facts: Facts, longest: int) -> Values:
-    """What decides how fast heads train, whatever they are trained on.
+    """Recipe values that decide the speed of training, independent of the data.
 
     Args:
         facts: the base and the machine.
-        longest: tokens of prompt and answer together that few samples exceed; rows hold them whole.
+        longest: tokens of prompt and answer that few samples exceed, so that rows hold them whole.
     """
     gpu, tiny, large = facts.device == "cuda", facts.parameters < TINY, facts.parameters > LARGE
     vocabulary = DRAFT_VOCABULARY[facts.device]
@@ -75,7 +75,7 @@ def shape_values(facts: Facts, longest: int) -> Values:
         "heads.draft_vocab": vocabulary if facts.vocab_size > 2 * vocabulary else 0,
         "data.row_tokens": min(facts.context, max(ROW_TOKENS[facts.device], 1 << (longest - 1).bit_length())),
         "optim.lr": 1e-3 if large else 2e-3,
-        "optim.loss": "kl",  # half of the answers are drawn
+        "optim.loss": "kl",  # half of the answers are sampled
         "optim.head_decay": 0.8 if large else 0.9,
         "optim.rows_per_step": max(16 if gpu else 4, facts.processes),
         "optim.micro_rows": 4 if gpu and not large else 2,
@@ -85,17 +85,17 @@ def shape_values(facts: Facts, longest: int) -> Values:
 
 
 def state_bytes(facts: Facts, shape: Values, itemsize: int) -> int:
-    """Of the hidden states that are kept of one trained position."""
+    """Bytes of the kept hidden states of one trained position."""
     layers: int = shape["heads.feature_layers"]
     return facts.hidden_size * (1 + layers) * itemsize
 
 
 def cache_values(needed: float, free: float, facts: Facts) -> Values:
-    """Hidden states on disk, and all positions mixed, where they fit there; else a pass of the base for each epoch.
+    """Hidden states on disk, with all positions mixed, if they fit; otherwise a pass of the base for each epoch.
 
     Args:
         needed: bytes of all hidden states.
-        free: bytes of the disk.
+        free: free bytes of the disk.
         facts: the base and the machine.
     """
     if needed <= DISK_SHARE * free:

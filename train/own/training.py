@@ -1,4 +1,4 @@
-"""Training as `medusa train` does it, in a process of its own, and how far it is."""
+"""Training in a child process, `medusa train`, with its progress."""
 
 import os
 import signal
@@ -24,15 +24,15 @@ from medusa.train.workers import die_with_parent
 
 LOG = "train.log"
 LOOK_SECONDS = 1.0
-"""Between two looks at the figures of the run."""
+"""Seconds between two readings of the run's figures."""
 LAST_WORDS = 6
-"""Lines of the log that an error repeats."""
+"""Number of log lines that an error repeats."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""That are handed on."""
+"""Signals that are forwarded to the child."""
 
 
 def write_recipe(plan: Plan, out: Path) -> Path:
-    """The plan's recipe as a file; one that is there already stays, as training has written it with every value."""
+    """Write the plan's recipe; an existing file stays, because training has written it with every value."""
     path, nested = out / "recipe.yaml", dict[str, Any]()
     if path.exists():
         return path
@@ -44,7 +44,7 @@ def write_recipe(plan: Plan, out: Path) -> Path:
 
 
 def recipe_values(values: dict[str, Any], out: Path) -> dict[str, Any]:
-    """These values, and the places of a run in this directory."""
+    """These values with the paths of a run in this directory."""
     places = {"run": out, "data.train": out / TRAIN, "data.heldout": out / HELDOUT, "data.cache": out / "rows"}
     return {**{key: str(path) for key, path in places.items()}, **values}
 
@@ -55,7 +55,7 @@ def full_recipe(values: dict[str, Any], out: Path) -> Recipe:
 
 
 def finished(recipe: Path, out: Path) -> bool:
-    """Whether the heads are there.
+    """Whether the trained heads exist.
 
     Raises:
         RecipeError: the run was begun with another recipe.
@@ -64,23 +64,23 @@ def finished(recipe: Path, out: Path) -> bool:
 
 
 def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
-    """Train to the end in a child process, which goes on from its last checkpoint.
+    """Train to the end in a child process, which resumes from its last checkpoint.
 
     Args:
         plan: the plan.
-        recipe: the file of its recipe.
+        recipe: the recipe file.
         out: the directory of the run.
-        tell: is told how far it is.
+        tell: called with the progress.
 
     Raises:
-        Stopped: a signal asked for it, Ctrl-C among them; the last checkpoint counts.
-        RuntimeError: training failed; its last words are in the message.
+        Stopped: a signal (or Ctrl-C) ended it after a checkpoint.
+        RuntimeError: training failed; the message holds the last lines of its log.
     """
     words = [sys.executable, "-m", "medusa", "train", "--recipe", str(recipe)]
     with (out / LOG).open("a", encoding="utf-8") as log:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,  # Ctrl-C reaches it once, from here
+            start_new_session=True,  # so that Ctrl-C reaches it once, from here
             preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call takes no lock
         )  # fmt: skip
     with _handing_on(child) as received:
@@ -99,7 +99,7 @@ def train(plan: Plan, recipe: Path, out: Path, tell: Tell) -> None:
 
 @contextmanager
 def _handing_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Hand signals on to a child, and note them."""
+    """Forward signals to a child, and note them."""
     received: list[int] = []
 
     def arrived(number: int, _: FrameType | None) -> None:
@@ -119,7 +119,7 @@ def _progress(plan: Plan, out: Path) -> tuple[float, str]:
     """The share that is done, and the last figures."""
     first, epochs = plan.reading / plan.seconds["training"], plan.recipe["optim.epochs"]
     if record := RunDirectory(out).last_record():
-        if "epoch" not in record:  # the last one of the run
+        if "epoch" not in record:  # the record of the run's end
             return 1.0, "evaluated"
         done = min(1.0, record["epoch"] / epochs)
         return first + (1 - first) * done, f"epoch {record['epoch']:.2f} of {epochs:g}, loss {record['loss']:.3f}"

@@ -1,4 +1,4 @@
-"""How fast this machine answers and trains, measured on a few rows of the base's own answers.
+"""Measures the speed of answering and of training on a few rows of the base's own answers.
 
 Shapes: M positions, K heads, F width of the base's hidden states.
 """
@@ -29,13 +29,13 @@ from medusa.train.schedule import head_weights
 from medusa.train.workers import Value, Workers
 
 SINGLE_TOKENS = 16
-"""Of the completion that is timed alone."""
+"""Tokens of the completion that is timed alone."""
 ROWS, PASS_SECONDS = 16, 15.0
-"""That are trained on, at most: as many as the base reads in so long."""
+"""Most training rows of the trial, and most seconds of the base's pass over them."""
 
 
 class Single(NamedTuple):
-    """One prompt, decoded plainly."""
+    """Times of one prompt, decoded plainly."""
 
     prompt_token: float
     """Seconds per token of the prompt."""
@@ -45,39 +45,39 @@ class Single(NamedTuple):
 
 @dataclass(frozen=True)
 class Answering:
-    """Many prompts at once."""
+    """Times of many prompts at once."""
 
     prompt_token: float
     """Seconds per token of a prompt."""
     token: float
-    """Seconds per new token, of all prompts together."""
+    """Seconds per new token, counted over all prompts."""
     together: int
-    """Prompts that were decoded together."""
+    """Number of prompts that were decoded together."""
     length: float
-    """Tokens of an answer, on average."""
+    """Average tokens of an answer."""
     ends: float
-    """Share of the answers that end before they are cut."""
+    """Share of answers that end before the limit."""
     texts: Sequence[tuple[Sequence[int], Sequence[int]]]
-    """Token ids of prompts and of what was answered so far."""
+    """Token ids of prompts and of their answers so far."""
 
     @property
     def prompt_tokens(self) -> float:
-        """Of a prompt, on average."""
+        """Average tokens of a prompt."""
         return fmean(len(prompt) for prompt, _ in self.texts)
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that nineteen of twenty prompts do not exceed."""
+        """95th percentile of the prompts' tokens."""
         return sorted(len(prompt) for prompt, _ in self.texts)[len(self.texts) * 19 // 20]
 
     @property
     def seconds(self) -> float:
-        """Of one answer."""
+        """Seconds of one answer."""
         return self.prompt_tokens * self.prompt_token + self.length * self.token
 
 
 class Training(NamedTuple):
-    """Rows that are trained on, in one process."""
+    """Times of training, in one process."""
 
     row_token: float
     """Seconds per token of a row, in the base's pass."""
@@ -86,7 +86,7 @@ class Training(NamedTuple):
 
 
 def single(model: MedusaModel, prompt: Prompt) -> Single:
-    """Time one prompt alone, after a first time that does not count."""
+    """Time one prompt alone, after a warm-up."""
     device, speculation = model.base.device, Speculation(nodes=1)
 
     def run(tokens: int) -> float:
@@ -101,14 +101,14 @@ def single(model: MedusaModel, prompt: Prompt) -> Single:
 def answering(model: MedusaModel, prompts: Sequence[Prompt], settings: Sequence[Settings], most: float) -> Answering:
     """Time prompts that are answered together, for some seconds or until half of them have ended.
 
-    Answers that have not ended count too: where h of all tokens have ended an answer, one of at most n tokens has
-    (1 - (1 - h)^n) / h of them on average, as if each token ended it with the same probability.
+    The average length includes answers that have not ended: if a share h of all tokens ended an answer, an answer of at
+    most n tokens has (1 - (1 - h)^n) / h tokens on average, as if every token ended it with probability h.
 
     Args:
         model: the base.
         prompts: with token ids.
-        settings: how they are answered, in turn.
-        most: seconds for the tokens behind the first ones.
+        settings: sampling settings, used in turn.
+        most: seconds for the tokens after the first ones.
     """
     batch, limit = model.batch(), settings[0].max_new_tokens
     requests = [
@@ -155,7 +155,7 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     base, device = base.tapped(spread_layers(recipe.heads.feature_layers, base.num_layers)), base.device
     packed = pack([_sample(*text) for text in texts if text[1]], recipe.data.row_tokens)
     base = choose_separation(base, packed.input_ids[0].long())
-    # As `Medusa1` reads.
+    # As in `Medusa1`.
     one = seconds(partial(BasePass(fuse(base), packed, recipe.heads.num_heads, 1).read, torch.tensor([0])), device)
     packed = packed.take(torch.arange(max(1, min(len(packed), ROWS, int(PASS_SECONDS / one)))))
 
@@ -175,21 +175,21 @@ def training(recipe: Recipe, texts: Sequence[tuple[Sequence[int], Sequence[int]]
         optimizer.step()
         optimizer.zero_grad()
 
-    step(0)  # the first one is slower
+    step(0)  # the first step is slower
     learning = sum(seconds(partial(step, number), device) for number in range(steps))
     positions = sum(int(method.label_counts(number)[0]) for number in range(steps))
     return Training(reading / (steps * optim.rows_per_step * recipe.data.row_tokens), learning / max(1, positions))
 
 
 class _Alone(Workers):
-    """A process that has no others to ask."""
+    """Workers of a single process without torch.distributed."""
 
     def from_first(self, make: Callable[[], Value]) -> Value:
-        """What it makes itself."""
+        """The result of `make`."""
         return make()
 
     def total(self, values: Tensor) -> Tensor:
-        """What it has itself."""
+        """The values."""
         return values
 
 

@@ -1,4 +1,4 @@
-"""What a run directory tells about its training: `training.json`, `training.png`, and a table."""
+"""The report of a training run: `training.json`, `training.png`, and a table."""
 
 from medusa.train.report.figures import read_report, write_report
 

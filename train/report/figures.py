@@ -20,13 +20,13 @@ from medusa.train.run_directory import RunDirectory
 
 LOGGER = logging.getLogger("medusa.train")
 POINTS = 100
-"""Points of a curve; a longer run is averaged over equal stretches of steps."""
+"""Points of a curve; longer runs are averaged over equal numbers of steps."""
 SUMMARY = {
     "base.name": "base", "heads.architecture": "heads", "heads.num_heads": "K", "optim.loss": "loss", "optim.lr": "lr",
     "optim.rows_per_step": "rows per step", "data.row_tokens": "tokens per row", "optim.mix_steps": "mix steps",
     "lora.rank": "LoRA rank", "data.train": "data",
 }  # fmt: skip
-"""Recipe keys that are named in the report, and how."""
+"""Recipe keys in the report, with their names there."""
 
 
 def read_report(run: str | Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _recipe(path: Path) -> dict[str, Any]:
 def _curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     width = math.ceil(len(steps) / POINTS)
     parts = [steps[first : first + width] for first in range(0, len(steps), width)]
-    # The clock at the end of the stretch before; a single missing line (a cut file) does no harm.
+    # The clock at the end of the previous part; a missing line (a cut file) does no harm.
     clocks = [0.0, *(part[-1]["train_seconds"] for part in parts)]
     return {
         "step": [part[-1]["step"] for part in parts],

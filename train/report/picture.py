@@ -111,7 +111,7 @@ def _speed(axes: Axes, curves: Any, _: Any, report: Mapping[str, Any]) -> None:
 
 
 def _per_head(values_PK: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], Any]]:
-    """One curve and one colour per head: dark for near, light for far, and told apart by any eye."""
+    """One curve and one colour per head, dark for near and light for far heads; safe for colour-blind readers."""
     curves = list(zip(*values_PK, strict=True))
     shades = matplotlib.colormaps["viridis"]
     return [(curve, shades(0.85 * index / max(1, len(curves) - 1))) for index, curve in enumerate(curves)]
