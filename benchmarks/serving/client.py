@@ -122,7 +122,7 @@ class Client:
         except httpx.HTTPError as error:
             answer.error = f"{type(error).__name__}: {error}"
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            answer.error = str(error) if isinstance(error, ValueError) else f"no chunk of an answer: {error!r}"
+            answer.error = str(error) if isinstance(error, ValueError) else f"not a chunk of an answer: {error!r}"
         answer.ended = time.monotonic()
         if not answer.times:  # it has no text
             answer.times, answer.told = [answer.ended], [] if answer.tokens is None else [answer.tokens]

@@ -316,7 +316,7 @@ class BaseModel:
             ValueError: The sequences are those of another base.
         """
         if parts[0][1][0].pool.owner is not self.model:
-            raise ValueError("KV cache (BlockPool) holds another base's; make one with this base's new_pool")
+            raise ValueError("KV cache (BlockPool) belongs to another base; make one with this base's new_pool")
         return plan_pass(parts, self.attention, self.spans, kv_length, lengths_B)
 
     def run(self, pool: BlockPool, plan: TreePlan) -> Tensor:

@@ -129,7 +129,7 @@ class ChatRequest(Sampling, Rendering):
     audio: Annotated[Any, lacking("this model writes text only")] = None
     functions: Annotated[Any, lacking("give tools")] = None
     function_call: Annotated[Any, lacking("give tools and tool_choice", lambda value: value == "none")] = None
-    web_search_options: Annotated[Any, lacking("this model searches nothing", lambda _: False)] = None
+    web_search_options: Annotated[Any, lacking("this model has no web search", lambda _: False)] = None
 
 
 class CompletionRequest(Sampling):
@@ -141,7 +141,7 @@ class CompletionRequest(Sampling):
     response_format: ResponseFormat | None = None
     best_of: StrictInt | None = None
     """1, or as many as n."""
-    suffix: Annotated[Any, lacking("text is continued, not filled in")] = None
+    suffix: Annotated[Any, lacking("text can only be continued")] = None
 
 
 class TokenizeRequest(Rendering):

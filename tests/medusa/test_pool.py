@@ -132,7 +132,7 @@ def test_a_pool_frees_its_memory_at_once(model):
 
 
 def test_a_pool_of_another_base_is_refused(model):
-    with pytest.raises(ValueError, match="holds another base's"):
+    with pytest.raises(ValueError, match="belongs to another base"):
         model.base.plan([(Draft.chain(torch.tensor([[5]])), [CachedSequence(BlockPool(2, CPU, owner=object()))])])
 
 

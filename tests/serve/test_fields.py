@@ -63,7 +63,7 @@ def test_what_was_not_asked_for_fits_always(live):
         (CHAT, {"model": None}, "model", "is missing; give it"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "writes text only"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions", "give tools"),
-        (CHAT, {"web_search_options": {}}, "web_search_options", "searches nothing"),
+        (CHAT, {"web_search_options": {}}, "web_search_options", "no web search"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         (
             CHAT,
@@ -73,7 +73,7 @@ def test_what_was_not_asked_for_fits_always(live):
         ),
         (CHAT, {"chat_template_kwargs": {"tokenize": False}}, None, "is no value of a template"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "other than n"),
-        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "continued, not filled in"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "only be continued"),
     ],
 )
 def test_what_is_known_and_cannot_be_had_is_refused(live, path, fields, param, message):

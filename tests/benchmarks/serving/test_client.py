@@ -81,7 +81,7 @@ def test_completions_get_the_prompt_as_it_is(server):
         ((200, "hello"), "the stream ended before the answer"),
         ([b'data: {"error": {"message": "a step has failed"}}\n\n'], "error in the stream: .*a step has failed"),
         ([b"data: {broken\n\n"], "property name"),
-        ([b"data: {}\n\n"], "no chunk of an answer: KeyError"),
+        ([b"data: {}\n\n"], "not a chunk of an answer: KeyError"),
         (events(REQUEST)[:3], "the stream ended before the answer"),
         ([*events(REQUEST)[:3], None], "RemoteProtocolError"),
     ],
