@@ -34,7 +34,7 @@ class BaseRecipe:
 
 
 REMEMBERING = ("attention", "block")
-"""Architectures whose heads see the text before a position, made of layers of the base's kind."""
+"""Architectures whose heads have decoder layers like the base's, and see the text before a position."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class HeadsRecipe:
     """Train one vocabulary matrix per head (attention, block: for all) instead of sharing the base's frozen one."""
     feature_layers: int = _limits(0, low=0, high=8)
     """Number of further layers of the base, spread evenly below the last, whose outputs heads read too; attention and
-    block read them in place of the last (3)."""
+    block read them instead of the last (3)."""
     rank: int = _limits(64, low=1, high=4096)
     """Rank of the correction by the previous token; architectures markov and block only."""
     mask_token: int = _limits(-1, low=-1)
-    """Token whose embedding a block's rows begin with but for the first, as DSpark's do: heads that can be exported as
-    such (best a token that no text has); -1 = rows of our own; architecture block only."""
+    """Token whose embedding all rows of a block except the first begin with, so that heads can be exported as DSpark
+    drafts (best a token that no text has); -1 = our own rows; architecture block only."""
     norm_features: bool = True
     """Normalise the output of each feature layer, with weights of its own (EAGLE 3.1); architecture attention only."""
     norm_output: bool = True
@@ -66,12 +66,12 @@ class HeadsRecipe:
     """Number of tokens that heads can draft: the most frequent ones of the training data; 0 = the whole vocabulary."""
     init_from: str = ""
     """Heads whose weights training starts from, of this shape and in any format: a directory or a Hub id; empty = fresh
-    ones. Tokens that heads can draft are chosen anew, unless heads own their vocabulary matrices."""
+    ones. The draft vocabulary is chosen again, unless heads own their vocabulary matrices."""
 
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """Training and held-out samples, of any shape that data.sources knows."""
+    """Training and held-out samples, of any shape that data.sources reads."""
 
     train: str = ""
     """Training samples (required): a .jsonl, .json or .parquet file, a directory of them, or a Hub data set."""
@@ -119,10 +119,10 @@ class OptimRecipe:
     rows_per_step: int = _limits(16, low=1)
     """Packed rows per optimizer step over all processes."""
     mix_steps: int = _limits(1, low=0)
-    """Positions of the rows of so many steps are shuffled together: each step then sees all of their documents; 0 = of
-    a whole pass over the data, which needs a cache of hidden states (cache.mode offline or hybrid)."""
+    """Number of steps whose positions are shuffled together, so that each step sees all of their documents; 0 = those
+    of a whole pass over the data, which needs a cache of hidden states (cache.mode offline or hybrid)."""
     micro_rows: int = _limits(2, low=1, resume=True)
-    """Packed rows per process and pass of the base; lower it when memory runs out (the result stays)."""
+    """Packed rows per process and pass of the base; lower it when memory runs out (the result is the same)."""
     seed: int = _limits(0, low=0)
     """Seed of the data order and of the initial weights."""
 
@@ -141,7 +141,7 @@ class EngineRecipe:
     offload: bool = _limits(False, resume=True)
     """Keep the optimizer's state in the memory of the CPU (zero_stage 1 to 3)."""
     loss_rows: int = _limits(1024, low=1, resume=True)
-    """Rows of logits, over all heads, that exist at a time; lower it when memory runs out (the result stays)."""
+    """Rows of logits, over all heads, that exist at a time; lower it if memory runs out (same result)."""
 
 
 @dataclass(frozen=True)
