@@ -1,7 +1,7 @@
 """Random numbers as pure functions: a counter-based hash of (seed, position, token id).
 
-No generator has a state, so a draw does not depend on what was drawn before, on the tree, or on the batch. Every stage
-of the hash is salted: without salts, equal numbers (token id = position at seed 0) would cancel in the xor.
+There is no generator state, so a draw does not depend on earlier draws, on the tree, or on the batch. Every stage of
+the hash is salted: without salts, equal numbers (token id = position at seed 0) would cancel in the xor.
 
 Legend: B batch, N positions, V vocabulary.
 """
@@ -16,7 +16,7 @@ DRAFT = 0x27D4EB2F
 OTHER_DRAFTS = (0x9E3779B1, 0x5F356495)
 """Streams of a second and a third drafter that draws: siblings must be drawn independently."""
 CHANCE = 0x165667B1
-"""Stream of the decisions whether a drawn draft token stands."""
+"""Stream of the decisions whether a drawn draft token is accepted."""
 
 
 def gumbel_noise(seeds_B: Tensor, positions_BN: Tensor, vocab_size: int, stream: int = TEXT) -> Tensor:
@@ -35,7 +35,7 @@ def gumbel_noise(seeds_B: Tensor, positions_BN: Tensor, vocab_size: int, stream:
 
 
 def gumbel_of(keyed: Tensor, tokens: Tensor) -> Tensor:
-    """The same for pairs of what ``keys`` gives and a token id: float32, in the shape of both together."""
+    """Gumbel noise for pairs of a key (see ``keys``) and a token id: float32, in their broadcast shape."""
     return -torch.log(-torch.log1p(-_uniform(keyed, tokens)))
 
 
@@ -45,7 +45,7 @@ def uniform_noise(seeds_B: Tensor, positions_BN: Tensor, tokens_BN: Tensor, stre
 
 
 def keys(seeds_B: Tensor, positions_BN: Tensor, stream: int = TEXT) -> Tensor:
-    """[B, N] int64 below 2^32: what the noise of all tokens at a position is keyed by."""
+    """[B, N] int64 below 2^32: the key of the noise of all tokens at a position."""
     seeds_B = _mix(seeds_B ^ 0x9E3779B9) ^ _mix((seeds_B >> 32) + 0x7F4A7C15)
     return _mix(seeds_B[:, None] ^ _mix(positions_BN ^ stream))
 

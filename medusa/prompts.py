@@ -1,4 +1,4 @@
-"""Prompts as users give them, as token ids."""
+"""Converts prompts of users to token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,14 +51,14 @@ def render_messages(
     """Token ids of a conversation, rendered with the base's chat template up to where the answer begins.
 
     Args:
-        tokenizer: The base's.
+        tokenizer: The base's tokenizer.
         messages: The conversation.
-        name: Of the base, for errors.
-        tools: What the template describes to the model.
+        name: Name of the base, for errors.
+        tools: Tools that the template describes to the model.
         options: Further arguments of ``apply_chat_template``, and values for the template.
 
     Raises:
-        ValueError: It is no conversation, or there is no chat template, or that refuses it or knows no tools.
+        ValueError: It is not a conversation, or the chat template is missing, refuses it or does not support tools.
     """
     if isinstance(messages, str | Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
         raise ValueError(

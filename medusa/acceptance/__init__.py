@@ -1,8 +1,8 @@
 """Acceptance: which drafted tokens the base agrees with.
 
-Every rule has one shape: from the base's logits over all tree nodes to an edge mask [B, N] (the token of a node is
-allowed after its parent) and one bonus token per node (the base's own next token there). What follows is shared:
-the accepted path is the deepest node all of whose edges are accepted.
+Every rule maps the base's logits at all tree nodes to an edge mask [B, N] (whether a node's token is allowed after its
+parent) and one bonus token per node (the base's own next token there). The rest is shared: the accepted path ends in
+the deepest node all of whose edges are accepted.
 """
 
 from medusa.acceptance.build import BuiltRule, build_rule

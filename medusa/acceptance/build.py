@@ -1,4 +1,4 @@
-"""From the parameters of a request to its rule."""
+"""Builds the acceptance rule of a request from its parameters."""
 
 from functools import lru_cache
 
@@ -18,8 +18,8 @@ class BuiltRule:
 
     Attributes:
         name: One of ``medusa.sampling.RULES``.
-        work: What it computes at every node whatever the numbers: "sampling, top_p". Time depends on it.
-        warper: What the settings make of logits; of a greedy rule the temperature is 0.
+        work: The kind of computation at every node, which decides its time: "sampling, top_p".
+        warper: The sampling settings; temperature 0 for a greedy rule.
     """
 
     def __init__(self, rule: Rule, name: str, work: str, warper: Warper) -> None:
@@ -27,7 +27,7 @@ class BuiltRule:
 
     @property
     def noise(self) -> Warper:
-        """Draws that drafts should follow: under typical acceptance what is likely passes, not what is drawn."""
+        """The settings whose noise drafts should follow; greedy and typical rules do not accept by draws, so none."""
         return NO_NOISE if self.name in ("greedy", "typical") else self.warper
 
     def __call__(self, draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
@@ -38,16 +38,16 @@ class BuiltRule:
 def build_rule(
     params: SamplingParams | None = None, speculation: Speculation | None = None, device: torch.device | str = "cpu"
 ) -> BuiltRule:
-    """The rule of one request; equal settings give the same object, so that recorded steps are found.
+    """Build the rule of one request; equal settings give the same object, so that recorded steps are found again.
 
     Args:
         params: None = greedy.
-        speculation: Names the rule; None or none named = greedy at temperature 0 and sampling above. Typical is never
-            chosen by itself.
-        device: Of the logits.
+        speculation: Names the rule; None, or no name = greedy at temperature 0, sampling above. Typical is never chosen
+            automatically.
+        device: Device of the logits.
 
     Raises:
-        ValueError: The rule contradicts the temperature.
+        ValueError: The rule does not fit the temperature.
     """
     params, speculation = params or SamplingParams(), speculation or Speculation()
     name = speculation.acceptance or ("sampling" if params.temperature > 0 else "greedy")

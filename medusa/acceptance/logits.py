@@ -1,4 +1,4 @@
-"""What sampling settings make of the base's logits, at every tree row as plain decoding would at that place.
+"""Sampling settings applied to the base's logits, at every tree node as plain decoding would at that position.
 
 Legend: B batch, N tree nodes, V vocabulary, T tokens of the text so far.
 """
@@ -15,18 +15,18 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 LIKELIEST = 256
-"""Tokens among which a nucleus is looked for first."""
+"""Number of most likely tokens among which a nucleus is looked for first."""
 LARGE = 2048
-"""Vocabularies that are not sorted as fast as they are looked through."""
+"""Least vocabulary for which top-k selection is faster than sorting."""
 
 
 def widened(logits: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32 at least."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Warper(NamedTuple):
-    """What sampling settings make of logits: transformers' warpers, in its order, on rows of any shape."""
+    """Applies temperature, top-k, top-p and min-p to logits of any shape, in transformers' order."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +34,7 @@ class Warper(NamedTuple):
     min_p: float = 0.0
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Scores [..., V] in float32 at least; -inf for what is left out."""
+        """Scores [..., V] in float32 at least; -inf for excluded tokens."""
         warpers = LogitsProcessorList()
         if self.top_k > 0:
             warpers.append(TopKLogitsWarper(self.top_k))
@@ -43,32 +43,32 @@ class Warper(NamedTuple):
         if self.min_p > 0:
             warpers.append(MinPLogitsWarper(self.min_p))
         logits = widened(logits)
-        # The best is 0 and the others below: however low the temperature, none overflows to +inf.
+        # The best score is 0, so no score overflows to +inf at low temperatures.
         scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         no_ids = torch.empty(0, dtype=torch.int64)
         return warpers(no_ids, scaled.flatten(0, -2)).view_as(scaled) if warpers else scaled
 
 
 NO_NOISE = Warper(temperature=0.0)
-"""Of what is not drawn: the likeliest tokens count."""
+"""Settings without noise: drafts follow the most likely tokens."""
 
 
 class Nucleus(LogitsProcessor):
-    """Top-p that looks at the likeliest tokens first: on a CPU sorting a vocabulary costs as much as a small model.
+    """Top-p that looks at the most likely tokens first: sorting a vocabulary on a CPU costs as much as a small model.
 
-    Tokens that are equally likely stay or go together. What becomes of a row depends on that row alone.
+    Equally likely tokens are kept or excluded together. The result of a row depends on that row only.
     """
 
     def __init__(self, top_p: float) -> None:
         self.top_p = top_p
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] with -inf for tokens that are less likely than others which have the mass ``top_p``."""
+        """Scores [R, V] with -inf for tokens outside of the most likely ones with total probability ``top_p``."""
         few = scores.device.type == "cpu" and scores.shape[-1] >= LARGE
         return scores.masked_fill(scores < self._floor(scores, LIKELIEST if few else scores.shape[-1]), -math.inf)
 
     def _floor(self, scores_RV: Tensor, count: int) -> Tensor:
-        """[R, 1] the lowest score that stays, looked for among so many tokens first."""
+        """The lowest kept score [R, 1], looked for among the ``count`` most likely tokens first."""
         whole = count == scores_RV.shape[-1]
         best_RK = scores_RV.sort(descending=True).values if whole else scores_RV.topk(count).values
         mass_RK = (best_RK - scores_RV.logsumexp(-1, keepdim=True)).exp()
@@ -82,7 +82,7 @@ class Nucleus(LogitsProcessor):
 
 
 class Adjustment(NamedTuple):
-    """What is done to logits before anything else; the fields of ``SamplingParams``."""
+    """Penalties and biases that are applied to logits first; see ``SamplingParams``."""
 
     bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0
@@ -93,15 +93,15 @@ class Adjustment(NamedTuple):
 def adjusted(rule: Rule, adjustment: Adjustment, device: torch.device) -> Rule:
     """The rule over adjusted logits: the bias is added, then tokens that occurred before are made less likely.
 
-    The order and the arithmetic are those of vLLM: the repetition penalty, over prompt and completion, divides positive
+    Order and arithmetic are those of vLLM: the repetition penalty, over prompt and completion, divides positive
     logits and multiplies negative ones (``RepetitionPenaltyLogitsProcessor`` of transformers); the frequency penalty
-    times the count, and the presence penalty, are subtracted for tokens of the completion. What occurred at a node is
-    the text and the node's own path.
+    times the count, and the presence penalty, are subtracted for tokens of the completion. At a node, the
+    tokens of the text and of the node's path count.
 
     Args:
         rule: Any rule.
-        adjustment: What to do.
-        device: Of the logits.
+        adjustment: The adjustment.
+        device: Device of the logits.
     """
     ids_M = torch.tensor([token for token, _ in adjustment.bias], dtype=torch.int64, device=device)
     bias_M = torch.tensor([bias for _, bias in adjustment.bias], dtype=torch.float32, device=device)
@@ -124,17 +124,17 @@ def adjusted(rule: Rule, adjustment: Adjustment, device: torch.device) -> Rule:
 
 
 def occurrences(draft: Draft, state: DecodeState, vocab_size: int, first_B1: Tensor | int) -> Tensor:
-    """[B, N, V] float32: how often the token stands in the text and on the path from the root to the node.
+    """[B, N, V] float32: number of occurrences of each token in the text and on the path from the root to the node.
 
     Args:
         draft: The trees.
         state: Their texts.
         vocab_size: V.
-        first_B1: Where counting begins in the text; 0 = at its first token.
+        first_B1: Position in the text from which tokens are counted.
     """
     roots_B1, nodes = draft.tokens[:, :1], draft.tokens.shape[1]
     index_T = torch.arange(state.history.shape[1], device=roots_B1.device)
-    counted_BT = (index_T >= first_B1) & (index_T <= state.positions[:, None])  # the root among them
+    counted_BT = (index_T >= first_B1) & (index_T <= state.positions[:, None])  # including the root
     text_BT = torch.where(counted_BT, state.history, roots_B1)
     counts_BV = torch.zeros(len(roots_B1), vocab_size, device=roots_B1.device)
     counts_BV.scatter_add_(1, text_BT, counted_BT.float())

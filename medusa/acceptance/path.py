@@ -1,4 +1,4 @@
-"""What every rule says, and what follows from it: the accepted path of a tree.
+"""The verdict of an acceptance rule, and the accepted path that follows from it.
 
 Legend: B batch, N tree nodes, V vocabulary, A longest path (depth of the draft + 1).
 """
@@ -17,14 +17,14 @@ from medusa.tree import Draft
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule says of every node.
+    """The result of a rule for every node.
 
     Attributes:
-        edges: [B, N] bool, the node's token is allowed after its parent; the root's entry is not read. None where that
-            is the parent's bonus token and no other.
+        edges: [B, N] bool, whether the node's token is allowed after its parent; the root's entry is not read. None = a
+            token is allowed if it is the parent's bonus token.
         bonus: [B, N] int64, the base's own next token after each node.
         likelihood: [B, N] float32 log-probability of each node's token after its parent, for rules that allow several
-            children of one node; None where at most one can be right.
+            children of one node; None for rules that allow one at most.
     """
 
     edges: Tensor | None
@@ -32,7 +32,7 @@ class Verdict:
     likelihood: Tensor | None = None
 
     def allowed(self, draft: Draft) -> Tensor:
-        """[B, N] bool, the edges of this draft, which the verdict is on; none to what fills up smaller trees."""
+        """[B, N] bool, the allowed edges of the draft of this verdict; false for padding of smaller trees."""
         edges_BN = draft.tokens == self.bonus.gather(1, draft.parents) if self.edges is None else self.edges
         return edges_BN if draft.real is None else edges_BN & draft.real
 
@@ -47,8 +47,8 @@ class Accepted:
 
     Attributes:
         path: [B, A] node indices from the root on; beyond the path's end entry i is i.
-        emitted: [A + 1, B] the tokens that the step emits, accepted draft tokens and then the bonus token, undefined
-            beyond their number. That is the last row: nodes on the path with the root, 0 where a sequence may not grow.
+        emitted: [A + 1, B] the emitted tokens: accepted draft tokens, then the bonus token; undefined beyond their
+            number. The last row is that number (nodes on the path with the root), 0 if a sequence may not grow.
         bonus: [B] the base's own token after the path.
         hidden: [B, F] the base's hidden state at the path's last node.
     """
@@ -60,11 +60,11 @@ class Accepted:
 
     @property
     def counts(self) -> Tensor:
-        """[B] how many tokens are emitted."""
+        """[B] number of emitted tokens."""
         return self.emitted[-1]
 
     def along_path(self, rows_BNF: Tensor) -> Tensor:
-        """[B, A, F] of what nodes have, that of the path's; beyond ``counts`` anything."""
+        """Values [B, A, F] of the path's nodes, out of those of all nodes; undefined beyond ``counts``."""
         return rows_BNF.gather(1, self.path[..., None].expand(-1, -1, rows_BNF.shape[2]))
 
     @property
@@ -74,11 +74,11 @@ class Accepted:
 
 
 class Path(NamedTuple):
-    """The path of each sequence that a verdict accepts, growing or not.
+    """The accepted path of each sequence, active or not.
 
     Attributes:
         path: See ``Accepted``.
-        counts: [B] nodes on the path with the root.
+        counts: [B] number of nodes on the path with the root.
         tokens: [B, A] accepted draft tokens, then the bonus token; beyond ``counts`` undefined.
         leaf: [B] index of the path's last node.
         bonus: See ``Accepted``.
@@ -92,12 +92,12 @@ class Path(NamedTuple):
 
 
 def accept(draft: Draft, verdict: Verdict, state: DecodeState, hidden_BNF: Tensor) -> Accepted:
-    """Accept the path of each tree, and write what it emits behind the root into the state's history.
+    """Accept the path of each tree, and append the emitted tokens to the state's history.
 
     Args:
-        draft: What was verified.
-        verdict: What a rule says of it.
-        state: What it was drafted from.
+        draft: The verified draft.
+        verdict: A rule's verdict on it.
+        state: The state from which it was drafted.
         hidden_BNF: The base's hidden states at its nodes.
     """
     if native.reads_indices(draft.tokens, draft.parents, state.history):
@@ -118,7 +118,7 @@ def accept(draft: Draft, verdict: Verdict, state: DecodeState, hidden_BNF: Tenso
 
 def select_path(draft: Draft, verdict: Verdict) -> Path:
     """Take the deepest node whose edges are all accepted; among equally deep ones the most likely path."""
-    if draft.depth == 0:  # plain decoding does not pay for trees
+    if draft.depth == 0:  # no tree search in plain decoding
         zero_B1 = torch.zeros_like(draft.tokens)
         bonus_B = verdict.bonus[:, 0]
         return Path(zero_B1, torch.ones_like(bonus_B), verdict.bonus, zero_B1[:, 0], bonus_B)

@@ -23,11 +23,11 @@ def greedy(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
 def sampling(warper: Warper) -> Rule:
     """Lossless at temperature > 0: draw the base's own next token at every node; a child is allowed iff it equals it.
 
-    The draw is Gumbel-max with noise keyed by (seed, absolute position, token id): the text is the one that plain
-    sampling with the same seed writes, whatever was drafted.
+    The draw is Gumbel-max with noise keyed by (seed, absolute position, token id). So the text is that of plain
+    sampling with the same seed, for any draft.
 
     Args:
-        warper: What the settings make of logits.
+        warper: The sampling settings.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
@@ -39,15 +39,15 @@ def sampling(warper: Warper) -> Rule:
 def speculative(warper: Warper) -> Rule:
     """Lossless in distribution: a child x that was drawn from q is allowed with probability min(1, p(x) / q(x)).
 
-    Children are tried in their order; after each refusal p becomes norm(max(0, p - q)), and the bonus token is drawn
-    from what is left of p where the path ends. The text has the base's distribution, but the text for a seed depends on
-    the draft: only ``sampling`` repeats plain sampling token by token. A draft that was not drawn has one-hot q, for
-    which the rule is ``sampling``: refusing children in turn is drawing once and looking for the token among them.
+    Children are tried in their order. After each rejection p becomes norm(max(0, p - q)), and at the end of the path
+    the bonus token is drawn from the remaining p. The text has the base's distribution, but for a given seed it depends
+    on the draft; only ``sampling`` repeats plain sampling token by token. A draft that was not drawn has one-hot q. For
+    it the rule equals ``sampling``: rejecting children in turn is the same as one draw that is compared with them.
 
     Source: Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2023, trees).
 
     Args:
-        warper: What the settings make of logits.
+        warper: The sampling settings.
     """
 
     def rule(draft: Draft, logits_BNV: Tensor, state: DecodeState) -> Verdict:
@@ -68,7 +68,7 @@ def typical(warper: Warper, epsilon: float, delta: float) -> Rule:
     follow the base's distribution; bonus tokens are drawn from it as ``sampling`` does.
 
     Args:
-        warper: What the settings make of logits.
+        warper: The sampling settings.
         epsilon: Hard threshold on the probability.
         delta: Factor on the entropy-dependent threshold.
     """
@@ -86,10 +86,10 @@ def typical(warper: Warper, epsilon: float, delta: float) -> Rule:
 
 
 def _draw(draft: Draft, logits_BNV: Tensor, state: DecodeState, warper: Warper) -> Tensor:
-    """One token [B, N] per node from what the settings make of the logits, a pure function of (seed, position, logits).
+    """Draw one token [B, N] per node from the warped logits, a pure function of (seed, position, logits).
 
-    Nodes of one depth share a position, and with it the noise. Lossless acceptance needs that: where two drafters
-    propose one path, draws of their own would let the deeper of two continuations win.
+    Nodes of one depth share a position, and so the noise. Lossless acceptance needs this: if two drafters propose the
+    same path, separate draws would favour the deeper of two continuations.
     """
     if native.reads(logits_BNV):
         return selection.draw(logits_BNV, keys(state.seeds, state.positions[:, None] + 1 + draft.depths), *warper)

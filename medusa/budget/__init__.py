@@ -1,1 +1,1 @@
-"""How many nodes to draft, found out as it runs; what a device holds, how fast a step can be."""
+"""Tree sizes, measured while decoding runs; what a device's memory holds; lower bounds of a step."""

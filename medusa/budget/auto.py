@@ -1,4 +1,4 @@
-"""A drafter that is chosen anew at each step, where shapes cost nothing."""
+"""A drafter that chooses drafter and tree size in each step, for devices with free shapes (CPUs)."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,9 +10,9 @@ from medusa.tree import Draft
 
 
 class AutoDrafter(Drafter):
-    """Drafts as is best at each step (on a CPU).
+    """Drafts with the best drafter and size in each step (on a CPU).
 
-    For one completion, or one batch of them, at a time; those that share a policy share what is learned.
+    Serves one completion, or one batch, at a time; drafters that share a policy share its measurements.
 
     Args:
         policy: Chooses the drafter and the size of its trees.
@@ -35,11 +35,11 @@ class AutoDrafter(Drafter):
         return self._drafter.propose(state, cached)
 
     def beside_prompts(self) -> Drafter:
-        """Nobody: first tokens come sooner."""
+        """Plain decoding, so that first tokens come sooner."""
         return self._build(PLAIN)
 
     def observe(self, counts: Sequence[int], seconds: float) -> None:
-        """Let the policy learn."""
+        """Pass the step to the policy."""
         new = [count for count in counts if count]
         if new:
             self._policy.observe(self._arm, sum(new) / len(new), seconds)

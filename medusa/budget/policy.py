@@ -1,4 +1,4 @@
-"""Which drafter and tree size is best here and now: the one that has brought the most tokens per second lately."""
+"""Chooses drafter and tree size: those with the most tokens per second in recent steps."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -6,25 +6,25 @@ from statistics import median
 from typing import NamedTuple
 
 SIZES = (2, 4, 8, 16, 32, 64)
-"""Nodes of a draft with the root."""
+"""Tree sizes, the root included."""
 FIRST_WAIT, PLAIN_WAIT, LONGEST_WAIT = 12, 48, 512
-"""Steps between two trials of another arm: twice as many while the best one stays (exponential back-off). More at first
-where plain decoding is best, since a trial costs most then."""
+"""Steps between two trials of another arm; doubled while the best one stays (exponential back-off). The first wait is
+longer if plain decoding is best, because a trial costs most then."""
 TRIAL, SHORTEST_TRIAL = 8, 2
-"""Steps of a trial: of a batch, steps of all its sequences together count; plain decoding, which always brings one
-token per step, needs the fewest."""
+"""Steps of a trial; in a batch the steps of all its sequences count. Plain decoding needs the fewest, because it always
+emits one token per step."""
 MEMORY = 256
-"""Steps that speeds reach back, those of arms that were not taken too."""
+"""Number of steps over which speeds are averaged, steps of other arms included."""
 RECENT = 15
-"""Steps of an arm whose median says how long one takes usually."""
+"""Number of steps whose median is the usual time of a step."""
 LATE = 2.0
-"""A step that something else held up counts so many times the usual seconds at most."""
+"""A delayed step counts as at most this many times the usual seconds."""
 MARGIN = 1.05
-"""Another arm must be so much faster than this one and than plain decoding: the luck of a few steps is not enough."""
+"""Another arm must be faster than this one and than plain decoding by this factor, to exclude chance."""
 
 
 class Arm(NamedTuple):
-    """A choice: a drafter, and the most nodes of its trees."""
+    """A choice of a drafter and of the largest size of its trees."""
 
     drafter: str
     nodes: int
@@ -38,16 +38,16 @@ PLAIN = Arm("plain", 1)
 
 
 class Policy:
-    """Climbs to the drafter and tree size with the most tokens per second, and goes on trying others.
+    """Finds the drafter and tree size with the most tokens per second, and keeps trying others.
 
-    Drafts that do not earn their time, of useless heads or in a full batch, give way to plain decoding, and estimates
-    follow text and machine as they change. Several threads may observe: an observation that is lost does no harm.
+    If drafts do not pay, because heads are useless or the batch is full, plain decoding is chosen. Estimates follow
+    changes of text and machine. Several threads may observe: a lost observation does no harm.
 
     Args:
-        drafters: By name the sizes that are tried, ascending; the first drafter is taken first. A drafter with one
-            size says itself how much of it is worth a row.
-        start: The first size: of those of a drafter the largest that is not larger, or the smallest; 0 = begin plainly.
-        batch: Sequences that share a step.
+        drafters: For each name the sizes to try, ascending; the first drafter is tried first. A drafter with one size
+            decides itself how many nodes it uses.
+        start: The first size: the drafter's largest size up to this one, or its smallest; 0 = begin plainly.
+        batch: Number of sequences that share a step.
 
     Attributes:
         arm: The best one, as far as is known.
@@ -70,12 +70,12 @@ class Policy:
         """Learn from steps of one arm.
 
         Args:
-            arm: What was chosen.
-            tokens: That the steps emitted, per sequence.
-            seconds: How long they took.
-            steps: How many steps.
+            arm: The arm of the steps.
+            tokens: Tokens that the steps emitted, per sequence.
+            seconds: Time of the steps.
+            steps: Number of steps.
         """
-        if arm not in self._speeds:  # the first step of an arm allocates, compiles or records: it does not count
+        if arm not in self._speeds:  # not counted: the first step of an arm allocates, compiles or records
             self._speeds[arm] = _Speed()
             return
         self._steps += steps
@@ -86,7 +86,7 @@ class Policy:
                 self._take_turn()
 
     def __str__(self) -> str:
-        """For logs and screens: the arm, and what is known of all in tokens per second of a sequence."""
+        """For logs and screens: the arm, and the known speeds in tokens per second of a sequence."""
         seen = ", ".join(f"{arm}: {speed:.3g}" for arm in sorted(self._speeds) if (speed := self._speed(arm)))
         known = f" (tokens per second: {seen})" if seen else ""
         return f"{self.arm} now, others are tried as it runs{known}"
@@ -106,7 +106,7 @@ class Policy:
         return PLAIN_WAIT if self.arm == PLAIN else FIRST_WAIT
 
     def _next(self) -> Arm:
-        """By turns plain decoding, the sizes beside this one, and the other drafters."""
+        """The next arm to try: in turn plain decoding, the neighbouring sizes, and the other drafters."""
         others = [PLAIN]
         for ladder in self._ladders:
             if self.arm == PLAIN:
@@ -121,18 +121,18 @@ class Policy:
         return others[(self._turns - 1) % len(others)]
 
     def _best(self, ladder: Sequence[Arm]) -> Arm:
-        """Where a drafter was fastest, or begins."""
+        """The fastest arm of a drafter, or its first one."""
         begins = max((arm for arm in ladder if arm.nodes <= self._start), default=ladder[0])
         return max(ladder, key=lambda arm: (self._speed(arm), arm == begins))
 
     def _speed(self, arm: Arm) -> float:
-        """Tokens per second; 0 before anything was seen."""
+        """Tokens per second; 0 before the first step."""
         speed = self._speeds.get(arm)
         return speed.tokens / speed.seconds if speed and speed.seconds else 0.0
 
 
 class _Speed:
-    """Tokens and seconds of one arm, in which what is long ago counts less and less."""
+    """Decaying sums of tokens and seconds of one arm."""
 
     def __init__(self) -> None:
         self.tokens = self.seconds = 0.0

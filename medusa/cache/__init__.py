@@ -1,4 +1,4 @@
-"""Keys and values of many sequences, in blocks of a pool that all of them share."""
+"""The KV cache: keys and values of many sequences, in blocks of a shared pool."""
 
 from medusa.cache.follower import Cached, Follower, tell
 from medusa.cache.layer import PassCache

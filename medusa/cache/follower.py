@@ -1,10 +1,10 @@
 """A layer that drafts, with a KV cache of its own that follows the base's.
 
 Its row p reads the base's hidden state at position p and the embedding of token p + 1, sees rows 0 .. p, and gives an
-output from which token p + 2 is guessed. Rows are computed when a draft needs them, those of prompts at once.
+output that predicts token p + 2. Rows are computed when a draft needs them, those of prompts at once.
 
-In steps that are recorded (``medusa.engine.graph``) rows are computed as soon as they are committed, as many for each
-sequence as can be at most, and nothing is kept here until the steps end.
+In recorded steps (``medusa.engine.graph``) rows are computed as soon as their tokens are committed, always the largest
+possible number for each sequence, and no rows are pending here until the steps end.
 
 Legend: B sequences, C positions of each, R rows of a pass, D hidden size, F width of the base's hidden states.
 """
@@ -25,14 +25,14 @@ from medusa.cache.texts import FixedTexts, HostTexts, Texts
 from medusa.tree import Draft
 
 MANY = 16
-"""Rows that do not wait for a draft: a prompt's."""
+"""Least number of new rows that are computed at once, without waiting for a draft: those of a prompt."""
 
 
 class Followed(NamedTuple):
     """A follower's part of a recorded step.
 
     Attributes:
-        texts: What it has cached of them.
+        texts: The layer's cached texts.
         latest: [B, D] its outputs at the last rows.
     """
 
@@ -41,11 +41,11 @@ class Followed(NamedTuple):
 
 
 class Follower(ABC):
-    """What such layers share; how a row is computed is the layer's own.
+    """The common part of such layers; subclasses compute rows.
 
     Args:
-        attention: Computes attention.
-        device: Of hidden states.
+        attention: The attention backend.
+        device: Device of hidden states.
     """
 
     def __init__(self, attention: TreeAttention, device: torch.device) -> None:
@@ -56,37 +56,37 @@ class Follower(ABC):
 
     @abstractmethod
     def states(self, hidden: Tensor) -> Tensor:
-        """What rows read [..., D] of the base's hidden states [..., F]."""
+        """The inputs [..., D] of rows, made of the base's hidden states [..., F]."""
 
     @abstractmethod
     def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
         """Outputs [R, D] of a pass's rows, whose keys and values go into the pool.
 
         Args:
-            pool: The layer's.
-            plan: Its tokens are those behind the rows' positions.
-            states_RD: What ``states`` gives, or the layer's own outputs.
+            pool: The layer's pool.
+            plan: The plan of the pass; its tokens are those after the rows' positions.
+            states_RD: The result of ``states``, or the layer's own outputs.
         """
 
     def new_pool(self) -> BlockPool:
-        """An empty cache; a row depends on the token behind its position too."""
+        """An empty cache; a row also depends on the token after its position."""
         return BlockPool(1, self._device, ahead=True)
 
     def follow(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence]:
-        """The layer's own sequences beside the base's."""
+        """The layer's own sequences for these sequences of the base."""
         return [one.follower(self, self.new_pool) for one in sequences]
 
     @torch.inference_mode()
     def observe(
         self, sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]
     ) -> None:
-        """The base has committed so many positions of these sequences, just now.
+        """Take the positions of these sequences that the base has just committed.
 
         Args:
-            sequences: The base's.
-            hidden_BCF: Its hidden states there.
+            sequences: The base's sequences.
+            hidden_BCF: Its hidden states at the new positions.
             tokens_BC: The tokens that follow them in the texts.
-            counts: Positions of each sequence, from the first on.
+            counts: Number of new positions of each sequence.
         """
         own = self.follow(sequences)
         for one, hidden_CF, tokens_C, count in zip(own, hidden_BCF, tokens_BC, counts, strict=True):
@@ -96,7 +96,7 @@ class Follower(ABC):
 
     @torch.inference_mode()
     def read(self, cached: "Cached") -> tuple[Texts, Tensor]:
-        """What the layer has cached of the base's texts, all rows computed, and its outputs [B, D] at the last ones."""
+        """Compute pending rows; returns the layer's cached texts and its outputs [B, D] at the last rows."""
         if isinstance(cached, Mapping):
             return cached[self]
         sequences, own = cached, self.follow(cached)
@@ -106,13 +106,13 @@ class Follower(ABC):
         return HostTexts(own), torch.stack([self._latest[one] for one in own])
 
     def advance(self, followed: Followed, hidden_BAF: Tensor, tokens_BA: Tensor, counts_B: Tensor) -> Tensor:
-        """The base commits so many positions, in a recorded step: compute their rows; the outputs [B, D] at the last.
+        """Compute the rows of new positions in a recorded step; returns the outputs [B, D] at the last ones.
 
         Args:
-            followed: Its part of the step, before these.
-            hidden_BAF: The base's hidden states at these positions; anything beyond their number.
-            tokens_BA: The tokens that follow them, likewise.
-            counts_B: int64, 0 where a sequence may not grow.
+            followed: The layer's part of the step, before these positions.
+            hidden_BAF: The base's hidden states at these positions; undefined after ``counts_B``.
+            tokens_BA: The tokens that follow them; undefined after ``counts_B``.
+            counts_B: int64, number of new positions; 0 if a sequence may not grow.
         """
         draft = Draft.chain(tokens_BA)
         plan = followed.texts.plan(draft, self.attention)
@@ -122,20 +122,20 @@ class Follower(ABC):
         return torch.where(counts_B[:, None] > 0, new_BD, followed.latest)
 
     def resume(self, sequences: Sequence[CachedSequence], latest_BD: Tensor) -> None:
-        """Recorded steps of the base's sequences have ended with these outputs."""
+        """Take the latest outputs after recorded steps of these sequences have ended."""
         for one, latest_D in zip(self.follow(sequences), latest_BD.clone(), strict=True):
             self._latest[one] = latest_D
 
     def extend(
         self, own: Sequence[CachedSequence], states_BCD: Tensor, tokens_BC: Tensor, counts: Sequence[int]
     ) -> Tensor:
-        """Compute and commit so many rows of each of its sequences, at least one; the outputs [B, D] at the last ones.
+        """Compute and commit rows of the layer's sequences; returns the outputs [B, D] at the last ones.
 
         Args:
             own: The layer's sequences.
             states_BCD: See ``run``.
             tokens_BC: The tokens that follow them.
-            counts: Rows of each sequence, from the first on.
+            counts: Number of rows of each sequence, at least one.
         """
         draft = Draft.chain(tokens_BC, counts)
         texts = HostTexts(own)
@@ -149,7 +149,7 @@ class Follower(ABC):
         return sum(len(tokens_C) for _, tokens_C in self._waiting.get(one, ()))
 
     def _catch_up(self, own: Sequence[CachedSequence]) -> None:
-        """Compute the rows that wait."""
+        """Compute pending rows."""
         behind = [one for one in own if one in self._waiting]
         if not behind:
             return
@@ -161,11 +161,11 @@ class Follower(ABC):
 
 
 Cached = Sequence[CachedSequence] | Mapping[Follower, Followed]
-"""What drafters are given of texts: what the base has cached of each, or, in a recorded step, its followers' parts."""
+"""The cached texts for drafters: the base's sequences, or in a recorded step the parts of its followers."""
 
 
 def tell(sequences: Sequence[CachedSequence], hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]) -> None:
-    """Let the observers of these sequences see what was committed, just now: see ``Follower.observe``."""
+    """Pass newly committed positions to the observers of these sequences, see ``Follower.observe``."""
     for observer in dict.fromkeys(observer for one in sequences for observer in one.observers):
         rows = [row for row, one in enumerate(sequences) if observer in one.observers]
         own = [sequences[row] for row in rows]

@@ -1,4 +1,4 @@
-"""Which blocks hold which text: found by content, and forgotten when they were not used for longest."""
+"""The prefix cache: blocks are found by the text that they hold; the least recently used are evicted first."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -9,10 +9,10 @@ class Entry(NamedTuple):
     """A block whose content is known.
 
     Attributes:
-        number: Its own, never given twice.
-        block: Where it stands.
-        key: The number of the entry before it in the text (0 = it begins the text), and its tokens. What a block holds
-            depends on all tokens before it, and these are compared one by one: no two texts are ever mistaken.
+        number: Unique number of the entry.
+        block: Number of the block in the pool.
+        key: The number of the previous entry of the text (0 = the text begins here), and the block's tokens. The
+            contents of a block depend on all tokens before it; these are compared exactly, so texts are never confused.
     """
 
     number: int
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 
 class BlockIndex:
-    """The known blocks, and in which order those that nobody uses may be given up.
+    """The known blocks, and the order in which unused ones may be evicted.
 
     Args:
         size: Tokens of a block.
@@ -40,11 +40,11 @@ class BlockIndex:
 
     @property
     def idle(self) -> Collection[int]:
-        """Known blocks that nobody uses."""
+        """Number of known blocks that no sequence uses."""
         return self._idle.keys()
 
     def chain(self, tokens: Sequence[Hashable]) -> Iterator[Entry]:
-        """The known blocks that a text begins with, in order."""
+        """The known blocks at the beginning of a text, in order."""
         before = 0
         for start in range(0, len(tokens) - self._size + 1, self._size):
             entry = self._entries.get((before, tuple(tokens[start : start + self._size])))
@@ -54,7 +54,7 @@ class BlockIndex:
             before = entry.number
 
     def add(self, block: int, before: int, tokens: Sequence[Hashable]) -> Entry:
-        """Know the block that follows entry ``before``; the entry of another one where its text is known already."""
+        """Add the block that follows entry ``before``; returns the existing entry if its text is known already."""
         key = (before, tuple(tokens))
         if key not in self._entries:
             self._numbers += 1
@@ -62,18 +62,18 @@ class BlockIndex:
         return self._entries[key]
 
     def rest(self, block: int) -> None:
-        """Nobody uses a known block any more.
+        """Mark a known block as unused.
 
-        Those of one text come last block first, so that no block is given up before the ones that follow it.
+        Call it for the last block of a text first, so that no block is evicted before the ones that follow it.
         """
         self._idle[block] = None
 
     def wake(self, block: int) -> None:
-        """Somebody uses a known block."""
+        """Mark a known block as used."""
         self._idle.pop(block, None)
 
     def give_up(self) -> int:
-        """Forget the block that was not used for longest; it is free."""
+        """Evict the least recently used block; returns it."""
         block, _ = self._idle.popitem(last=False)
         del self._entries[self._of.pop(block).key]
         return block

@@ -1,4 +1,4 @@
-"""What transformers' layers write to and read from during a pass."""
+"""The cache that transformers' layers write to and read from during a pass."""
 
 import weakref
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from medusa.attention.contract import TreePlan
 
 
 class Arena:
-    """One layer's keys and values, [blocks, size, Hkv, D]; on a CPU pages that were never written cost no memory."""
+    """Keys and values [blocks, size, Hkv, D] of one layer; on a CPU pages that were never written use no memory."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -21,7 +21,7 @@ class Arena:
         self.values: Tensor | None = None
 
     def allocate(self, blocks: int, key_states: Tensor, value_states: Tensor) -> None:
-        """For key and value states [B, Hkv, N, D], on their device."""
+        """Allocate memory for key and value states [B, Hkv, N, D], on their device."""
         self.keys, self.values = (
             states.new_empty(blocks, self._size, states.shape[1], states.shape[3])
             for states in (key_states, value_states)
@@ -29,7 +29,7 @@ class Arena:
 
     @torch.inference_mode()
     def grow(self, blocks: int, kept: int) -> None:
-        """Move the first ``kept`` blocks to a larger place."""
+        """Move the first ``kept`` blocks to larger memory."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             if old is not None:
@@ -39,29 +39,29 @@ class Arena:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Keys and values, once there are any."""
+        """Keys and values; empty before the first write."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes of one block."""
         return sum(buffer[:1].nbytes for buffer in self.buffers)
 
 
 class PassLayer(CacheLayerMixin):
-    """One layer of a pass: its rows are written where the plan says, and attention gets the whole arena.
+    """One layer of a pass: rows are written to the places of the plan, and attention gets the whole arena.
 
-    Or a copy [1, Hkv, places, D] of what the pass's sequences have: where the layer computes on it first, and where
-    masks travel with each call.
+    Attention gets a copy [1, Hkv, places, D] of the sequences' keys and values instead if the layer first computes on
+    them, and if masks are passed with each call.
     """
 
     def __init__(self, cache: "PassCache", arena: Arena) -> None:
         super().__init__()
-        # Not the cache itself: a cycle would keep all memory until Python looks for cycles.
+        # No reference to the cache itself: a cycle would keep all memory until the garbage collector runs.
         self._cache, self._arena = cast(PassCache, weakref.proxy(cache)), arena
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the arena, whose head sizes and device the first states tell."""
+        """Allocate the arena, with the head sizes and device of the first states."""
         self._arena.allocate(self._cache.blocks, key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -76,23 +76,23 @@ class PassLayer(CacheLayerMixin):
         return seen[0], seen[1]
 
     def get_seq_length(self) -> int:
-        """Places before those of the pass's rows, for layers that count; positions are told apart from it."""
+        """Number of places before the pass's rows, for layers that read it; positions are passed separately."""
         return self._cache.before
 
     def get_max_length(self) -> int:
-        """None is known."""
+        """No limit is known."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a mask would cover, and the offset of the first."""
+        """Number of keys that a mask covers, and the offset of the first."""
         return self._cache.before + query_length, 0
 
 
 class PassCache(Cache):
-    """The pool's face towards transformers, for one pass at a time.
+    """The pool as a transformers cache, for one pass at a time.
 
     Attributes:
-        blocks: Of the arenas.
+        blocks: Number of blocks of the arenas.
     """
 
     def __init__(self, arenas: list[Arena], blocks: int) -> None:
@@ -107,9 +107,9 @@ class PassCache(Cache):
         """The cache of this pass, until its end.
 
         Args:
-            plan: Of the pass; with explicit masks of one sequence.
-            explicit: Each call carries its mask.
-            gathered: Layers compute on what is cached before attention reads it.
+            plan: The plan of the pass; with explicit masks, of one sequence.
+            explicit: Masks are passed with each call.
+            gathered: Layers compute on cached keys and values before attention reads them.
         """
         self._plan, self._explicit, self._gathered = plan, explicit, gathered
         try:
@@ -119,23 +119,23 @@ class PassCache(Cache):
 
     @property
     def before(self) -> int:
-        """Places before those of the pass's rows, where layers count them."""
+        """Number of places before the pass's rows, for layers that read it."""
         return self.plan.kv_length - self.plan.rows if self._explicit else 0
 
     @property
     def plan(self) -> TreePlan:
-        """Of the pass that runs."""
+        """The plan of the running pass."""
         assert self._plan is not None, "a pass runs"
         return self._plan
 
     def places(self, device: torch.device) -> Tensor:
-        """[R] where the pass's rows go, for a layer on that device: the layers of a base may be spread over several."""
+        """Places [R] of the pass's rows on this device; the layers of a base may be on several devices."""
         if device not in self._places:
             self._places[device] = self.plan.places.to(device)
         return self._places[device]
 
     def seen(self, buffer: Tensor) -> Tensor:
-        """What attention reads of keys or values [blocks, size, Hkv, D]."""
+        """The part of keys or values [blocks, size, Hkv, D] that attention reads."""
         plan = self.plan
         if self._gathered and not self._explicit:
             blocks = plan.table.blocks[:, : plan.width].flatten().to(buffer.device)
@@ -143,7 +143,7 @@ class PassCache(Cache):
         return self._side_by_side(buffer.flatten(0, 1)) if self._explicit else buffer
 
     def _side_by_side(self, rows: Tensor) -> Tensor:
-        """[1, Hkv, kv_length, D] of the plan's only sequence; 0 where nothing has been written."""
+        """Keys or values [1, Hkv, kv_length, D] of the plan's only sequence; 0 where nothing was written."""
         plan = self.plan
         index_S = torch.arange(plan.kv_length, device=plan.lengths.device)
         written_S = index_S < plan.lengths[0] + plan.rows

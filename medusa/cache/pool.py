@@ -1,4 +1,4 @@
-"""Blocks of positions that all sequences of a base share: memory follows the tokens held, equal beginnings are one."""
+"""The block pool of a base's sequences: memory grows with the tokens held, and equal prefixes are stored once."""
 
 import weakref
 from collections import Counter
@@ -13,49 +13,49 @@ from medusa.cache.layer import Arena, PassCache
 from medusa.cache.table import BlockTables
 
 BLOCK = 32
-"""Positions of a block. Fewer would be shared and wasted in smaller parts, and cost attention a little time."""
+"""Positions of a block. Smaller blocks share more and waste less, but make attention a little slower."""
 RESERVED = 131_072
-"""Positions that a pool without a limit has addresses for at first, on a CPU. Addresses cost nothing; to get more, all
-that is there is copied, which holds up all sequences for seconds."""
+"""Positions for which a pool without a limit reserves addresses at first, on a CPU. Addresses cost nothing, but growth
+copies all keys and values, which stops all sequences for seconds."""
 RESERVED_ON_DEVICE = 8_192
-"""The same elsewhere, where addresses are memory."""
+"""The same on other devices, where addresses are memory."""
 
 
 class PoolFullError(ValueError):
-    """The sequences hold as many blocks as the pool may have."""
+    """The pool has no free block left."""
 
 
 class Beside(Protocol):
     """Another model over the same texts."""
 
     def new_pool(self) -> "BlockPool":
-        """An empty pool of its own."""
+        """An empty pool for this model."""
 
 
 class BlockPool:
     """Blocks of ``BLOCK`` positions in all layers, for the sequences of one base; for one thread.
 
-    A block is held by one sequence, or by several that begin with the same text. What nobody holds any more is still
-    found by its text until its memory is needed; the one that was not used for longest goes first.
+    A block is held by one sequence, or by several that begin with the same text. A block that no sequence holds any
+    more can still be found by its text until its memory is needed; the least recently used is evicted first.
 
     Args:
         num_layers: Layers of the base.
-        device: Where its output layer is, and tables; each layer's keys and values are where the layer computes.
-        tokens: Positions at most, held and remembered. Memory for them is reserved at once; on a CPU it is used when
-            it is written. None = as many as are held at a time; then growth copies what there is, and what is only
-            remembered never makes it grow.
-        owner: Whose keys and values these are; sequences of another base are refused.
-        ahead: What stands at a position depends on the token behind it too.
+        device: Device of the output layer and of tables; each layer's keys and values are on the layer's device.
+        tokens: Most positions, held and remembered together. Their memory is reserved at once; on a CPU it is used
+            when it is written. None = as many as are held at a time: growth copies the pool, and remembered blocks
+            never make it grow.
+        owner: The model of these keys and values; sequences of another base are refused.
+        ahead: Whether the entry at a position also depends on the next token.
 
     Attributes:
         size: Positions of a block.
-        limit: Blocks at most, with one that is nobody's; None = no limit.
+        limit: Most blocks, including the unused block 0; None = no limit.
         arenas: Keys and values by layer.
-        cache: The pool's face towards transformers.
-        tables: Which blocks each sequence has.
-        asked: Tokens of texts that were looked up.
-        found: Those of them that were known.
-        evictions: Blocks that were given up for others.
+        cache: The pool as a transformers cache.
+        tables: The blocks of each sequence.
+        asked: Number of tokens of texts that were looked up.
+        found: Number of these that were found.
+        evictions: Number of evicted blocks.
     """
 
     size = BLOCK
@@ -77,7 +77,7 @@ class BlockPool:
         self.tables = BlockTables(device)
         self.asked = self.found = self.evictions = 0
         self._beside: weakref.WeakKeyDictionary[object, BlockPool] = weakref.WeakKeyDictionary()
-        self._touched = 1  # block 0 is nobody's: what is written for sequences that do not exist goes there
+        self._touched = 1  # block 0 belongs to no sequence: writes of inert requests go there
         self._moves = 0
         self._free: list[int] = []
         self._users: Counter[int] = Counter()
@@ -85,7 +85,7 @@ class BlockPool:
 
     @property
     def tokens(self) -> int | None:
-        """Positions at most; None = no limit."""
+        """Most positions; None = no limit."""
         return None if self.limit is None else (self.limit - 1) * BLOCK
 
     @property
@@ -95,38 +95,38 @@ class BlockPool:
 
     @property
     def remembered_tokens(self) -> int:
-        """Positions of the blocks that nobody holds and that can still be found."""
+        """Positions of the blocks that no sequence holds and that can still be found."""
         return len(self._index.idle) * BLOCK
 
     @property
     def available(self) -> float:
-        """Blocks that can be taken now."""
+        """Number of blocks that can be taken now."""
         if self.limit is None:
             return float("inf")
         return self.limit - self._touched + len(self._free) + len(self._index.idle)
 
     @property
     def bytes(self) -> int:
-        """Memory of all blocks that were ever written, those of other models over the same texts too."""
+        """Bytes of all blocks that were ever written, including those of other models over the same texts."""
         own = self._touched * sum(arena.block_bytes for arena in self.arenas)
         return own + sum(pool.bytes for pool in self._beside.values())
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """Changes when anything that a recorded step reads has moved."""
+        """Changes when memory that a recorded step reads has moved."""
         return self._moves, self.tables.epoch
 
     def beside(self, model: object, build: "Callable[[], BlockPool]") -> "BlockPool":
-        """The pool of another model over the same texts, which goes with this one; made at the first call."""
+        """The pool of another model over the same texts; made at the first call, and freed with this one."""
         if model not in self._beside:
             self._beside[model] = build()
         return self._beside[model]
 
     def check(self, tokens: int) -> None:
-        """Refuse what will never find room.
+        """Check that this number of positions can ever fit.
 
         Raises:
-            PoolFullError: It will not.
+            PoolFullError: It cannot.
         """
         if self.limit is not None and -(-tokens // BLOCK) > self.limit - 1:
             raise PoolFullError(
@@ -135,10 +135,10 @@ class BlockPool:
             )
 
     def check_integrity(self) -> None:
-        """Every block that was ever taken is free, held, or known and idle, and one of these alone.
+        """Check that every block is either free, or held, or known and idle.
 
         Raises:
-            AssertionError: Blocks were lost, or are in two places.
+            AssertionError: Blocks are lost, or in two states.
         """
         free, used, idle = set(self._free), set(self._users), set(self._index.idle)
         assert len(free) == len(self._free), "a block is free twice"
@@ -147,10 +147,10 @@ class BlockPool:
         assert all(count > 0 for count in self._users.values()), "a held block has no holder"
 
     def take(self, count: int) -> list[int]:
-        """So many blocks for one sequence, which nobody else holds; what they contain is undefined.
+        """Take ``count`` free blocks for one sequence; their contents are undefined.
 
         Raises:
-            PoolFullError: There are not that many.
+            PoolFullError: There are fewer free blocks.
         """
         if count > self.available:
             raise PoolFullError(
@@ -162,7 +162,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence does not hold these any more, which are in the order of its text."""
+        """Release blocks of a sequence, given in the order of its text."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -173,21 +173,21 @@ class BlockPool:
                     self._free.append(block)
 
     def content(self, tokens: Sequence[int]) -> Sequence[Hashable]:
-        """What the positions of a text are known by."""
+        """The keys of a text's positions in the index."""
         return list(pairwise(tokens)) if self._ahead else tokens
 
     def known(self, tokens: Sequence[int], beside: Iterable["Beside"] = ()) -> int:
-        """How many tokens of a text's beginning could be found, here and in the pools of other models."""
+        """Number of tokens at a text's beginning that can be found, here and in the pools of other models."""
         known = sum(BLOCK for _ in self._index.chain(self.content(tokens)))
         return min([known, *(self.beside(model, model.new_pool).known(tokens) for model in beside)])
 
     def needed(self, tokens: Sequence[int], places: int) -> int:
-        """Blocks that a text of so many places would take from what is available now, where these tokens are known."""
+        """Number of available blocks that a text of ``places`` positions would take if these tokens are known."""
         held = sum(entry.block in self._users for entry in self._index.chain(self.content(tokens)))
         return -(-places // BLOCK) - held
 
     def find(self, tokens: Sequence[int], most: int) -> list[Entry]:
-        """The known blocks of so many tokens of a text, which are held from now on; ``release`` them."""
+        """Find and hold the known blocks at a text's beginning; ``release`` them later."""
         chain = list(islice(self._index.chain(self.content(tokens)), most // BLOCK))
         self.asked, self.found = self.asked + len(tokens), self.found + len(chain) * BLOCK
         for entry in chain:
@@ -195,14 +195,14 @@ class BlockPool:
         return chain
 
     def add(self, block: int, before: int, content: Sequence[Hashable]) -> Entry:
-        """Let others find a block that its sequence has filled; it is written no more.
+        """Add a full block to the index, so that others can find it; it is not written any more.
 
-        Where an equal one is known, that one takes its place.
+        If an equal block is known, that block replaces it.
 
         Args:
-            block: Held by one sequence.
-            before: Number of the entry before it in the text, 0 = none.
-            content: What its positions are known by.
+            block: A block that one sequence holds.
+            before: Number of the previous entry of the text; 0 = none.
+            content: The keys of its positions, see ``content``.
 
         Returns:
             The entry, whose block the sequence holds now.
@@ -218,7 +218,7 @@ class BlockPool:
         self._index.wake(block)
 
     def _one(self) -> int:
-        """A free block; without a limit, what is remembered goes before memory grows."""
+        """A free block; without a limit, remembered blocks are evicted before memory grows."""
         if self._free:
             return self._free.pop()
         room = self.limit is not None and self._touched < self.limit

@@ -1,4 +1,4 @@
-"""The cached keys and values of one text, and what a step does with those of several."""
+"""The cached keys and values of one text; plan and commit of a step over several."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,30 +16,30 @@ from medusa.tree import Draft
 
 
 class Observer(Protocol):
-    """A layer whose own cache follows the base's, and that reads its hidden states: see ``Follower``."""
+    """A layer with its own cache that reads the base's hidden states, see ``Follower``."""
 
     def new_pool(self) -> BlockPool:
-        """An empty cache of its own."""
+        """An empty cache for this layer."""
 
     def observe(
         self, sequences: "Sequence[CachedSequence]", hidden_BCF: Tensor, tokens_BC: Tensor, counts: Sequence[int]
     ) -> None:
-        """See what the base has committed."""
+        """See ``Follower.observe``."""
 
 
 class CachedSequence:
     """One text's blocks of a pool: position p is place p % BLOCK of its block p // BLOCK.
 
-    Blocks that others know (``remember``) are full of committed positions and never written again, so that sequences
-    share them without a copy. What it holds goes back to the pool with ``close``, or when it is dropped.
+    Blocks in the index (``remember``) are full of committed positions and never written again, so sequences share them
+    without a copy. The blocks return to the pool with ``close``, or when the object is deleted.
 
     Args:
-        pool: Where its keys and values stand.
-        observers: Who must see the hidden states of all that is committed.
+        pool: The pool of its keys and values.
+        observers: Layers that read the hidden states of all committed positions.
 
     Attributes:
-        length: L, committed positions. The only place on the host where this number is kept.
-        line: Its line of the pool's table.
+        length: L, number of committed positions. No other variable on the host keeps this number.
+        line: Its line in the pool's table.
         followers: The same text in other models' pools (draft models, layers that predict several tokens), by model.
     """
 
@@ -47,14 +47,14 @@ class CachedSequence:
         self.pool, self.length, self.observers = pool, 0, tuple(observers)
         self.followers: dict[object, CachedSequence] = {}
         self._blocks: list[int] = []
-        self._entries: list[int] = []  # numbers of the index entries of those that others can find: the first ones
+        self._entries: list[int] = []  # numbers of the index entries of its first blocks, which others can find
         self.line = pool.tables.open()
         self._close = weakref.finalize(self, _release, pool, self._blocks, self.line)
         self._close.atexit = False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever written."""
+        """Whether nothing was written yet."""
         return not self._blocks
 
     @property
@@ -63,9 +63,9 @@ class CachedSequence:
         return self.length // self.pool.size > len(self._entries)
 
     def recall(self, tokens: Sequence[int]) -> int:
-        """Begin with what is known of this text already, whole blocks; returns how many positions that is.
+        """Begin with the full blocks of this text that the index knows; returns their number of positions.
 
-        What observers do not know of it must be computed again.
+        Positions that observers do not know must be computed again.
         """
         assert not self._blocks, "recalled before anything is written"
         chain = self.pool.find(tokens, self.pool.known(tokens, self.observers))
@@ -78,14 +78,14 @@ class CachedSequence:
         return self.length
 
     def missing(self, places: int) -> int:
-        """Blocks that it lacks for so many places."""
+        """Number of blocks that it lacks for ``places`` positions."""
         return max(0, -(-places // self.pool.size) - len(self._blocks))
 
     def reserve(self, places: int) -> None:
-        """Have blocks for so many places.
+        """Reserve blocks for ``places`` positions.
 
         Raises:
-            PoolFullError: There are none left.
+            PoolFullError: There are no blocks left.
         """
         missing = self.missing(places)
         if missing > 0:
@@ -94,7 +94,7 @@ class CachedSequence:
             self._blocks += new
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """Let later sequences recall its committed blocks, and followers'; its text begins with these tokens."""
+        """Add its committed blocks, and those of followers, to the index; its text begins with these tokens."""
         size, content = self.pool.size, self.pool.content(tokens)
         for index in range(len(self._entries), min(len(content), self.length) // size):
             before = self._entries[-1] if self._entries else 0
@@ -107,18 +107,18 @@ class CachedSequence:
             follower.remember(tokens)
 
     def follower(self, model: object, build: Callable[[], BlockPool]) -> "CachedSequence":
-        """The same text as another model has cached it, empty at first; it goes with this one.
+        """The same text in another model's pool; empty at first, and closed with this one.
 
         Args:
-            model: Whose it is.
-            build: A pool of that model's, which all followers of this pool's sequences share.
+            model: The other model.
+            build: Makes that model's pool, which the followers of all sequences of this pool share.
         """
         if model not in self.followers:
             self.followers[model] = CachedSequence(self.pool.beside(model, build))
         return self.followers[model]
 
     def close(self) -> None:
-        """Give everything back; the sequence may not be used any more."""
+        """Release all blocks; the sequence must not be used afterwards."""
         for follower in self.followers.values():
             follower.close()
         self.followers = {}
@@ -133,7 +133,7 @@ def _release(pool: BlockPool, blocks: list[int], line: int) -> None:
 
 @contextmanager
 def provisional(sequences: Sequence[CachedSequence]) -> Iterator[None]:
-    """Forget at the end what is committed from now on."""
+    """A context after which positions committed within it are forgotten."""
     lengths = [one.length for one in sequences]
     try:
         yield
@@ -151,16 +151,16 @@ def plan_pass(
     computed: int = 0,
     ahead: int = 0,
 ) -> TreePlan:
-    """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
+    """Plan a pass over trees behind the cached parts of these sequences; reserves blocks for it.
 
     Args:
-        parts: Trees, each with the sequences that they go on from, all of one pool.
-        attention: Who computes.
+        parts: Trees with the sequences that they continue, all of one pool.
+        attention: The attention backend.
         spans: Windows and chunks by layer.
-        kv_length: Places that attention reads; None = as far as the longest sequence reaches.
-        lengths_B: [B] int64 the lengths of the first part's sequences, where they are on the device already.
-        computed: Nodes of each tree that earlier passes have computed.
-        ahead: Where the roots stand, from the first position that is not cached on.
+        kv_length: Number of positions that attention reads; None = those of the longest sequence.
+        lengths_B: [B] int64 lengths of the first part's sequences, if they are on the device already.
+        computed: Number of nodes of each tree that earlier passes have computed.
+        ahead: Offset of the roots from the first position that is not cached.
 
     Raises:
         PoolFullError: There are no blocks left.
@@ -181,15 +181,15 @@ def plan_pass(
 
 
 def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor, counts_S: Tensor) -> None:
-    """Move the keys and values of accepted paths to where their texts end; ``CachedSequence.length`` is the caller's.
+    """Move the keys and values of accepted paths to the ends of their texts; the caller updates the lengths.
 
     Args:
-        pool: Of all sequences.
+        pool: The pool of all sequences.
         table_SW: Their blocks.
-        lengths_S: int64 committed positions before.
-        path_SA: int64 nodes of the accepted paths from the root on; none stands before its place in the path, and entry
-            i beyond a path's end is i itself.
-        counts_S: int64 nodes of each path.
+        lengths_S: int64 committed positions before this step.
+        path_SA: int64 nodes of the accepted paths from the root on; entry i is at least i, and i itself beyond a path's
+            end.
+        counts_S: int64 number of nodes of each path.
     """
     buffers = [buffer for arena in pool.arenas for buffer in arena.buffers]
     if native.reads_indices(path_SA) and all(buffer.device.type == "cpu" for buffer in buffers):
@@ -206,6 +206,6 @@ def commit(pool: BlockPool, table_SW: Tensor, lengths_S: Tensor, path_SA: Tensor
 
 
 def _any_moves(path_SA: Tensor, counts_S: Tensor) -> bool:
-    """Whether any node of these paths does not stand at its place already; on a CPU asking is free."""
+    """Whether any node of these paths must move; on a CPU this check is free."""
     pairs = zip(path_SA.tolist(), counts_S.tolist(), strict=True)
     return any(node != place for path, count in pairs for place, node in enumerate(path[:count]))

@@ -1,4 +1,4 @@
-"""Which blocks each sequence of a pool has: one line per sequence, on the host and where kernels read it."""
+"""The block table of a pool: one line of block numbers per sequence, on the host and on the device."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 LINES = 128
-"""Lines at first; it doubles."""
+"""First number of lines; it doubles."""
 
 
 class BlockTables:
-    """Lines of block numbers. Line 0 belongs to nobody and says block 0 everywhere.
+    """Lines of block numbers. Line 0 belongs to no sequence and holds block 0 everywhere.
 
     Args:
-        device: Where kernels read it.
+        device: Device on which kernels read it.
 
     Attributes:
         epoch: Grows whenever the table moves to other memory.
@@ -25,10 +25,10 @@ class BlockTables:
         self._free = list(range(LINES - 1, 0, -1))
         self._changed = False
         self.epoch = 0
-        self._latest: tuple[list[int], int, Tensor] = [], 0, self._copy  # what was asked for last, if it is a view
+        self._latest: tuple[list[int], int, Tensor] = [], 0, self._copy  # the last result of `of`, if it is a view
 
     def open(self) -> int:
-        """A line for one more sequence."""
+        """Open a line for one more sequence."""
         if not self._free:
             lines = len(self._host)
             self._move(2 * lines, self._host.shape[1])
@@ -36,23 +36,23 @@ class BlockTables:
         return self._free.pop()
 
     def close(self, line: int) -> None:
-        """The sequence has gone."""
+        """Close the line of a sequence."""
         self._free.append(line)
 
     @torch.inference_mode()
     def write(self, line: int, first: int, blocks: Sequence[int]) -> None:
-        """A sequence has these blocks from its ``first``-th on."""
+        """Write block numbers into a line, from index ``first`` on."""
         self.reach(first + len(blocks))
         self._host[line, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int64)
         self._changed = True
 
     def reach(self, blocks: int) -> None:
-        """Have lines of at least so many blocks."""
+        """Make lines at least ``blocks`` long."""
         if blocks > self._host.shape[1]:
             self._move(len(self._host), max(blocks, 2 * self._host.shape[1]))
 
     def tensor(self) -> Tensor:
-        """[lines, W] int64 as it is now, at the same place until ``epoch`` changes."""
+        """The current table [lines, W] int64 on the device, at the same address until ``epoch`` changes."""
         if self._changed and self._copy is not self._host:
             with torch.inference_mode():
                 self._copy.copy_(self._host)
@@ -60,14 +60,14 @@ class BlockTables:
         return self._copy
 
     def of(self, lines: Sequence[int]) -> Tensor:
-        """[S, W] int64 of some sequences."""
+        """The lines [S, W] int64 of some sequences."""
         table, (before, epoch, found) = self.tensor(), self._latest
         if before == lines and epoch == self.epoch:
             return found
         first, count = lines[0], len(lines)
         if list(lines) != list(range(first, first + count)):
             return table[torch.tensor(lines, device=self._device)]
-        self._latest = list(lines), self.epoch, table[first : first + count]  # a view: what is written shows in it
+        self._latest = list(lines), self.epoch, table[first : first + count]  # a view: later writes show in it
         return self._latest[2]
 
     def _move(self, lines: int, width: int) -> None:

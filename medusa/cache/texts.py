@@ -1,4 +1,4 @@
-"""Texts that layers with a cache of their own have read, for passes behind them: in numbers of the host, or fixed."""
+"""Cached texts of layers with their own cache, for passes that continue them: lengths on the host, or on the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -12,25 +12,25 @@ from medusa.tree import Draft
 
 
 class Texts(Protocol):
-    """What a layer has cached of some texts."""
+    """The cached texts of a layer."""
 
     @property
     def pool(self) -> BlockPool:
-        """Whose blocks they are."""
+        """The pool of their blocks."""
 
     def plan(self, draft: Draft, attention: TreeAttention, ahead: int = 0, computed: int = 0) -> TreePlan:
         """The plan of a pass over a tree behind each text.
 
         Args:
             draft: The trees.
-            attention: Who computes.
-            ahead: Where the roots stand, from the first position that is not cached on; -1 = at the last one.
+            attention: The attention backend.
+            ahead: Offset of the roots from the first position that is not cached; -1 = the last cached position.
             computed: See ``TreePlan``.
         """
 
 
 class HostTexts(NamedTuple):
-    """Texts of the layer's own sequences; blocks for a pass are taken when it is planned."""
+    """Texts as sequences of the layer; blocks for a pass are reserved when it is planned."""
 
     sequences: Sequence[CachedSequence]
 
@@ -40,18 +40,18 @@ class HostTexts(NamedTuple):
         return self.sequences[0].pool
 
     def plan(self, draft: Draft, attention: TreeAttention, ahead: int = 0, computed: int = 0) -> TreePlan:
-        """By the sequences' lengths."""
+        """See ``Texts``; uses the lengths on the host."""
         return plan_pass([(draft, self.sequences)], attention, ahead=ahead, computed=computed)
 
 
 class FixedTexts(NamedTuple):
-    """Texts of a step whose shapes are fixed: lengths are on the device alone, and blocks have been taken before.
+    """Texts of a step with fixed shapes: lengths are on the device only, and blocks were reserved before.
 
     Attributes:
         pool: See ``Texts``.
-        table: Lines of the texts; those of inert requests lead to the block that is nobody's.
-        lengths: [B] int64 positions that are cached.
-        kv_length: Above all positions that a pass can reach.
+        table: Lines of the texts; inert requests have line 0.
+        lengths: [B] int64 number of cached positions.
+        kv_length: Larger than all positions that a pass can reach.
     """
 
     pool: BlockPool
@@ -60,6 +60,6 @@ class FixedTexts(NamedTuple):
     kv_length: int
 
     def plan(self, draft: Draft, attention: TreeAttention, ahead: int = 0, computed: int = 0) -> TreePlan:
-        """By the device's lengths; inert requests have none."""
+        """See ``Texts``; uses the lengths on the device, which are 0 for inert requests."""
         lengths_B = (self.lengths + ahead).clamp(min=0) if ahead else self.lengths
         return TreePlan([draft], lengths_B, self.kv_length, self.table, attention, computed=computed)
