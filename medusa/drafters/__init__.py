@@ -1,4 +1,4 @@
-"""Whatever proposes a draft."""
+"""Drafters: objects that propose drafts."""
 
 from medusa.drafters.base import Drafter, PlainDrafter
 from medusa.drafters.early_exit import EarlyExitDrafter, ExitLayer

@@ -1,4 +1,4 @@
-"""The drafter's contract, and the drafter that drafts nothing."""
+"""The interface of drafters, and the drafter for plain decoding."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,40 +9,40 @@ from medusa.tree import Draft
 
 
 class Drafter(Protocol):
-    """Proposes trees; what it proposes can change speed, never the text of ``greedy`` and ``sampling`` acceptance.
+    """Proposes trees. Under ``greedy`` and ``sampling`` acceptance a draft can change the speed, never the text.
 
-    The ``speculative`` rule keeps the distribution of the text as long as ``Draft.probs`` says how tokens were drawn.
+    Under ``speculative`` the text keeps its distribution if ``Draft.probs`` has the distributions of drawn tokens.
     """
 
     nodes: int
-    """N, nodes of a draft with the root; on a CPU, where shapes cost nothing, a draft may have fewer."""
+    """N, nodes of a draft, the root included; on a CPU, where shapes are free, a draft may have fewer."""
     recordable: bool = False
-    """Shapes are fixed and drafts follow from the state's tensors alone, on the device: a step may become a CUDA graph.
-    A drafter that inherits from this class may leave it out."""
+    """Whether a step can be recorded as a CUDA graph: shapes are fixed, and drafts depend only on tensors of the state.
+    Optional, like the next two."""
     observers: Sequence[Observer] = ()
-    """Layers of its own that must see what the base commits; likewise."""
+    """Its layers that read the hidden states of committed tokens."""
     places: int = 0
-    """Places behind a text that a draft takes in their caches; likewise."""
+    """Number of positions after a text that a draft uses in their caches."""
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
         """A draft whose column 0 holds ``state.roots``.
 
         Args:
-            state: Of the requests that it drafts for.
-            cached: What is cached of each, for drafters whose models follow the base (``CachedSequence.follower``); in
-                recorded steps by observer.
+            state: The state of the requests.
+            cached: Their cached texts, for drafters with models that follow the base (``CachedSequence.follower``); in
+                recorded steps a mapping by observer.
         """
 
     def beside_prompts(self) -> "Drafter":
-        """Who drafts in a step that computes chunks of prompts too, whose first tokens wait for its end."""
+        """The drafter for steps that also compute chunks of prompts, whose first tokens wait for the step."""
         return self
 
     def observe(self, counts: Sequence[int], seconds: float) -> None:
-        """See what a step with the latest draft has brought; for drafters that learn.
+        """Take the result of a step with the latest draft; for drafters that learn.
 
         Args:
-            counts: Tokens of each row, 0 where it was not active.
-            seconds: That the whole step took.
+            counts: Emitted tokens of each row, 0 if it was not active.
+            seconds: Time of the whole step.
         """
         return
 
@@ -54,5 +54,5 @@ class PlainDrafter(Drafter):
     recordable = True
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
-        """The roots alone."""
+        """The roots only."""
         return Draft.chain(state.roots[:, None])

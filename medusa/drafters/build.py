@@ -1,4 +1,4 @@
-"""What can draft: a table of sources, and the drafter of one or several of them."""
+"""A table of draft sources, and the drafter of one or several of them."""
 
 import dataclasses
 import logging
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Parts:
-    """What there is to draft with.
+    """The parts that are available for drafting.
 
     Attributes:
-        base: Prepared for decoding, with its own layer for drafts where that was loaded.
-        heads: Its heads, frozen; None = there are none.
-        draft_model: A smaller model of the same tokens, prepared for decoding; None = there is none.
-        host_decides: Shapes cost nothing, and asking for a number does not stop a device.
-        exit_layer: Where to leave the base early.
-        ngrams: What followed short contexts in the completions of requests that name "ngram".
-        confidence: How often what was looked up was right.
+        base: The base, prepared for decoding, with its multi-token-prediction layer if that was loaded.
+        heads: Its frozen heads; None = there are none.
+        draft_model: A smaller model with the same tokens, prepared for decoding; None = there is none.
+        host_decides: Whether the host may choose shapes in each step (on a CPU, where shapes and reading are free).
+        exit_layer: Chooses the exit layer of early exit.
+        ngrams: The n-gram cache of requests that name "ngram".
+        confidence: Shares of right guesses of prompt lookup.
     """
 
     base: BaseModel
@@ -50,19 +50,19 @@ class Parts:
     confidence: Confidence = field(default_factory=lambda: Confidence(SEARCH))
 
     def with_heads(self, base: BaseModel, heads: DraftHeads | None) -> "Parts":
-        """The same with other heads, and a base that gives what they read; what was learned is shared."""
+        """The same with other heads, and a base that taps their layers; learned state is shared."""
         exit_layer = self.exit_layer if base is self.base else ExitLayer(base)
         return dataclasses.replace(self, base=base, heads=heads, exit_layer=exit_layer)
 
 
 class Context(NamedTuple):
-    """What the drafters of a tree share.
+    """Common settings of the drafters of a tree.
 
     Attributes:
-        parts: What there is to draft with; all that the sources need is there.
-        noise: Draws that drafts should follow, or are drawn as.
-        drawn: Drafts are drawn.
-        tree: A static tree of heads; None = the likeliest nodes.
+        parts: The available parts, including all that the sources need.
+        noise: Sampling settings whose noise drafts follow, or with which they are drawn.
+        drawn: Whether drafts are drawn.
+        tree: A static tree for heads; None = the most likely nodes.
     """
 
     parts: Parts
@@ -77,12 +77,12 @@ class Context(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a source cannot do without.
+    """A part that a source needs.
 
     Attributes:
-        there: Whether it is.
-        what: In words, with what there is instead.
-        remedy: What helps.
+        there: Whether the part is available.
+        what: The part in words, for errors.
+        remedy: How to get it.
     """
 
     there: Callable[[Parts], bool]
@@ -91,14 +91,14 @@ class Need(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Something that drafts.
+    """A source of drafts.
 
     Attributes:
-        make: Its drafter, from its own number of nodes, the root included.
-        needs: None = nothing.
-        costly: Drafts cost time, and heed the noise of draws.
+        make: Makes its drafter for a number of nodes, the root included.
+        needs: The part that it needs; None = none.
+        costly: Whether drafts cost time; such drafts follow the noise of the base's draws.
         drawn_under: Acceptance rules under which its drafts are drawn, so that the text depends on them.
-        observers: Layers of it that must see what the base commits.
+        observers: Its layers that read the hidden states of committed tokens.
     """
 
     make: Callable[[Context, int], Drafter]
@@ -119,7 +119,7 @@ def _ngram(context: Context, nodes: int) -> Drafter:
 
 def _heads(context: Context, nodes: int) -> Drafter:
     heads, base, tree = _heads_of(context, nodes)
-    heat = 0.0 if context.drawn else context.noise.temperature  # beside draws, what is chosen may not know the noise
+    heat = 0.0 if context.drawn else context.noise.temperature  # chosen drafts beside drawn ones must not use the noise
     return HeadsDrafter(heads, base, nodes, tree, context.parts.host_decides, temperature=heat)
 
 
@@ -129,7 +129,7 @@ def _heads_sampled(context: Context, nodes: int) -> Drafter:
 
 
 def _heads_of(context: Context, nodes: int) -> tuple[DraftHeads, BaseModel, Tree | None]:
-    """The heads, both ends of their vocabulary, and the tree that they have to fill."""
+    """The heads, the base's embeddings and output layer, and the tree to fill."""
     heads, tree = context.parts.heads, context.tree
     assert heads is not None, "checked by the caller"
     if context.chain:
@@ -155,7 +155,7 @@ def _written(writer: Writer, cost: float, context: Context, nodes: int, stream: 
 
 def _early_exit(context: Context, nodes: int) -> Drafter:
     parts = context.parts
-    parts.base.shallow(1)  # its layers can be found
+    parts.base.shallow(1)  # the layers of the base can be found
     how = {"host_decides": parts.host_decides, "noise": context.noise, "drawn": context.drawn}
     return EarlyExitDrafter(parts.base, parts.exit_layer, nodes, **how, stream=OTHER_DRAFTS[1])
 
@@ -193,11 +193,11 @@ SOURCES = {
     "early-exit": Source(_early_exit, LAYERS, drawn_under=("speculative",)),
     "heads-sampled": Source(_heads_sampled, HEADS, drawn_under=RULES, observers=_memory),
 }
-"""By the names that ``medusa.sampling`` lists."""
+"""Sources by name, see ``medusa.sampling``."""
 
 
 def missing(name: str, parts: Parts) -> Need | None:
-    """What the sources of a name need and is not there."""
+    """The first missing part that the sources of a name need."""
     needs = [SOURCES[source].needs for source in sources(name)]
     return next((need for need in needs if need is not None and not need.there(parts)), None)
 
@@ -208,25 +208,25 @@ def is_costly(name: str) -> bool:
 
 
 def is_drawn(name: str, rule: str) -> bool:
-    """Whether drafts of this name are drawn under a rule, and the text depends on them."""
+    """Whether drafts of this name are drawn under a rule, so that the text depends on them."""
     return any(rule in SOURCES[source].drawn_under for source in sources(name))
 
 
 def observers(name: str, parts: Parts) -> list[Observer]:
-    """Layers among the sources of a name that must see what the base commits."""
+    """Layers of the sources of a name that read the hidden states of committed tokens."""
     return [one for source in sources(name) for one in SOURCES[source].observers(parts)]
 
 
 def build(name: str, nodes: int, context: Context) -> Drafter:
-    """The drafter of a name.
+    """Build the drafter of a name.
 
     Args:
-        name: One that ``sources`` knows.
+        name: A name that ``sources`` accepts.
         nodes: N, the root included.
-        context: What its sources share.
+        context: Common settings of its sources.
 
     Raises:
-        ValueError: The tree, or so few nodes, cannot be drafted.
+        ValueError: The tree cannot be drafted, or ``nodes`` is too small.
     """
     base, tree = context.parts.base, context.tree
     if base.decoding == "plain":
@@ -247,13 +247,13 @@ def build(name: str, nodes: int, context: Context) -> Drafter:
 
 
 def split(names: Sequence[str], nodes: int, side_by_side: bool) -> dict[str, int]:
-    """How many nodes each source drafts, the root included.
+    """Number of nodes of each source, the root included.
 
     Args:
         names: The sources.
         nodes: N of the whole tree.
-        side_by_side: All that is drafted is verified, so each source has its part, and costly ones come first where
-            there are not enough. Otherwise the best nodes of all are, or one chain, and each drafts a whole tree.
+        side_by_side: All drafted nodes are verified, so each source gets a part; if there are too few, costly sources
+            come first. Otherwise the best nodes of all, or one chain, are verified, and each source drafts N nodes.
     """
     if side_by_side:
         first = set(sorted(names, key=lambda name: not SOURCES[name].costly)[: nodes - 1])

@@ -1,4 +1,4 @@
-"""The drafter of a request, from its name, and its tree size where that is left open."""
+"""Chooses the drafter of a request, and its tree size if the request does not set it."""
 
 import copy
 import logging
@@ -23,37 +23,37 @@ from medusa.tree import Tree
 logger = logging.getLogger(__name__)
 
 UNNAMED = ("hybrid", "draft-model+prompt-lookup", "mtp+prompt-lookup")
-"""Who may draft where nobody is named, of those whose parts are there."""
+"""Drafters to choose from if a request names none, as far as their parts are available."""
 DRAWN = 8
-"""Nodes of drawn drafts where none are given: text depends on them, and a seed must give the same text again."""
+"""Default nodes of drawn drafts: the text depends on them, and a seed must give the same text again."""
 GUESSES = 6
-"""Nodes for a single sequence on a CPU where all drafters cost nothing: without a guess a step is a plain one."""
+"""Nodes for a single sequence on a CPU if all drafters are free: without a guess a step is a plain step."""
 KEPT_DRAFTERS = 64
-"""Drafters of different names, sizes, trees and draws; the one that was not used for longest goes."""
+"""Most drafters (by name, size, tree and draws) that are kept; the least recently used is dropped."""
 
 
 class Completed(Protocol):
-    """What a completion says about its drafter once it is over."""
+    """Figures of a completion that its drafter learns from."""
 
     tokens: list[int]
-    """All of them; the first was its prompt's."""
+    """All tokens; the prompt's pass gave the first."""
     steps: int
     seconds: float
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
 
 
 class Drafters:
     """The drafters of one base with its heads.
 
     Args:
-        base: Prepared for decoding.
-        heads: Its heads, frozen; None = there are none.
-        fixed_shapes: Steps are recorded, so that nothing may be decided within one.
-        draft_model: A smaller model of the same tokens, prepared for decoding; None = there is none.
+        base: The base, prepared for decoding.
+        heads: Its frozen heads; None = there are none.
+        fixed_shapes: Steps are recorded, so the host may decide nothing within a step.
+        draft_model: A smaller model with the same tokens, prepared for decoding; None = there is none.
 
     Attributes:
-        parts: What there is to draft with.
-        named: The same with other heads, by their names.
+        parts: The available parts.
+        named: Drafters with other heads, by the names of the heads.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Drafters:
         self._kept: OrderedDict[tuple[str | None, str, int, Tree | None, Warper, bool], Drafter] = OrderedDict()
 
     def with_heads(self, base: BaseModel, own: DraftHeads | None, named: Mapping[str, DraftHeads]) -> "Drafters":
-        """The same with these heads, and the base that gives what they read; what was learned as it runs is shared."""
+        """The same with these heads, and a base that taps their layers; learned state is shared."""
         drafters = copy.copy(self)
         drafters.parts = self.parts.with_heads(base, own)
         drafters.named = {name: drafters.parts.with_heads(base, heads) for name, heads in named.items()}
@@ -81,12 +81,12 @@ class Drafters:
     def choices(
         self, speculation: Speculation | None = None, batch: int = 1, rule: BuiltRule | None = None
     ) -> dict[str, Sequence[int]]:
-        """Who may draft where nodes are left open, with the sizes that are tried; nobody = plain decoding.
+        """The drafters to choose from if nodes are not set, with the sizes to try; empty = plain decoding.
 
         Args:
-            speculation: What a request asks for; None = nothing special.
-            batch: Sequences that share a pass.
-            rule: Of the request; None = greedy.
+            speculation: The request's settings; None = the defaults.
+            batch: Number of sequences that share a pass.
+            rule: The request's rule; None = greedy.
         """
         speculation, rule = speculation or Speculation(), rule or build_rule()
         name = speculation.drafter
@@ -95,19 +95,19 @@ class Drafters:
         if name is not None:
             return {name: (GUESSES,) if self._alone_and_free(name, batch) else SIZES}
         found = self._everyone(batch, speculation.heads)
-        # The text for a seed must not depend on who is fastest.
+        # The text for a seed must not depend on which drafter is fastest.
         return {one: sizes for one, sizes in found.items() if not is_drawn(one, rule.name)}
 
     def names(self, heads: str | None = None) -> list[str]:
-        """Drafters that requests may name, several of them joined by "+"."""
+        """Drafters that requests may name; several can be joined by "+"."""
         parts = self._parts(heads)
         return [name for name in DRAFTERS if parts.base.decoding != "plain" and missing(name, parts) is None]
 
     def check(self, speculation: Speculation, rule: BuiltRule) -> None:
-        """Refuse what this model cannot draft.
+        """Check that this model can draft as asked.
 
         Raises:
-            ValueError: A drafter whose parts (heads, a draft model, an MTP layer) are not there, or another tree.
+            ValueError: Parts of the drafter (heads, a draft model, an MTP layer) are missing, or the tree does not fit.
         """
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
         if speculation.heads is not None and speculation.heads not in self.named:
@@ -132,9 +132,9 @@ class Drafters:
         """The drafter of a checked request.
 
         Args:
-            speculation: What it asks for.
-            batch: Sequences that share a pass.
-            rule: Of the request; drafts heed its draws.
+            speculation: The request's settings.
+            batch: Number of sequences that share a pass.
+            rule: The request's rule, whose draws drafts follow.
         """
         name = speculation.drafter
         if name is not None and not isinstance(name, str):
@@ -162,7 +162,7 @@ class Drafters:
         return AutoDrafter(policy, drafter_of, [Arm(one, sizes[-1]) for one, sizes in choices.items()])
 
     def observers(self, speculation: Speculation) -> tuple[Observer, ...]:
-        """Layers among what may draft for a checked request that must see what the base commits."""
+        """Layers of a checked request's possible drafters that read the hidden states of committed tokens."""
         name, parts = speculation.drafter, self._parts(speculation.heads)
         if name is not None and not isinstance(name, str):
             return tuple(name.observers)
@@ -180,8 +180,8 @@ class Drafters:
         prompt: list[int],
         output: Completed,
     ) -> None:
-        """Learn from a completion that is over."""
-        name, arm, steps = speculation.drafter, self._arm(drafter), output.steps - 1  # the first was the prompt's
+        """Learn from an ended completion."""
+        name, arm, steps = speculation.drafter, self._arm(drafter), output.steps - 1  # the prompt's pass gave the first
         left_open = speculation.nodes is None and speculation.tree is None
         if left_open and arm is not None and steps > 0 and not self.parts.host_decides:
             choices = self.choices(speculation, batch, rule)
@@ -191,7 +191,7 @@ class Drafters:
             self.parts.ngrams.learn([*prompt[-max(ORDERS) :], *output.tokens])
 
     def explain(self, name: str | None) -> str:
-        """What drafts for one prompt where nodes are left open and why, in one line."""
+        """One line on what drafts for one prompt if nodes are not set, and why."""
         always_drawn = name is not None and is_drawn(name, "greedy")
         speculation, rule = Speculation(drafter=name), build_rule(SamplingParams(temperature=float(always_drawn)))
         self.check(speculation, rule)
@@ -206,7 +206,7 @@ class Drafters:
         return f"auto, batch of 1: {self._policy(choices, None, 1, rule)}"
 
     def _everyone(self, batch: int, heads: str | None) -> dict[str, Sequence[int]]:
-        """Who may draft where nobody is named."""
+        """The drafters to choose from if a request names none."""
         parts = self._parts(heads)
         found: dict[str, Sequence[int]] = {name: SIZES for name in UNNAMED if missing(name, parts) is None}
         if self._alone_and_free("prompt-lookup", batch):
@@ -214,14 +214,14 @@ class Drafters:
         return found
 
     def _policy(self, choices: Mapping[str, Sequence[int]], heads: str | None, batch: int, rule: BuiltRule) -> Policy:
-        """The policy of these heads and drafters, what the rule computes, and such a batch: the next power of two."""
+        """The policy for these heads and drafters, this kind of rule, and this batch, rounded up to a power of two."""
         key = (heads, tuple(choices), rule.work, slots := 1 << (batch - 1).bit_length())
         if key not in self._policies:
             self._policies[key] = Policy(choices, self.parts.base.cheap_rows // slots, slots)
         return self._policies[key]
 
     def _arm(self, drafter: Drafter) -> Arm | None:
-        """What was chosen when this drafter was; None = it is not one of ours."""
+        """The arm of this drafter; None = the drafter was not chosen by a policy."""
         arms = (Arm(name, nodes) for (_, name, nodes, *_), kept in self._kept.items() if kept is drafter)
         return PLAIN if drafter is self._plain else next(arms, None)
 
@@ -229,11 +229,11 @@ class Drafters:
         return self.parts if heads is None else self.named[heads]
 
     def _alone_and_free(self, name: str, batch: int) -> bool:
-        """Whether drafts cost nothing to make and say themselves how many of their nodes are worth a row."""
+        """Whether drafts are free and decide themselves how many nodes they use."""
         return self.parts.host_decides and batch == 1 and not is_costly(name)
 
     def _given(self, speculation: Speculation, rule: BuiltRule) -> Drafter:
-        """The drafter of a request that says how much is drafted."""
+        """The drafter of a request that sets the nodes."""
         name, nodes, tree = speculation.drafter, speculation.nodes, speculation.tree
         name = name or ("heads" if tree is not None else next(iter(self._everyone(1, speculation.heads)), None))
         if nodes == 1 or name is None:

@@ -1,8 +1,8 @@
-"""What followed the last tokens of a text where they stood in it before; kernels/lookup.h does the same on a CPU.
+"""Continuations of earlier occurrences of a text's last tokens; kernels/lookup.h is the same in C++, for CPUs.
 
-A place weighs twice as much for every token that agrees there, and places that go on alike stand for one guess. The
-guess's kind is how many tokens agree before it and its share of the weight; how often guesses of a kind were right
-lately is what it is worth (``Confidence``).
+The weight of a place doubles with every matching token, and places with the same continuation are one guess. The kind
+of a guess is its number of matching tokens and its share of the weight. Its probability is the share of recent guesses
+of this kind that were right (``Confidence``).
 """
 
 import math
@@ -17,24 +17,24 @@ from medusa.cpu.lookup import Search
 from medusa.drafters.merge import Node
 
 WEIGHT = 4
-"""Guesses that the first belief counts as."""
+"""Number of guesses that the prior counts as."""
 
 Row = NDArray[numpy.int64]
 
 
 class Confidence:
-    """Shares of right guesses, by kind; what is long ago counts less and less.
+    """Shares of right guesses by kind, with decaying counts.
 
-    Several threads may observe: an observation that is lost does no harm.
+    Several threads may observe: a lost observation does no harm.
 
     Args:
-        search: Its kinds.
-        belief: Share of every kind before anything was seen; None = a match of M tokens counts as M observations and
-            doubt as one, so M / (M + 1) of a guess's share.
+        search: Defines the kinds.
+        belief: Prior share of every kind; None = M / (M + 1) of a guess's share for a match of M tokens, as if M of
+            M + 1 observations were right.
 
     Attributes:
-        right: float64 ``search.kinds``, guesses that were right.
-        tried: The same of all guesses.
+        right: float64 ``search.kinds``, counts of right guesses.
+        tried: The same shape, counts of all guesses.
     """
 
     def __init__(self, search: Search, belief: float | None = None) -> None:
@@ -48,14 +48,14 @@ class Confidence:
         return math.log(self.right[kind].item() / self.tried[kind].item())
 
     def observe(self, kind: tuple[int, int], right: bool, keep: float) -> None:
-        """One guess of a kind was right, or was not; ``keep`` of what was seen before stays."""
-        # A hundredth of a guess either way keeps shares from 0 and 1.
+        """Observe whether a guess of a kind was right; earlier counts are multiplied by ``keep``."""
+        # A hundredth of a guess on both sides keeps shares off 0 and 1.
         self.right[kind] = keep * self.right[kind].item() + right + 0.01
         self.tried[kind] = keep * self.tried[kind].item() + 1.02
 
 
 class Place(NamedTuple):
-    """Where the last token of a text stood before, and how many tokens agree there, back from it."""
+    """An earlier place of a text's last token, and the number of matching tokens up to it."""
 
     at: int
     match: int
@@ -70,11 +70,11 @@ class Guess(NamedTuple):
 
 
 def find_places(text: Row, search: Search) -> list[Place]:
-    """The longest matches, then the latest.
+    """Find earlier places, the longest matches first, then the latest.
 
     Args:
         text: int64 [T].
-        search: How many places count, and tokens.
+        search: Limits of places and compared tokens.
     """
     at = numpy.flatnonzero(text[:-1] == text[-1])
     match, longer = numpy.ones_like(at), numpy.arange(len(at))
@@ -87,13 +87,13 @@ def find_places(text: Row, search: Search) -> list[Place]:
 
 
 def guesses(text: Row, places: Sequence[Place], depth: int, search: Search) -> list[Guess]:
-    """What follows places of a text so far behind them; a text that repeats itself goes on doing so.
+    """Guesses at a depth after the places; a continuation that reaches the text's end continues with the repetition.
 
     Args:
-        text: int64 [T], its root last.
-        places: The longest match first.
-        depth: 0 = right behind them.
-        search: What kinds there are.
+        text: int64 [T], the root last.
+        places: Places, the longest match first.
+        depth: 0 = the token right after them.
+        search: Defines the kinds.
     """
     alike: dict[int, list[Place]] = {}
     for place in places:
@@ -109,7 +109,7 @@ def guesses(text: Row, places: Sequence[Place], depth: int, search: Search) -> l
 
 
 def judge(text: Row, root: int, confidence: Confidence, search: Search) -> None:
-    """See which continuations of an earlier root were right, whether they were drafted or not."""
+    """Observe which continuations of an earlier root were right, drafted or not."""
     before = text[: root + 1]
     places = find_places(before, search)
     for depth, token in enumerate(text[root + 1 :].tolist()):
@@ -121,7 +121,7 @@ def judge(text: Row, root: int, confidence: Confidence, search: Search) -> None:
 
 
 def grow(text: Row, confidence: Confidence, search: Search) -> list[Node]:
-    """The tree of the likeliest nodes below the last token of a text; the root alone where there is no guess."""
+    """The tree of the most likely nodes below the last token of a text; only the root if there is no guess."""
     tree, waiting = [Node(int(text[-1]), 0, 0.0, 0)], list[tuple[float, int, Guess]]()
     places = find_places(text, search)
     while True:

@@ -1,7 +1,7 @@
-"""Drafting with the first layers of the base: no second model, no training, and no cache of its own.
+"""Drafting with the first layers of the base: no second model, no training, and no additional cache.
 
-Untrained layers in the middle of a model know little of what it will say: on most bases this pays after more than half
-of them, or not at all, which ``nodes=None`` finds out. Bases that were trained for it (LayerSkip) are better.
+The middle layers of a model are not trained to predict tokens. On most bases early exit pays after more than half of
+the layers, or not at all; ``nodes=None`` measures it. Bases that were trained for it (LayerSkip) are better.
 """
 
 import logging
@@ -21,20 +21,20 @@ from medusa.tree import Draft
 logger = logging.getLogger(__name__)
 
 CANDIDATES = 8
-"""Parts that the layers are cut into; exits are tried between them."""
+"""Number of parts of the layers; exits between the parts are tried."""
 FEWEST, MOST = 32, 256
-"""Tokens of a text that exits are tried on."""
+"""Bounds of the tokens of a text on which exits are tried."""
 
 
 class ExitLayer:
-    """Where to leave the base: the layer that promises most tokens per second on the first text that it sees.
+    """The exit layer: the one with the highest expected tokens per second on the first text.
 
     Args:
-        base: Prepared for decoding.
-        layer: Given, counted from 1; None = to be found.
+        base: The base, prepared for decoding.
+        layer: The layer, counted from 1; None = find it.
 
     Raises:
-        ValueError: It is not below the last, or the base's layers cannot be found.
+        ValueError: The layer is not below the last, or the base's layers cannot be found.
     """
 
     def __init__(self, base: BaseModel, layer: int | None = None) -> None:
@@ -42,7 +42,7 @@ class ExitLayer:
         self.model: BaseModel | None = None if layer is None else base.shallow(layer)
 
     def find(self, state: DecodeState) -> BaseModel | None:
-        """The base's first layers; None as long as all texts are shorter than ``FEWEST`` tokens."""
+        """The base's first layers; None while all texts are shorter than ``FEWEST`` tokens."""
         if self.model is None:
             lengths_B = torch.where(state.active, state.positions + 1, 0)
             row = int(lengths_B.argmax())
@@ -68,19 +68,19 @@ class ExitLayer:
 
 
 def _promise(rate: float, cost: float) -> float:
-    """Tokens per plain step of the base with the best length of drafts."""
+    """Expected tokens per plain step of the base with the best length of drafts."""
     tokens = [sum(rate**depth for depth in range(length + 1)) for length in range(1, CANDIDATES)]
     return max(tokens[length - 1] / (1 + length * (cost + ROW_COST)) for length in range(1, CANDIDATES))
 
 
 class EarlyExitDrafter(Drafter):
-    """Proposes what the base's first layers say.
+    """Proposes the tokens that the base's first layers predict.
 
     Args:
         base: The base that verifies.
-        exit_layer: Shared with other drafters of this base.
+        exit_layer: The exit layer, shared with other drafters of this base.
         nodes: N, the root included, at least 2.
-        **how: ``host_decides``, ``noise``, ``drawn`` and ``stream`` as ``ModelDrafter`` takes them.
+        **how: ``host_decides``, ``noise``, ``drawn`` and ``stream``, see ``ModelDrafter``.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
@@ -95,7 +95,7 @@ class EarlyExitDrafter(Drafter):
         self._drafter: ModelDrafter | None = None
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
-        """A draft below ``state.roots``; the roots alone until there is text enough to choose where to leave."""
+        """A draft below ``state.roots``; only the roots until a text is long enough to choose the exit layer."""
         if self._drafter is None:
             model = self._exit.find(state)
             if model is None:

@@ -20,20 +20,20 @@ from medusa.state import DecodeState
 from medusa.tree import Draft, Tree, ragged
 
 WIDTH = 16
-"""Children that a node of a dynamic tree can have."""
+"""Most children of a node of a dynamic tree."""
 MIN_BEAM = 4
-"""Nodes per level of a dynamic tree that get children, at least; a quarter of the budget where that is more."""
+"""Least number of nodes per level of a dynamic tree that get children; or a quarter of the budget if that is more."""
 LOWEST = -40.0
-"""Bound on a log-probability: heads that overflow still give trees."""
+"""Lower bound of a log-probability, so that heads that overflow still give trees."""
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What is too unlikely to be worth its time.
+    """Least probabilities of levels and nodes that are worth their time.
 
     Attributes:
-        level: A level is drafted if a node above it is at least this likely.
-        node: A node is kept if it is at least this likely.
+        level: A level is drafted if a node above it has at least this probability.
+        node: A node is kept if it has at least this probability.
     """
 
     level: float = 0.35
@@ -43,21 +43,21 @@ class Floors:
 class HeadsDrafter(Drafter):
     """Fills a tree with the heads' best tokens.
 
-    With ``tree`` every step has that topology. Otherwise every step chooses its own: a node's score is the sum of the
-    heads' log-probabilities along its path, the best nodes of each level get children, and of all of them the best
-    ``nodes`` are kept. A parent never scores below its child, so they form a tree. On a GPU shapes are fixed and
-    nothing waits for the device.
+    With ``tree`` every step has that topology. Otherwise every step chooses its own. A node's score is the sum of the
+    heads' log-probabilities along its path. The best nodes of each level get children, and the best ``nodes`` of all
+    are kept. A parent never scores below its child, so they form a tree. On a GPU shapes are fixed, and the host does
+    not wait for the device.
 
     Args:
         heads: The trained heads.
-        vocabulary: Both ends of their base.
+        vocabulary: The base's embeddings and output layer.
         nodes: N for dynamic trees, the root included.
         tree: A static topology instead.
-        host_decides: On a CPU, leave out what is below ``floors``; no shape is fixed then.
-        floors: Of dynamic trees.
-        temperature: Of sampling whose draws depend on seed and position alone (``sampling`` acceptance): drafts heed
-            the noise that the base's own draws will have, so they follow the draws and not the likeliest tokens.
-            0 = draft the likeliest.
+        host_decides: On a CPU: leave out nodes below ``floors``, so that shapes vary.
+        floors: Floors of dynamic trees.
+        temperature: Temperature of sampling whose draws depend on seed and position only (``sampling`` acceptance).
+            Drafts then use the noise of the base's later draws, so they follow the draws and not the most likely
+            tokens. 0 = draft the most likely tokens.
 
     Raises:
         ValueError: The tree is deeper than there are heads, or the budget is not positive.
@@ -89,7 +89,7 @@ class HeadsDrafter(Drafter):
         self.observers = heads.observers
         self.places = max(num_heads, sum(self._shape.growth().parents)) if heads.remembers else 0
         self.nodes = self._shape.nodes
-        # A step that is recorded sees torch's operators alone.
+        # A recorded step uses torch's operators only.
         self._native = heads.native.drafts(self._shape.growth()) if host_decides and heads.native else None
         self._growth: NativeGrowth | None = None
         if self._native is None and host_decides and native.reads(next(heads.parameters())) and self._shape.depth:
@@ -106,7 +106,7 @@ class HeadsDrafter(Drafter):
         return self._grow(state, cached)
 
     def _in_one_call(self, drafts: RecurrentDrafts, state: DecodeState) -> Grown:
-        """``_grow`` by a kernel that knows these heads."""
+        """``_grow`` by a kernel that supports these heads."""
         ahead_K, keys_BK = torch.arange(self._shape.depth), None
         if self._temperature:
             keys_BK = keys(state.seeds, state.positions[:, None] + 1 + ahead_K)
@@ -128,7 +128,7 @@ class HeadsDrafter(Drafter):
         frontier_Bm, shape = state.roots[:, None], self._shape
         # Columns number all candidates of the step, level by level; column 0 is the root.
         columns_Bm = slots_Bm = torch.zeros_like(frontier_Bm)
-        # A finished sequence has no say in how far the others are drafted; within a row only differences count.
+        # A finished sequence must not decide how far others are drafted; within a row only differences matter.
         scores_Bm = torch.where(state.active, 0.0, LOWEST)[:, None]
         tokens, parents, scores = [frontier_Bm], [columns_Bm], [scores_Bm]
         heads_state = self.heads.begin(state.hidden, self.vocabulary, cached)
@@ -159,10 +159,10 @@ class HeadsDrafter(Drafter):
         return draft if real_BN is None else draft.keeping(real_BN)
 
     def _noise(self, state: DecodeState, head: int) -> Tensor:
-        """[B, V] what is added to a head's logits: the noise of the base's draw of the token that it guesses.
+        """Noise [B, V] to add to a head's logits: that of the base's draw of the guessed token.
 
-        The base draws the best of z / T + g. Logits z' of a head are trained to say how likely each token is to be the
-        base's best, noise aside; of z / T + g it is each one's share of softmax(z' + T g).
+        The base draws the argmax of z / T + g. The logits z' of a head estimate how likely each token is the argmax of
+        z. The estimate for z / T + g is softmax(z' + T g).
         """
         keyed_B1 = keys(state.seeds, state.positions[:, None] + 1 + head)
         return self._temperature * gumbel(keyed_B1[:, 0], self._tokens_V)
@@ -173,10 +173,10 @@ def _draft(grown: Grown) -> Draft:
 
 
 def check_tree(tree: Tree, config: HeadsConfig) -> None:
-    """Refuse a static tree that heads of this shape cannot fill.
+    """Check that heads of this shape can fill a static tree.
 
     Raises:
-        ValueError: It is too deep or too wide.
+        ValueError: The tree is too deep or too wide.
     """
     if tree.depth > config.num_heads:
         raise ValueError(
@@ -190,9 +190,9 @@ def check_tree(tree: Tree, config: HeadsConfig) -> None:
 
 
 class _BestFirst:
-    """Which candidates get children, and which become the draft: the best by score.
+    """Chooses the candidates that get children, and those that become the draft, by score.
 
-    Always as many as fit, or without those below the floors.
+    It takes as many as fit, or leaves out those below the floors.
     """
 
     def __init__(self, nodes: int, depth: int, width: int, floors: Floors | None) -> None:
@@ -201,7 +201,7 @@ class _BestFirst:
         self.nodes = min(nodes, 1 + sum(width * min(self._beam, width**level) for level in range(depth)))
 
     def pick(self, level: int, scores_BC: Tensor) -> Tensor | None:
-        """[B, m] candidates of a level that get children, None where no level follows."""
+        """[B, m] candidates of a level that get children; None if no level follows."""
         if level + 1 == self.depth:
             return None
         if self._floors is not None and float(scores_BC.max()) < math.log(self._floors.level):
@@ -210,14 +210,14 @@ class _BestFirst:
 
     def choose(self, scores_BM: Tensor) -> Tensor:
         """[B, N] ascending columns of the draft out of all candidates, the root (column 0) first."""
-        # Every score is below that of the root.
+        # The root has the highest score.
         nodes = min(self.nodes, scores_BM.shape[1])
         if self._floors is not None:
             nodes = max(1, min(nodes, int((scores_BM > math.log(self._floors.node)).sum(-1).max())))
         return scores_BM.topk(nodes).indices.sort(-1).values
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
-        """[B, N] which of these stay in trees of several sizes; None where all do."""
+        """[B, N] the nodes to keep in trees of different sizes; None = all."""
         if self._floors is None or len(scores_BN) == 1:
             return None
         real_BN = scores_BN > math.log(self._floors.node)
@@ -225,18 +225,18 @@ class _BestFirst:
         return real_BN
 
     def growth(self) -> Growth:
-        """The same for the kernel."""
+        """The same parameters for the kernel."""
         floors = self._floors or Floors(0.0, 0.0)
         level, node = (math.log(floor) if floor else -math.inf for floor in (floors.level, floors.node))
         return Growth(self.depth, self.width, self.nodes, self._beam, level, node, LOWEST, EDGE_COST)
 
 
 class StaticShape:
-    """The same for the paths of one tree.
+    """The same choice for the paths of a static tree.
 
     Attributes:
-        candidates: By level, [C] which of its candidates (the parent's place in the frontier * width + rank) are nodes.
-        picks: By level, [m] which of them get children.
+        candidates: By level, [C] the candidates (parent's index in the frontier * width + rank) that are nodes.
+        picks: By level, [m] those that get children.
     """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
@@ -263,15 +263,15 @@ class StaticShape:
         return self.picks[level].expand(len(scores_BC), -1)
 
     def choose(self, scores_BM: Tensor) -> Tensor:
-        """The columns of its nodes."""
+        """The columns of the tree's nodes."""
         return self._columns.expand(len(scores_BM), -1)
 
     def real(self, scores_BN: Tensor) -> Tensor | None:
-        """All stay."""
+        """None: all nodes stay."""
         return None
 
     def growth(self) -> Growth:
-        """Without floors."""
+        """The parameters for the kernel, without floors."""
         beam, columns = max([1, *map(len, self.picks)]), self._columns
         floor = -math.inf
         return Growth(self.depth, self.width, self.nodes, beam, floor, floor, LOWEST, EDGE_COST, self.picks, columns)

@@ -1,4 +1,4 @@
-"""Several drafters under one verifier: their trees hang below the same root, and the likeliest nodes stay."""
+"""Several drafters in one tree: their trees share the root, and the most likely nodes are kept."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -10,21 +10,21 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 ENOUGH = 1.5
-"""Guesses that cheap drafters expect to be right for the dear one to be left out."""
+"""Expected number of right guesses of cheap drafters above which the costly one is left out."""
 
 
 class HybridDrafter(Drafter):
-    """Proposes what several drafters propose; a lossless rule picks the longest right path, from whichever.
+    """Combines the drafts of several drafters; a lossless rule picks the longest right path of any of them.
 
-    On a CPU equal paths are merged and the ``nodes`` best nodes stay, by their drafters' own scores. On a GPU, where
-    shapes are fixed and nothing waits for the device, all trees stand side by side.
+    On a CPU equal paths are merged and the ``nodes`` best nodes are kept, by their drafters' own scores. On a GPU,
+    where shapes are fixed and the host does not wait for the device, all trees are verified.
 
     Args:
-        cheap: Drafters that cost next to nothing.
-        dear: Those that cost time, heads for example: left out for a single sequence on a CPU where the cheap ones
-            expect enough.
+        cheap: Drafters that cost almost nothing.
+        dear: Drafters that cost time, for example heads; left out for a single sequence on a CPU if the cheap ones
+            expect enough right guesses.
         nodes: N of the merged tree.
-        chain: Drafts are chains: the one that expects most is proposed.
+        chain: Drafts are chains, and the one with the most expected right guesses is proposed.
     """
 
     def __init__(self, cheap: Sequence[Drafter], dear: Sequence[Drafter], nodes: int, chain: bool = False) -> None:
@@ -53,6 +53,6 @@ class HybridDrafter(Drafter):
 
 
 def _expected(drafts: Sequence[Draft]) -> float:
-    """Guesses of the best draft that are expected to be right, of one sequence."""
+    """Expected number of right guesses of the best draft for one sequence."""
     known = [draft.scores for draft in drafts if draft.scores is not None]
     return max((float(scores_1N[:, 1:].exp().sum()) for scores_1N in known), default=0.0)

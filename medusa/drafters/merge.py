@@ -1,4 +1,4 @@
-"""Several drafts of one text as one tree, on a CPU: equal paths are one, and the likeliest nodes stay."""
+"""Merges several drafts of a text into one tree, on a CPU: equal paths are one, and the most likely nodes stay."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ import torch
 from medusa.tree import Draft, ragged
 
 UNKNOWN = math.log(0.5)
-"""Score per edge of a draft that has none."""
+"""Score per edge for drafts without scores."""
 FLOOR = math.log(0.1)
-"""Score below which a guess that costs nothing to make is not worth its row of a pass."""
+"""Score below which a free guess is not worth its row of a pass."""
 EDGE_COST = 1e-4
-"""Keeps a parent's score above its child's where the child is certain."""
+"""Keeps a parent's score above its child's if the child is certain."""
 
 
 class Node(NamedTuple):
-    """A node of a tree that is put together: its token, its parent's index, its score and its depth."""
+    """A node of a merged tree: its token, its parent's index, its score and its depth."""
 
     token: int
     parent: int
@@ -26,15 +26,15 @@ class Node(NamedTuple):
 
 
 def merge(drafts: Sequence[Draft], nodes: int) -> Draft:
-    """One tree per sequence of what several drafters propose.
+    """Merge the drafts of several drafters into one tree per sequence.
 
     Args:
-        drafts: Below the same roots, chosen and not drawn; ``scores`` say what their nodes are worth. A path that
-            several propose has the highest of their scores.
-        nodes: N, of the largest tree.
+        drafts: Drafts below the same roots, chosen and not drawn, with ``scores``. A path in several drafts gets the
+            highest of their scores.
+        nodes: N of the largest tree.
 
     Returns:
-        Trees of the best nodes; ``Draft.sizes`` says where some are smaller.
+        Trees of the best nodes; ``Draft.sizes`` has the sizes if they differ.
     """
     columns = [(draft.tokens.tolist(), draft.parents.tolist(), _scores(draft), draft.row_sizes) for draft in drafts]
     rows = []
@@ -62,7 +62,7 @@ def add(tree: list[Node], tokens: Sequence[int], parents: Sequence[int], scores:
 
 
 def best(tree: Sequence[Node], count: int) -> list[Node]:
-    """The tree of so many of its best nodes; parents score above their children."""
+    """The tree of the best nodes; parents score above their children."""
     if len(tree) <= count:
         return list(tree)
     kept = sorted(sorted(range(len(tree)), key=lambda index: -tree[index].score)[:count])

@@ -1,11 +1,11 @@
-"""Drafting with a model: a smaller one of the same tokens, the first layers of the base, or a layer that it brings.
+"""Drafting with a model: a smaller one, the base's first layers, or its multi-token-prediction layer.
 
-The model writes on from the root, token by token, and stops where the next pass would cost more than its guess is
-worth; on a CPU its next best tokens stand beside the ones that it goes on from.
+The model continues from the root, token by token, and stops if the next pass would cost more than its guess is worth.
+On a CPU its next best tokens are added to the tree as siblings.
 
 Source: Leviathan et al. 2023 and Chen et al. 2023 (draft model), Elhoushi et al. 2024 (early exit).
 
-Legend: B batch, N tree nodes, D hidden size, V vocabulary, W tokens that are looked at.
+Legend: B batch, N tree nodes, D hidden size, V vocabulary, W best tokens.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 WIDTH = 4
-"""Best tokens of a place that stand in a tree on a CPU."""
+"""Best tokens per position in a tree on a CPU."""
 ROW_COST = 0.1
-"""Of a row more to verify, in plain steps of the base, about."""
+"""Approximate cost of one more row to verify, in plain steps of the base."""
 
 
 class ModelDrafter(Drafter):
-    """Proposes what another model would write.
+    """Proposes the tokens that another model would write.
 
     Args:
         writer: The model.
         vocab_size: V of the base; the model's may have other padding.
         nodes: N, the root included, at least 2.
-        cost: Time of a token of it, in plain steps of the base; decides how long drafts become.
-        host_decides: On a CPU: trees of several sizes, as long as they pay. Otherwise a chain of ``nodes``.
-        noise: Draws that drafts should follow; temperature 0 = none, draft the likeliest. Where the base draws by seed
-            and position, the model draws with the same noise.
-        drawn: Draw with noise of the model's own and say from which distribution, for the ``speculative`` rule.
-        width: Best tokens of a place that stand in a tree; 1 = a chain.
-        stream: Of its own noise; drafters that share a tree need different ones.
+        cost: Time of one token of the model, in plain steps of the base; decides the length of drafts.
+        host_decides: On a CPU: trees of different sizes, as long as they pay. Otherwise a chain of ``nodes``.
+        noise: Sampling settings that drafts should follow; temperature 0 = draft the most likely tokens. If the base
+            draws by seed and position, the model draws with the same noise.
+        drawn: Draw with separate noise and report the distributions, for the ``speculative`` rule.
+        width: Best tokens per position in a tree; 1 = a chain.
+        stream: Stream of its separate noise; drafters that share a tree need different ones.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
         self._tokens_V = torch.arange(vocab_size, device=writer.device)
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
-        """A tree or chain below ``state.roots``; the root alone where a text fills the model's context."""
+        """A tree or chain below ``state.roots``; only the root if a text fills the model's context."""
         assert not isinstance(cached, Mapping), "steps of models that write are never recorded"
         last = self._writer.context_length - self.nodes
         drafting = [on and one.length < last for on, one in zip(state.active.tolist(), cached, strict=True)]
@@ -85,9 +85,9 @@ class ModelDrafter(Drafter):
             return write(state, own, hidden_BD, drafting)
 
     def _logprobs(self, state: DecodeState, hidden_BD: Tensor, ahead: int) -> Tensor:
-        """[B, V] how likely each token is to be the base's, as far as the model knows.
+        """Log-probabilities [B, V] that each token is the base's next one, by the model.
 
-        Where the base draws the best of z / T + g with known noise g, each token's share of softmax(z + T g).
+        If the base draws the argmax of z / T + g with known noise g, they are those of softmax(z + T g).
         """
         logits_BV, heat = widened(self._writer.logits(hidden_BD)), self._noise.temperature
         logits_BV = pad(logits_BV, (0, len(self._tokens_V) - logits_BV.shape[1]), value=-math.inf)  # or cut
@@ -101,7 +101,7 @@ class ModelDrafter(Drafter):
     def _tree(self, state: DecodeState, own: Sequences, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
         """Trees around the best chain, each as long as it pays."""
         trees = [[Node(root, 0, 0.0, 0)] for root in state.roots.tolist()]
-        spines, expected = [0] * len(trees), [0.0] * len(trees)  # where the chains end; guesses of them that are right
+        spines, expected = [0] * len(trees), [0.0] * len(trees)  # the chains' ends; expected right guesses
         for ahead in range(self.nodes - 1):
             top_BW = self._logprobs(state, hidden_BD, ahead).topk(min(self._width, len(self._tokens_V)))
             for row, (scores, tokens) in enumerate(zip(*(part.tolist() for part in top_BW), strict=True)):
@@ -129,7 +129,7 @@ class ModelDrafter(Drafter):
         return math.exp(score) / (1 + expected) > cost / (1 + depth * cost)
 
     def _chain(self, state: DecodeState, own: Sequences, hidden_BD: Tensor, drafting: list[bool]) -> Draft:
-        """A chain of fixed length, whose rows of the model nothing waits for."""
+        """A chain of fixed length; the host does not wait for the model."""
         tokens, probs, missing = [state.roots[:, None]], [], [int(on) for on in drafting]
         for ahead in range(self.nodes - 1):
             if ahead:

@@ -1,7 +1,7 @@
-"""Drafting from what was written before: a cache of the tokens that followed short contexts in earlier texts.
+"""Drafting from an n-gram cache: the tokens that followed short contexts in earlier texts.
 
-What prompt lookup finds in one text, this finds in all that the cache has learned from: completions of requests that
-use it, or a corpus. (The lookahead cache of Lookahead decoding, Fu et al. 2024, and of llama.cpp.)
+Prompt lookup searches one text. This cache has learned from many: completions of requests that use it, or a corpus.
+(It is like the lookahead cache of Lookahead decoding, Fu et al. 2024, and that of llama.cpp.)
 """
 
 import heapq
@@ -24,29 +24,29 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 ORDERS = (4, 3, 2)
-"""Tokens of a context, the longest first."""
+"""Lengths of contexts in tokens, the longest first."""
 CAPACITY = 200_000
-"""Contexts that a cache holds, some 50 MB."""
+"""Most contexts of a cache, about 50 MB."""
 KEPT = 4
-"""Continuations of a context that are kept, the most frequent ones."""
+"""Most continuations of a context; the most frequent are kept."""
 DOUBT = 1.0
-"""What was never seen counts as so many observations: a continuation seen once is worth 1/2."""
+"""Number of observations of unseen continuations, so that one seen once has probability 1/2."""
 MEMORY = 64
-"""Guesses that their judgement reaches back, about."""
+"""Approximate number of guesses over which their accuracy is averaged."""
 TRUST = 8.0
-"""Right guesses of as many that were expected, before any was judged."""
+"""Prior count of right and of expected guesses."""
 FORMAT = "medusa-ngrams"
 
 Context = tuple[int, ...]
 
 
 class NgramCache:
-    """How often which token followed a context; the context that was not met for longest goes first.
+    """Counts of tokens that followed contexts; the least recently used context is dropped first.
 
-    For one model, whose requests share it if they name the drafter: what one request's text teaches, others draft.
+    Requests of one model that name the drafter share it, so one request learns from the texts of others.
 
     Args:
-        capacity: Contexts, at most.
+        capacity: Most contexts.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -57,7 +57,7 @@ class NgramCache:
         self._right = self._expected = TRUST
 
     def __len__(self) -> int:
-        """Contexts."""
+        """Number of contexts."""
         return len(self._counts)
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -78,27 +78,27 @@ class NgramCache:
         self._counts.move_to_end(context)
 
     def following(self, context: Context) -> Iterator[tuple[int, float]]:
-        """Tokens that followed the longest known end of a context, with the logarithm of what each is worth.
+        """Tokens that followed the longest known end of a context, with the log-probability of each.
 
-        That is its share of what followed, times how often guesses were right lately for how often they should have
-        been: what other texts teach may say little about this one.
+        That is its share of the continuations, times the ratio of right to expected guesses of late: other texts may
+        say little about this one.
         """
         trust = min(0.0, math.log(self._right / self._expected))
         for order in ORDERS:
             counts = self._counts.get(context[-order:]) if order <= len(context) else None
             if counts:
                 total = math.log(sum(counts.values()) + DOUBT)
-                for token, times in list(counts.items()):  # others may be learning
+                for token, times in list(counts.items()):  # other threads may be learning
                     yield token, math.log(times) - total + trust
                 return
 
     def judge(self, score: float, right: bool) -> None:
-        """A guess that ``following`` thought so much of was right, or was not."""
+        """Observe whether a guess with this log-probability was right."""
         keep, claimed = 1 - 1 / MEMORY, math.exp(score) * self._expected / min(self._right, self._expected)
         self._right, self._expected = keep * self._right + right + 0.01, keep * self._expected + claimed + 0.01
 
     def tree(self, context: Sequence[int], nodes: int, branches: int = KEPT) -> list[Node]:
-        """The likeliest ``nodes`` nodes below the context's last token, which is the root."""
+        """The most likely ``nodes`` nodes below the context's last token, which is the root."""
         turn, tree = count(), [Node(context[-1], 0, 0.0, 0)]
         heap: list[tuple[float, int, int, int, Context]] = []
 
@@ -116,7 +116,7 @@ class NgramCache:
         return tree
 
     def save(self, path: str | Path) -> None:
-        """Write the cache as one safetensors file, whole or not at all."""
+        """Write the cache as one safetensors file, atomically."""
         width, contexts = max(ORDERS), list(self._counts)
         rows = [[-1] * (width - len(context)) + list(context) for context in contexts]
         pairs = [[*self._counts[context].most_common(KEPT), *[(-1, 0)] * KEPT][:KEPT] for context in contexts]
@@ -130,10 +130,10 @@ class NgramCache:
 
     @classmethod
     def load(cls, path: str | Path, capacity: int = CAPACITY) -> "NgramCache":
-        """Read what ``save`` has written; of more contexts than the capacity the latest.
+        """Read a file that ``save`` wrote; if it exceeds the capacity, the latest contexts are kept.
 
         Raises:
-            ValueError: The file holds something else.
+            ValueError: The file is not such a file.
         """
         cache = cls(capacity)
         try:
@@ -151,7 +151,7 @@ class NgramCache:
         return cache
 
     def fill(self, texts: Iterable[Sequence[int]]) -> int:
-        """Learn from many texts; returns the tokens that were read."""
+        """Learn from many texts; returns the number of tokens read."""
         total = 0
         for tokens in texts:
             self.learn(tokens)
@@ -160,12 +160,12 @@ class NgramCache:
 
 
 class NgramDrafter(Drafter):
-    """Proposes the likeliest tree of what followed the last tokens in other texts.
+    """Proposes the most likely tree of tokens that followed the last tokens in other texts.
 
     Args:
-        cache: What it drafts from.
+        cache: The cache.
         nodes: N, the root included.
-        branches: Children of a node, at most; 1 = a chain.
+        branches: Most children of a node; 1 = a chain.
     """
 
     def __init__(self, cache: NgramCache, nodes: int, branches: int = KEPT) -> None:
@@ -175,12 +175,12 @@ class NgramDrafter(Drafter):
         self._last: tuple[Tensor, list[int], list[list[Node]]] | None = None
 
     def propose(self, state: DecodeState, _: Cached = (), /) -> Draft:
-        """A tree below ``state.roots``; the root alone where no context is known."""
+        """A tree below ``state.roots``; only the root if no context is known."""
         width = max(ORDERS)
         recent = state.positions[:, None] + torch.arange(1 - width, 1, device=state.positions.device)
         contexts = state.history.gather(1, recent.clamp(min=0)).tolist()
         positions = state.positions.tolist()
-        if self._last is not None and self._last[0] is state.history:  # else rows have joined or left
+        if self._last is not None and self._last[0] is state.history:  # otherwise rows have joined or left
             self._judge(contexts, positions, *self._last[1:])
         rows = zip(contexts, positions, state.active.tolist(), strict=True)
         trees = [
@@ -196,7 +196,7 @@ class NgramDrafter(Drafter):
     def _judge(
         self, contexts: list[list[int]], positions: list[int], before: list[int], trees: list[list[Node]]
     ) -> None:
-        """See whether the likeliest first guess of each tree was right, where the text that followed is at hand."""
+        """Observe whether the most likely first guess of each tree was right, if the text that followed is known."""
         for context, position, old, tree in zip(contexts, positions, before, trees, strict=True):
             if len(tree) > 1 and 0 < position - old <= len(context):
                 self.cache.judge(tree[1].score, tree[1].token == context[old - position])

@@ -1,4 +1,4 @@
-"""Drafting from a text that somebody expects: most of an edited file is the file before."""
+"""Drafting from a predicted text: most of an edited file equals the old file."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 NODES = 16
-"""Of a draft; where the prediction holds they are all right."""
+"""Nodes of a draft; where the prediction holds, all are right."""
 
 
 class PredictionDrafter(Drafter):
-    """Prompt lookup in a text as if it stood before the prompt.
+    """Prompt lookup in a predicted text, as if it preceded the prompt.
 
     Args:
-        predicted: Token ids.
+        predicted: Token ids of the prediction.
         nodes: N, the root included.
     """
 
@@ -36,9 +36,9 @@ class PredictionDrafter(Drafter):
         return self._lookup.propose(replace(state, history=texts, positions=state.positions + before), cached)
 
     def _behind(self, state: DecodeState) -> Tensor:
-        """The histories with the prediction before them, behind the prompt's end: so its beginning is found too.
+        """The histories after the prediction, which follows the prompt's end, so that its beginning is found too.
 
-        One buffer as long as the state's is one, for lookup remembers what it has seen of it.
+        The buffer is the same while the state's is, because lookup remembers what it has read of it.
         """
         if self._texts is None or self._texts[0] is not state.history:
             start = int(state.starts[0])

@@ -1,8 +1,8 @@
-"""Drafting by looking back: what followed the last words when they stood in the text before.
+"""Prompt lookup: drafts what followed earlier occurrences of the last tokens in the text.
 
-Costs next to nothing and needs no training. Completions that quote their prompt, code, and small models that repeat
-themselves are full of it; new text is not, so it is at its best beside heads (``HybridDrafter``). It is prompt lookup
-(Saxena 2023), by the longest match and by frequency as in suffix decoding (Oliaro et al. 2024).
+It costs almost nothing and needs no training. It helps with completions that quote their prompt, with code, and with
+small models that repeat themselves, but not with new text, so it works best together with heads (``HybridDrafter``).
+It is prompt lookup (Saxena 2023), by the longest match and by frequency as in suffix decoding (Oliaro et al. 2024).
 """
 
 import math
@@ -21,29 +21,29 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 LOOKUP_GUESSES = 10
-"""Most tokens that are taken from the text before, beside what heads draft."""
+"""Most tokens that are copied from the text, in addition to drafts of heads."""
 MAX_MATCH = 6
-"""Tokens that are compared where shapes are fixed."""
+"""Number of compared tokens with fixed shapes."""
 LOOKUP_FLOOR = math.log(0.15)
-"""Score below which a guess is not worth its row, on machines where rows cost much and on those where they do not."""
+"""Score below which a guess is not worth its row, on machines with cheap rows and with costly ones."""
 SEARCH = Search(
     nodes=0, chain=False, places=32, longest=16, shares=5, floor=LOOKUP_FLOOR, edge_cost=EDGE_COST, keep=1 - 1 / 256
 )
-"""What counts where they are not; the nodes are each drafter's own."""
+"""Limits of the search without fixed shapes; each drafter has its own number of nodes."""
 
 
 class PromptLookupDrafter(Drafter):
-    """Proposes continuations of earlier matches; where there is no match, the root alone.
+    """Proposes continuations of earlier matches; only the root if there is no match.
 
-    On a CPU they are the tree of the likeliest ones, and unlikely ones are left out. On a GPU shapes are fixed: the
-    continuation of the longest match, the latest of several, is a chain, and a sequence without a match gets some
-    chain too.
+    On a CPU the draft is a tree of the most likely ones, without unlikely ones. On a GPU shapes are fixed: the draft is
+    a chain, the continuation of the longest match (the latest of several), and a sequence without a match gets an
+    arbitrary chain.
 
     Args:
         nodes: N, the root included.
-        host_decides: On a CPU, propose what there is; no shape is fixed then.
+        host_decides: On a CPU: propose existing matches only, so that shapes vary.
         confidence: Shared with other drafters of this kind; None = its own.
-        chain: Propose chains alone.
+        chain: Propose chains only.
 
     Raises:
         ValueError: The budget leaves no room for a guess.
@@ -64,7 +64,7 @@ class PromptLookupDrafter(Drafter):
         if not (self.host_decides and state.roots.device.type == "cpu"):
             return self._chains(state)
         last, self._last = self._last, (state.history, state.positions)
-        # Where rows have joined or left, the last draft is not judged.
+        # If rows have joined or left, the last draft is not judged.
         before = last[1] if last is not None and last[0] is state.history else None
         if native.reads_indices(state.history):
             seen = self._confidence.right, self._confidence.tried
@@ -78,7 +78,7 @@ class PromptLookupDrafter(Drafter):
         for text, root, on in zip(texts, [] if before_B is None else before_B.tolist(), active, strict=False):
             if on:
                 judge(text, root, self._confidence, self._search)
-        # Without a second token nothing can have stood before.
+        # With a single token there is no earlier place.
         rows = [
             grow(text if on else text[-1:], self._confidence, self._search)
             for text, on in zip(texts, active, strict=True)
@@ -86,14 +86,14 @@ class PromptLookupDrafter(Drafter):
         return build(rows) if max(map(len, rows)) > 1 else Draft.chain(state.roots[:, None])
 
     def _chains(self, state: DecodeState) -> Draft:
-        """The continuation of each sequence's best place, in shapes that follow from the history's."""
+        """The continuation of each sequence's best place, in shapes that depend on the history's only."""
         history_BT, root_B1 = state.history, state.positions[:, None]
         recent_M = torch.arange(1 - MAX_MATCH, 1, device=history_BT.device)
         suffix_BM = history_BT.gather(1, (root_B1 + recent_M).clamp(min=0))
         index_T = torch.arange(history_BT.shape[1], device=history_BT.device)
         windows_BTM = pad(history_BT, (MAX_MATCH - 1, 0), value=-1).unfold(1, MAX_MATCH, 1)
         same_BTM = (windows_BTM == suffix_BM[:, None]).flip(-1)
-        match_BT = same_BTM.cumprod(-1, dtype=torch.int8).sum(-1)  # tokens that agree, counted back from each place
+        match_BT = same_BTM.cumprod(-1, dtype=torch.int8).sum(-1)  # matching tokens up to each place
         score_BT = torch.where(index_T < root_B1, match_BT * history_BT.shape[1] + index_T, -1)
         place_B1 = score_BT.amax(-1, keepdim=True).clamp(min=0) % history_BT.shape[1]
         ahead_N = torch.arange(self.nodes - 1, device=history_BT.device)

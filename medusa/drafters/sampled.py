@@ -1,4 +1,4 @@
-"""Drafting by drawing: tokens come from the heads' distributions, which the ``speculative`` rule then needs to know.
+"""Sampled drafts: tokens are drawn from the heads' distributions, which the ``speculative`` rule needs.
 
 Legend: B batch, N tree nodes, m nodes that get children, C children of a level, W draws per node, M draws of a level,
 V columns of the draft logits.
@@ -17,17 +17,17 @@ from medusa.tree import Draft, Tree
 
 
 def coin_tree(nodes: int, depth: int, width: int = WIDTH) -> Tree:
-    """The likeliest nodes if every draw stood with probability 1/2 once the draws before it were refused.
+    """The most likely nodes if every draw is accepted with probability 1/2 after earlier draws were rejected.
 
-    One more level then costs as much as one more sibling: the path r_1 .. r_d has probability 2^-(d + r_1 + .. + r_d).
+    Then one more level costs as much as one more sibling: the path r_1 .. r_d has probability 2^-(d + r_1 + .. + r_d).
 
     Args:
-        nodes: N, the root included, at least 2; fewer where depth and width leave no room.
+        nodes: N, the root included, at least 2; fewer if depth and width allow no more.
         depth: Longest path, at least 1.
         width: Most children of a node, at least 1.
     """
     paths: list[tuple[int, ...]] = [(0,)]
-    for path in paths:  # it grows on the way: breadth first
+    for path in paths:  # breadth first: the list grows during the loop
         if len(paths) >= nodes - 1:
             break
         if len(path) < depth:
@@ -40,17 +40,17 @@ def coin_tree(nodes: int, depth: int, width: int = WIDTH) -> Tree:
 class SampledHeadsDrafter(Drafter):
     """Fills a static tree with draws from the heads; rank r of a path is the r-th draw below its parent.
 
-    Siblings are drawn without replacement: the best tokens after Gumbel noise are exactly that, in order. The noise is
-    keyed by (seed, position), apart from all other noise. The topology must not depend on what is drawn, or the
-    distributions would not be those that are reported: it is static.
+    Siblings are drawn without replacement: these are the best tokens after Gumbel noise, in order. The noise is keyed
+    by (seed, position), separate from all other noise. The topology is static: if it depended on the draws, the
+    reported distributions would be wrong.
 
     Source: Jeon et al. 2024 (Recursive Speculative Decoding), section 3.
 
     Args:
         heads: The trained heads.
-        vocabulary: Both ends of their base.
+        vocabulary: The base's embeddings and output layer.
         nodes: N, the root included, at least 2.
-        temperature: Of the draws, above 0.
+        temperature: Temperature of the draws, above 0.
         tree: The topology; None = ``coin_tree`` of ``nodes`` nodes.
 
     Raises:
@@ -80,7 +80,7 @@ class SampledHeadsDrafter(Drafter):
         self._parents_N = tree.parents.to(device)
 
     def propose(self, state: DecodeState, cached: Cached = (), /) -> Draft:
-        """A draft below ``state.roots`` with the distribution that every token was drawn from."""
+        """A draft below ``state.roots`` with the distribution from which every token was drawn."""
         batch, width, output_size = len(state.roots), self.tree.width, self.heads.config.output_size
         ahead_K = torch.arange(1, self.tree.depth + 1, device=state.roots.device)
         noise_BKV = gumbel_noise(state.seeds, state.positions[:, None] + ahead_K, output_size, DRAFT)
@@ -111,7 +111,7 @@ class SampledHeadsDrafter(Drafter):
 
 
 def _distributions(logprobs_BCV: Tensor, drawn_BCW: Tensor, ranks_C: Tensor) -> Tensor:
-    """[B, C, V]: what the draw of each rank was drawn from, the tokens drawn before it taken out."""
+    """[B, C, V] the distribution of the draw of each rank, without the tokens drawn before it."""
     before_CW = torch.arange(drawn_BCW.shape[-1], device=ranks_C.device) < ranks_C[:, None]
     taken_BCV = torch.zeros_like(logprobs_BCV).scatter_add_(2, drawn_BCW, before_CW.float().expand_as(drawn_BCW))
     return logprobs_BCV.masked_fill(taken_BCV > 0, -torch.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""Models that write drafts token by token: a smaller one, the first layers of the base, or a layer that it brings.
+"""Models that write drafts token by token: a smaller one, the base's first layers, or its multi-token-prediction layer.
 
 Legend: B batch, C tokens of a pass, D hidden size, V vocabulary.
 """
@@ -16,7 +16,7 @@ from medusa.state import DecodeState
 from medusa.tree import Draft
 
 CHUNK = 512
-"""Tokens of a text per pass, at most."""
+"""Most tokens of a text per pass."""
 
 Sequences = Sequence[CachedSequence]
 Reading = tuple[Sequences, Tensor]
@@ -24,35 +24,35 @@ Reading = tuple[Sequences, Tensor]
 
 
 class Writer(Protocol):
-    """A model that goes on from the roots."""
+    """A model that continues texts from the roots."""
 
     context_length: int
     device: torch.device
     observers: Sequence[Observer]
-    """Layers of its own that must see what the base commits."""
+    """Its layers that read the hidden states of committed tokens."""
 
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
-        """Know the texts up to their roots.
+        """Compute the texts up to their roots.
 
         Args:
-            state: Of the step.
-            sequences: What the base has cached.
-            drafting: Which are drafted for; nothing is computed for the others.
+            state: The state of the step.
+            sequences: The base's sequences.
+            drafting: The sequences to draft for; nothing is computed for the others.
         """
 
     def write(self, own: Sequences, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """Compute a token more of those whose count is 1; their hidden states, and the old ones of the others."""
+        """Compute one more token where the count is 1; returns the new hidden states, and the old ones elsewhere."""
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """[B, V'] of the next tokens; V' may differ from the base's by padding."""
 
 
 class SmallModel:
-    """A smaller model. Its cache follows the base's: what was accepted is computed together with the root.
+    """A smaller model. Its cache follows the base's: accepted tokens are computed together with the root.
 
     Args:
-        model: Prepared for decoding, with the base's tokens.
+        model: The model, prepared for decoding, with the base's tokens.
     """
 
     observers: Sequence[Observer] = ()
@@ -65,18 +65,18 @@ class SmallModel:
         """The model's own sequences, which follow the base's, and its hidden states at the roots."""
         own, missing = [one.follower(self._model, self._model.new_pool) for one in sequences], []
         for row, (ours, theirs) in enumerate(zip(own, sequences, strict=True)):
-            ours.length = min(ours.length, theirs.length)  # a step was given up
-            if ours.empty:  # a new one begins with what is known of its text from others
+            ours.length = min(ours.length, theirs.length)  # an abandoned step
+            if ours.empty:  # a new sequence begins with the blocks of its text that others have computed
                 ours.recall(state.history[row, : int(state.positions[row])].tolist())
             missing.append(drafting[row] * (theirs.length + 1 - ours.length))
         hidden_BD = self._read(state, own, missing)
         for row, ours in enumerate(own):
-            if ours.unknown:  # others find full blocks
+            if ours.unknown:  # for others to find its full blocks
                 ours.remember(state.history[row, : ours.length].tolist())
         yield own, hidden_BD
 
     def _read(self, state: DecodeState, own: Sequences, missing: list[int]) -> Tensor:
-        """Compute what stands in the texts since the last draft, up to their roots; the last hidden states."""
+        """Compute the texts from the last draft up to their roots; returns the last hidden states."""
         model = self._model
         hidden_BD = torch.zeros(len(missing), model.hidden_size, device=model.device, dtype=model.dtype)
         while any(missing):
@@ -89,7 +89,7 @@ class SmallModel:
         return hidden_BD
 
     def write(self, own: Sequences, tokens_BC: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """Several tokens of a text at a time too."""
+        """See ``Writer``; counts may be larger than 1."""
         going = [index for index, count in enumerate(counts) if count]
         chosen, index = [own[place] for place in going], torch.tensor(going, device=tokens_BC.device)
         known_BC = tokens_BC[index].clamp(max=self._model.vocab_size - 1)
@@ -106,23 +106,23 @@ class SmallModel:
 
 
 class FirstLayers(SmallModel):
-    """The base's own first layers (``BaseModel.shallow``), which write behind what the base has cached.
+    """The base's own first layers (``BaseModel.shallow``), which write after the base's cached text.
 
-    The verify pass writes over it.
+    The verify pass overwrites these entries.
     """
 
     @contextmanager
     def reading(self, state: DecodeState, sequences: Sequences, drafting: Sequence[bool]) -> Iterator[Reading]:
-        """The base's sequences, with their roots for the time of the draft."""
+        """The base's sequences, with their roots during the draft."""
         with provisional(sequences):
             yield sequences, self._read(state, sequences, [int(on) for on in drafting])
 
 
 class MtpWriter:
-    """The base's multi-token-prediction layer, again and again from its own output; see ``medusa.base.mtp``.
+    """The base's multi-token-prediction layer, applied repeatedly to its own output; see ``medusa.base.mtp``.
 
     Args:
-        base: With its layer (``BaseModel.with_mtp``).
+        base: The base with this layer (``BaseModel.with_mtp``).
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -138,7 +138,7 @@ class MtpWriter:
         yield own, hidden_BD
 
     def write(self, own: Sequences, tokens_B1: Tensor, counts: Sequence[int], hidden_BD: Tensor) -> Tensor:
-        """A token more of each that goes on."""
+        """See ``Writer``."""
         going = [index for index, count in enumerate(counts) if count]
         index = torch.tensor(going, device=tokens_B1.device)
         chosen, ones = [own[place] for place in going], [1] * len(going)
@@ -146,5 +146,5 @@ class MtpWriter:
         return hidden_BD.index_copy(0, index, new_BD)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
-        """The base's logits of the layer's output."""
+        """The base's logits for the layer's output."""
         return self._base.logits(hidden_BD)
