@@ -1,8 +1,8 @@
-"""The serving engine: one thread that steps a ``Batch`` which requests join and leave all the time.
+"""The serving engine: one thread that steps a ``Batch``, which requests join and leave at any time.
 
-loop:  take what has arrived: requests, cancellations, calls between two steps
-       step: who is computed next, and one pass                              (medusa/engine/batch.py)
-       hand each request what it has grown by
+loop:  take arrivals: requests, cancellations, calls between two steps
+       step: schedule, and one pass                                          (medusa/engine/batch.py)
+       send each request its new text
 """
 
 import asyncio
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MEMORY = 0.4
-"""Share of the memory that the KV cache may have where nothing else is said."""
+"""Default share of the memory for the KV cache."""
 IDLE = 0.25
-"""Seconds that an engine without work sleeps at most before it looks at the time."""
+"""Most seconds that an idle engine sleeps before it checks the time."""
 
 
 class Engine:
-    """Serves requests of any kind together; one of them decides nothing about the text of another.
+    """Serves all requests together; requests do not affect each other's text.
 
     Args:
-        model: With its heads.
+        model: The model with its heads.
         settings: Limits.
-        metrics: Is told what happens.
+        metrics: Records what happens.
     """
 
     def __init__(self, model: MedusaModel, settings: EngineSettings, metrics: Metrics) -> None:
@@ -48,7 +48,7 @@ class Engine:
         self._model = model
         self._pool = model.base.new_pool(settings.cache_tokens or cache_tokens(model))
         self._batch = self._new_batch()
-        self._old: list[Batch] = []  # with requests of before the heads have changed
+        self._old: list[Batch] = []  # batches with requests from before a change of heads
         self._jobs: dict[Ticket, Job] = {}
         self._of: dict[Request, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -62,16 +62,16 @@ class Engine:
 
     @property
     def model(self) -> MedusaModel:
-        """The model as it is now; new requests meet its heads."""
+        """The current model; new requests use its heads."""
         return self._model
 
     def start(self) -> None:
-        """Begin to serve; what comes back is handed to the running event loop."""
+        """Begin to serve; results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self, drain: float = 0.0) -> None:
-        """Take no more requests, let those that run go on for so many seconds, and end; once, whoever asks again."""
+        """Accept no more requests, give running ones ``drain`` seconds, and stop; later calls wait too."""
         self._stopping = True
         if self._ending is None:
             self._ending = asyncio.create_task(self._stop(drain))
@@ -85,12 +85,12 @@ class Engine:
         await asyncio.to_thread(self._thread.join)
 
     def healthy(self, patience: float) -> bool:
-        """Whether the thread runs, its loop has turned in so many seconds, and no other rank is lost."""
+        """Whether the thread runs, its loop has run within this time, and no other rank is lost."""
         turning = time.monotonic() - self._turned < patience
         return self._thread.is_alive() and turning and not self._model.base.others.broken
 
     def submit(self, asked: Asked) -> Ticket:
-        """Send a request on its way; whether it is taken, the ticket will say."""
+        """Submit a request; the ticket reports whether it is accepted."""
         ticket = Ticket(asked, self._cancel)
         now = time.monotonic()
         job = Job(ticket, now, now + asked.timeout if asked.timeout is not None else float("inf"))
@@ -114,9 +114,9 @@ class Engine:
         return answer
 
     def use(self, model: MedusaModel) -> None:
-        """Serve new requests with another model over the same base; those that run go on with theirs.
+        """Serve new requests with another model over the same base; running ones keep theirs.
 
-        On the engine's thread (``call``).
+        Call it on the engine's thread (``call``).
         """
         self._model, before = model, self._batch
         self._batch = self._new_batch()
@@ -137,7 +137,7 @@ class Engine:
             try:
                 self._receive(wait=not self._jobs)
                 self._expire()
-            except Exception as error:  # no request should come to this, and none may end the service
+            except Exception as error:  # should not happen, and must not end the service
                 logger.exception("the engine starts again, all requests are lost")
                 self._lose(error)
             for batch in [*self._old, self._batch]:
@@ -146,7 +146,7 @@ class Engine:
             self._deliver()
 
     def _receive(self, wait: bool) -> None:
-        """Do what has arrived; without work, wait for it, and count the blocks of the KV cache once meanwhile."""
+        """Process arrivals; without work, wait for them, and check the blocks of the KV cache once."""
         try:
             if wait:
                 self._inbox.get(timeout=IDLE)()
@@ -158,7 +158,7 @@ class Engine:
                 self._pool.check_integrity()
 
     def _take(self, job: Job) -> None:
-        """Check a request and let it wait for room."""
+        """Check a request and let it wait for room in the batch."""
         asked = job.asked
         try:
             if self._stopping:
@@ -178,14 +178,14 @@ class Engine:
         self._add(job)
 
     def _add(self, job: Job) -> None:
-        """Let a request join the batch of the model as it is now."""
+        """Add a request to the batch of the current model."""
         asked = job.asked
         try:
             constraint = asked.constraint() if asked.constraint is not None else None
             request = self._batch.add(
                 asked.prompt, asked.params, asked.speculation, True, constraint, asked.client, asked.priority
             )
-        except ValueError as error:  # its heads have gone while it waited
+        except ValueError as error:  # its heads were removed while it waited
             self._events.append((job.ticket, error))
             del self._jobs[job.ticket]
             self.metrics.ended(job, "error")
@@ -198,7 +198,7 @@ class Engine:
         self._inbox.put(lambda: self._withdraw(ticket, "abort"))
 
     def _withdraw(self, ticket: Ticket, outcome: str) -> None:
-        """Let a request go, wherever it is."""
+        """Remove a request, waiting or running."""
         job = self._jobs.pop(ticket, None)
         if job is None:
             return
@@ -207,7 +207,7 @@ class Engine:
         self.metrics.ended(job, outcome)
 
     def _expire(self) -> None:
-        """Let those go whose time is over."""
+        """End requests whose time has passed."""
         now = time.monotonic()
         for ticket, job in list(self._jobs.items()):
             if job.deadline < now:
@@ -215,7 +215,7 @@ class Engine:
                 self._withdraw(ticket, "timeout")
 
     def _step(self, batch: Batch) -> None:
-        """One step of a batch; an error costs its requests, and not the engine."""
+        """One step of a batch; an error ends its requests, and not the engine."""
         if not len(batch):
             return
         began, preempted = time.monotonic(), batch.preemptions
@@ -236,7 +236,7 @@ class Engine:
         self.metrics.stepped(len(grown), now - began, batch.preemptions - preempted)
 
     def _tell(self, job: Job, pieces: Sequence[Piece], now: float) -> None:
-        """Hand a request what it has grown by."""
+        """Send a request its new text."""
         output, before = job.request.output, job.told
         logprobs = tuple(output.logprobs[before:]) if output.logprobs is not None else ()
         scored = None if output.prompt_logprobs is None or job.first else tuple(output.prompt_logprobs)
@@ -249,7 +249,7 @@ class Engine:
             self.metrics.ended(job, output.finish_reason)
 
     def _drop(self, batch: Batch, error: Exception) -> None:
-        """Go on without a batch that is broken."""
+        """Drop a broken batch."""
         batch.close()
         for job in [job for job in self._jobs.values() if job.batch is batch]:
             del self._of[job.request], self._jobs[job.ticket]
@@ -260,7 +260,7 @@ class Engine:
         self._old = [old for old in self._old if old is not batch]
 
     def _lose(self, error: Exception) -> None:
-        """Go on without any request."""
+        """Drop all requests."""
         for batch in [*self._old, self._batch]:
             batch.close()
         for ticket, job in self._jobs.items():
@@ -270,7 +270,7 @@ class Engine:
         self._batch, self._old = self._new_batch(), []
 
     def _deliver(self) -> None:
-        """Hand over what has happened, all at once."""
+        """Send all pending results to the event loop at once."""
         events, self._events = self._events, []
         waiting = sum(not job.admitted for job in self._jobs.values())
         self.metrics.state(len(self._jobs) - waiting, waiting)
@@ -278,7 +278,7 @@ class Engine:
         if events and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(_put_all, events)
-            except RuntimeError:  # the event loop is closed: nobody listens any more
+            except RuntimeError:  # the event loop is closed
                 self._loop = None
 
     def _end(self) -> None:
@@ -290,9 +290,9 @@ class Engine:
 
 
 def cache_tokens(model: MedusaModel) -> int:
-    """Positions of a KV cache that has its share of the memory; at least one context.
+    """Positions of a KV cache that uses its share of the memory; at least one context.
 
-    Where other models draft, what they cache of the same texts has its part.
+    Caches of drafting models over the same texts are included.
     """
     base, small = model.base, model.drafters.parts.draft_model
     per_position = sum(position_bytes(one) for one in (base, small) if one is not None)
@@ -305,7 +305,7 @@ def cache_tokens(model: MedusaModel) -> int:
 
 @torch.inference_mode()
 def position_bytes(base: BaseModel) -> int:
-    """Bytes of keys and values of one position in all layers, or in this process's share of them: a pass tells."""
+    """Bytes of keys and values of one position in all layers of this process, measured by a pass."""
     pool = base.new_pool(BLOCK)
     tokens_11 = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
     base.run(pool, base.plan([(Draft.chain(tokens_11), [CachedSequence(pool)])]))

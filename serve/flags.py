@@ -1,4 +1,4 @@
-"""Flags of a command line as fields of a dataclass: the default, the parser and the help of each in one place.
+"""Command-line flags as fields of a dataclass, each with its default, parser and help.
 
 Example:
     class EngineSettings:
@@ -16,13 +16,13 @@ Kind = TypeVar("Kind")
 def flag(
     default: Any, text: str, parse: Callable[[str], Any] | None = None, metavar: str | None = None, **more: Any
 ) -> Any:
-    """A field that is a flag too; one whose default is False takes no value.
+    """A dataclass field that is also a flag; with the default False the flag takes no value.
 
     Args:
-        default: Of both.
-        text: The help; the default is added where it does not say it.
-        parse: Of the value.
-        metavar: Of the value.
+        default: Default of field and flag.
+        text: The help; the default is added if it does not mention it.
+        parse: Parser of the value.
+        metavar: Name of the value in the help.
         more: Other arguments of ``add_argument``.
     """
     if default is False:
@@ -35,13 +35,13 @@ def flag(
 
 
 def add_flags(parser: "argparse._ActionsContainer", kind: type) -> None:
-    """Give a parser, or a group of one, the flags of a dataclass."""
+    """Add the flags of a dataclass to a parser or a group of one."""
     for each in fields(kind):
         if each.metadata:
             parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
 
 
 def from_flags(kind: type[Kind], args: argparse.Namespace, **more: Any) -> Kind:
-    """An object of the dataclass, from what was parsed and other fields."""
+    """An object of the dataclass from parsed flags and other fields."""
     given = {each.name: getattr(args, each.name) for each in fields(kind) if each.metadata}  # type: ignore[arg-type]
     return kind(**given | more)

@@ -1,4 +1,4 @@
-"""Completions that follow a JSON schema or a grammar, by XGrammar; correct at every node of a tree."""
+"""Completions that follow a JSON schema or a grammar, by XGrammar, at every node of a tree."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     import xgrammar
 
 KEPT_BYTES = 256 << 20
-"""Compiled grammars that are kept."""
+"""Most compiled grammars that are kept."""
 MOST_SPACES = 16
-"""Spaces and line breaks between two parts of JSON: a weak model would go on with them for ever."""
+"""Most white space between two parts of JSON; a weak model could write it forever."""
 MOST_TEXT = 32_768
-"""Characters of a schema or grammar: compiling takes time that a client does not pay for."""
+"""Most characters of a schema or grammar, because compiling takes the server's time."""
 IN_PLACE = (torch.float32, torch.bfloat16, torch.float16)
-"""Logits that XGrammar masks itself."""
+"""Dtypes of logits that XGrammar can mask itself."""
 
 
 class Grammars:
-    """Compiles what completions of one base have to follow; from any thread.
+    """Compiles grammars for completions of one base; thread-safe.
 
     Args:
-        base: Its tokens.
+        base: The base, for its tokens.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -44,7 +44,7 @@ class Grammars:
         """JSON that follows a schema.
 
         Raises:
-            ValueError: It is no schema, or has keywords that are not supported.
+            ValueError: It is not a schema, or has unsupported keywords.
         """
         text = json.dumps(schema)
         _check_size("schema", text)
@@ -57,21 +57,21 @@ class Grammars:
         """Text that a grammar derives from its rule "root".
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: The grammar is invalid.
         """
         _check_size("grammar", ebnf)
         compiled = self._compiled(lambda it: it.compile_grammar(ebnf))
         return lambda: Following(compiled)
 
     def structure(self, structure: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> Callable[[], Constraint]:
-        """Text of parts, one of which may be JSON; in XGrammar's language of structural tags.
+        """Text with parts in JSON, described by XGrammar's structural tags.
 
         Args:
             structure: The format.
-            schemas: Those that stand in it.
+            schemas: The schemas in it.
 
         Raises:
-            ValueError: A schema has keywords that are not supported.
+            ValueError: A schema has unsupported keywords.
         """
         text = json.dumps({"type": "structural_tag", "format": structure})
         _check_size("schemas of all tools", text)
@@ -81,7 +81,7 @@ class Grammars:
         return lambda: Following(compiled)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters."""
+        """The bytes of a token, which may be parts of characters."""
         return self._bytes[token]
 
     def _compiled(
@@ -119,16 +119,16 @@ class Grammars:
 
     @cached_property
     def _printable(self) -> Tensor:
-        """Tokens that JSON may hold."""
+        """Mask of the tokens that JSON may contain."""
         return _printable(self._bytes, self._base.vocab_size)
 
 
 class Following:
-    """``Constraint``: one completion on its way through a grammar.
+    """A ``Constraint``: the state of one completion in a grammar.
 
     Args:
-        grammar: To follow.
-        tokens: int32 [W] as bits: those that it may use; None = all.
+        grammar: The grammar.
+        tokens: int32 [W], bit mask of allowed tokens; None = all.
     """
 
     def __init__(self, grammar: "xgrammar.CompiledGrammar", tokens: Tensor | None = None) -> None:
@@ -139,19 +139,19 @@ class Following:
         self._width = xgrammar.get_bitmask_shape(1, grammar.tokenizer_info.vocab_size)[1]
 
     def forbid(self, tokens: Sequence[int], parents: Sequence[int], logits_NV: Tensor) -> None:
-        """Mask what may not follow each node; where the grammar leads nowhere, anything may be said."""
+        """See ``Constraint``; after the end of the grammar all tokens are allowed."""
         if self._dead:
             return
         allowed_NW = torch.zeros(len(tokens), self._width, dtype=torch.int32)
         children, siblings = _links(parents)
         self._matcher.traverse_draft_tree(children, siblings, torch.tensor(tokens), allowed_NW)
-        allowed_NW[~allowed_NW.any(1)] = -1  # nodes that may not be there, or where all is said
+        allowed_NW[~allowed_NW.any(1)] = -1  # forbidden nodes, or the grammar has ended
         if self._tokens is not None:
             allowed_NW &= self._tokens
         _mask(self._xgrammar, logits_NV, allowed_NW)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Go on behind tokens that were chosen."""
+        """See ``Constraint``."""
         for token in tokens:
             if not self._dead and not self._matcher.is_terminated():
                 self._dead = not self._matcher.accept_token(token)
@@ -170,7 +170,7 @@ def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _mask(xgrammar: Any, logits_NV: Tensor, allowed_NW: Tensor) -> None:
-    """-inf where a bit is 0."""
+    """Set logits to -inf where a bit is 0."""
     allowed_NW = allowed_NW.to(logits_NV.device)
     if logits_NV.dtype in IN_PLACE and logits_NV.is_contiguous():
         xgrammar.apply_token_bitmask_inplace(logits_NV, allowed_NW)
@@ -181,7 +181,7 @@ def _mask(xgrammar: Any, logits_NV: Tensor, allowed_NW: Tensor) -> None:
 
 
 def _printable(texts: Sequence[bytes], vocab_size: int) -> Tensor:
-    """int32 [W] as bits: tokens without control characters, which XGrammar lets into strings of limited length."""
+    """int32 [W], bit mask of tokens without control characters, which XGrammar allows in strings of limited length."""
     kept = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     kept[: len(texts)] = [all(byte >= 32 or byte in b"\r\n" for byte in text) for text in texts]
     return torch.from_numpy(np.packbits(kept, bitorder="little").view(np.int32))

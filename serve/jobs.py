@@ -1,4 +1,4 @@
-"""Requests inside the engine."""
+"""Requests in the engine."""
 
 from dataclasses import dataclass, field
 
@@ -8,29 +8,29 @@ from medusa.serve.request import Asked, Ticket
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits or runs; times are those of the monotonic clock, in seconds."""
+    """A request that waits or runs; times are seconds of the monotonic clock."""
 
     ticket: Ticket
     arrived: float
     deadline: float
     batch: medusa.Batch = field(init=False)
     request: medusa.Request = field(init=False)
-    """In the batch, once it is taken."""
+    """The request in the batch, from its acceptance on."""
     admitted: bool = False
-    """It had room once."""
+    """Whether it was admitted before."""
     told: int = 0
-    """Tokens that were handed over."""
+    """Number of tokens that were sent to the client."""
     first: float = 0.0
-    """When the first of them came; 0 = not yet."""
+    """Time of the first token; 0 = not yet."""
     latest: float = 0.0
-    """When the latest came."""
+    """Time of the latest token."""
     steps: int = 0
-    """Steps that were counted, and their draft tokens."""
+    """Counted steps, and their draft tokens."""
     draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
-    """As ``Output.accepted``, when they were counted."""
+    """``Output.accepted`` at the last count."""
 
     @property
     def asked(self) -> Asked:
-        """What was asked for."""
+        """The client's request."""
         return self.ticket.asked

@@ -1,4 +1,4 @@
-"""How a server begins and ends: its address, the word that it is ready, and an end that clients are told of."""
+"""Start and end of a server: its address, the message that it is ready, and a shutdown that informs clients."""
 
 import asyncio
 import logging
@@ -14,18 +14,18 @@ from fastapi import FastAPI
 logger = logging.getLogger(__name__)
 
 GRACE = 5
-"""Seconds after the drain in which clients may still read how their streams have ended."""
+"""Seconds after the drain in which clients may still read the ends of their streams."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address; connections are refused until a server listens there.
+    """Bind a socket to an address; connections are refused until a server listens.
 
     Args:
-        host: A name or a number.
-        port: 0 = any that is free.
+        host: A name or an IP address.
+        port: 0 = any free port.
 
     Raises:
-        OSError: It is taken, or not of this machine.
+        OSError: The address is in use, or not of this machine.
     """
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -38,20 +38,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(listening: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
+    """Its URL for a browser on this machine."""
     host, port = listening.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # all of the machine
+    if host in ("0.0.0.0", "::"):  # all interfaces
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which says when it is ready, and lets the engine end what still runs before it closes connections.
+    """Uvicorn with a message when it is ready, and a shutdown that lets the engine end running requests first.
 
     Args:
-        app: As ``create_app`` makes it.
-        listening: Where.
-        drain: Seconds that running requests may go on for at the end.
+        app: The result of ``create_app``.
+        listening: The bound socket.
+        drain: Seconds for which running requests may continue at shutdown.
     """
 
     def __init__(self, app: FastAPI, listening: socket.socket, drain: float) -> None:
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
         logger.info("ready at %s (web page; API at %s/v1, described at %s/docs)", place, place, place)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End: requests that run may go on, then streams get an error, and only then connections are closed."""
+        """Shut down: running requests get time, then streams get an error, and then connections are closed."""
         logger.info("shutting down; running requests have %g s, a second Ctrl-C ends them at once", self._drain)
         stopping = asyncio.create_task(self._app.state.stop())
         await super().shutdown([self._listening])
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         logger.info("ended")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal asks for the end; a second Ctrl-C is it, before every open connection reports a traceback."""
+        """Begin the shutdown; a second Ctrl-C exits at once, without tracebacks of open connections."""
         if self.should_exit and sig == signal.SIGINT:
             logger.info("ended at once")
             os._exit(128 + sig)

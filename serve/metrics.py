@@ -1,4 +1,4 @@
-"""What the engine does, as Prometheus figures: vLLM's names behind our prefix, so that its dashboards fit."""
+"""Prometheus metrics of the engine, with vLLM's names after our prefix, so that its dashboards fit."""
 
 import time
 from collections import deque
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 PREFIX = "medusa:"
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-"""Seconds between tokens."""
+"""Histogram buckets for seconds between tokens."""
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
-"""Seconds until the first token, and until the last."""
+"""Histogram buckets for seconds to the first token, and to the last."""
 DEEPEST = 16
-"""Depths of drafts that are told apart; deeper ones are not counted."""
+"""Number of draft depths that are counted separately; deeper ones are not counted."""
 RECENT = 64
-"""Requests by which the next ones' time is guessed."""
+"""Number of ended requests from which the time of the next is estimated."""
 LONGEST_WAIT = 30.0
-"""Seconds that ``Retry-After`` says at most."""
+"""Most seconds of ``Retry-After``."""
 
 
 class Metrics:
-    """Figures of one engine; told on its thread, read on any.
+    """Metrics of one engine; written on its thread, read on any.
 
     Args:
-        model: Name of the base, a label of all figures.
+        model: Name of the base, a label of all metrics.
     """
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # memory, CPU time and open files of this process, with usual names
+        ProcessCollector(registry=self.registry)  # memory, CPU time and open files of this process
         self._model = model
         self._running = self._gauge("num_requests_running", "Requests that decode or are in prefill")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for room in the batch")
@@ -61,33 +61,33 @@ class Metrics:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def render(self) -> bytes:
-        """All figures in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def state(self, running: int, waiting: int) -> None:
-        """How many requests there are now."""
+        """Set the current numbers of requests."""
         self._running.set(running)
         self._waiting.set(waiting)
 
     def cache(self, usage: float) -> None:
-        """Share of the KV cache that is in use."""
+        """Set the share of the KV cache that is in use."""
         self._usage.set(usage)
 
     def tasks(self, count: int) -> None:
-        """Tasks of the event loop now."""
+        """Set the current number of tasks of the event loop."""
         self._tasks.set(count)
 
     def refused(self, error: Exception) -> None:
-        """A request was not taken."""
+        """Count a refused request."""
         self._refused.labels(self._model, "busy" if isinstance(error, BusyError) else "invalid").inc()
 
     def admitted(self, job: "Job") -> None:
-        """A request has joined the batch."""
+        """Count a request that has joined the batch."""
         self._prompt.inc(len(job.request.prompt))
         self._queued.observe(time.monotonic() - job.arrived)
 
     def grew(self, job: "Job", tokens: int, now: float) -> None:
-        """A request has grown in a step that ended now."""
+        """Count new tokens of a request after a step."""
         output = job.ticket.output
         if not job.first:
             job.first = now
@@ -95,7 +95,7 @@ class Metrics:
             self._asked.inc(output.prompt_tokens)
             self._found.inc(output.cached_tokens)
         else:
-            for _ in range(tokens):  # tokens of a step come together: each takes its share of the time
+            for _ in range(tokens):  # tokens of a step arrive together: each gets its share of the time
                 self._between.observe((now - job.latest) / tokens)
         job.latest = now
         self._generated.inc(tokens)
@@ -109,20 +109,20 @@ class Metrics:
         job.steps, job.draft_tokens, job.accepted = output.steps, output.draft_tokens, list(output.accepted)
 
     def ended(self, job: "Job", reason: str) -> None:
-        """A request has ended: "eos", "stop", "length", "abort", "timeout" or "error"."""
+        """Count an ended request by reason: "eos", "stop", "length", "abort", "timeout" or "error"."""
         now = time.monotonic()
         self._success.labels(self._model, reason).inc()
         self._whole.observe(now - job.arrived)
         self._recent.append(now)
 
     def stepped(self, rows: int, seconds: float, preemptions: int) -> None:
-        """The engine has made a step, before which so many requests lost their room."""
+        """Count a step, and the requests that were preempted before it."""
         self._preemptions.inc(preemptions)
         if rows:
             self._steps.observe(seconds)
 
     def seconds_per_request(self) -> float:
-        """About how long until one more request has ended, for ``Retry-After``."""
+        """Estimated seconds until one more request has ended, for ``Retry-After``."""
         if len(self._recent) < 2:
             return 1.0
         return min(LONGEST_WAIT, (self._recent[-1] - self._recent[0]) / (len(self._recent) - 1))

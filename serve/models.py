@@ -1,4 +1,4 @@
-"""Names that requests may ask for: the base with its own heads, and other heads by their names."""
+"""Model names for requests: the base with its own heads, and other heads by their names."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnknownModelError(LookupError):
-    """There is no model or no heads of that name."""
+    """There is no model, or no heads, of this name."""
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Models:
     """The engine's base and the heads on it.
 
     Attributes:
-        name: Of the base; requests that name it, or nothing, get its own heads.
-        paths: Where the named heads come from.
+        name: Name of the base; requests with this name, or none, use its own heads.
+        paths: Directories or Hub ids of the named heads.
     """
 
     engine: Engine
@@ -37,7 +37,7 @@ class Models:
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def heads_of(self, model: str | None) -> str | None:
-        """What ``Speculation.heads`` is for a request's ``model``.
+        """The value of ``Speculation.heads`` for a request's ``model``.
 
         Raises:
             UnknownModelError: There is no such model.
@@ -49,7 +49,7 @@ class Models:
         return model
 
     def listing(self) -> list[dict[str, Any]]:
-        """All of them, as /v1/models tells."""
+        """All models, for /v1/models."""
         model = self.engine.model
         sets = {self.name: model.heads, **model.named}
         return [
@@ -84,10 +84,10 @@ class Models:
             logger.info("heads %s loaded from %s", name, path)
 
     async def remove(self, name: str) -> None:
-        """Forget heads; requests that run with them go on.
+        """Remove heads; requests that run with them continue.
 
         Raises:
-            UnknownModelError: There are none of that name.
+            UnknownModelError: There are no heads of this name.
         """
         async with self._changing:
             model = self.engine.model
@@ -101,10 +101,10 @@ class Models:
 
 
 def read_heads(path: str, revision: str | None = None) -> DraftHeads:
-    """Heads of any format from a directory or the Hub.
+    """Read heads of any format from a directory or the Hub.
 
     Raises:
-        ValueError: They cannot be read, or they change the base.
+        ValueError: They cannot be read, or they change the base (Medusa-2).
     """
     try:
         heads = load_heads(fetch_heads(path, revision), dtype=None)

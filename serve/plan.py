@@ -1,4 +1,4 @@
-"""``medusa serve --dry-run``: what a device's memory would hold, from a config alone."""
+"""``medusa serve --dry-run``: plans a device's memory from a config alone."""
 
 import argparse
 import sys
@@ -18,12 +18,12 @@ SMOLLM2: dict[str, Any] = {
     "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-"""The published config, for machines that do not have the model: planning downloads nothing."""
+"""The published config of smollm2, for machines without the model: planning downloads nothing."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is planned in place of serving."""
+    """Flags of planning."""
 
     dry_run: bool = flag(
         False,
@@ -45,7 +45,7 @@ def show_plan(args: argparse.Namespace) -> int:
         Exit status 0.
 
     Raises:
-        OSError: The heads or the config are not there.
+        OSError: The heads or the config do not exist.
         ValueError: The config cannot be read, or the base does not fit.
     """
     import torch
@@ -79,24 +79,24 @@ def show_plan(args: argparse.Namespace) -> int:
 
 
 def engine_limits(settings: EngineSettings, recorded: bool = True) -> Limits:
-    """What the engine computes at most with these settings, without heads.
+    """Limits of the engine with these settings, without heads.
 
     Args:
-        settings: Of the server.
-        recorded: Steps are recorded as graphs, on a GPU.
+        settings: The server's settings.
+        recorded: Whether steps are recorded as graphs (on a GPU).
     """
     from medusa.budget.policy import SIZES
     from medusa.cache import BLOCK
     from medusa.engine.config import EngineConfig
     from medusa.engine.graph import KEPT_BUCKETS
 
-    buckets = KEPT_BUCKETS + 1 if recorded else 0  # one is in use
+    buckets = KEPT_BUCKETS + 1 if recorded else 0  # one more is in use
     reserve = EngineConfig().tree_reserve
     return Limits(settings.max_batch, max(SIZES), settings.prefill_rows, BLOCK, reserve, buckets)
 
 
 def _head_weights(directory: str | None) -> int:
-    """How many the heads in a directory have."""
+    """Number of weights of the heads in a directory."""
     import torch
 
     from medusa.formats import find_format

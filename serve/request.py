@@ -1,6 +1,6 @@
-"""A request on its way through the engine: what is asked for, and what comes back piece by piece.
+"""A request for the engine, and its results piece by piece.
 
-What comes back is made on the engine's thread and read on the event loop's: nothing in it changes any more.
+Results are made on the engine's thread and read on the event loop's thread, so they are immutable.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from medusa.engine.output import FinishReason, Piece, TokenLogprob
 
 
 class BusyError(Exception):
-    """The queue is full; ``retry_after`` seconds from now there may be room."""
+    """The queue is full; there may be room after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -26,54 +26,54 @@ class LateError(Exception):
 
 
 class StoppingError(Exception):
-    """The server is shutting down and takes no more requests."""
+    """The server is shutting down and accepts no more requests."""
 
 
 class EngineError(Exception):
-    """A step has failed; the request is lost, the engine goes on."""
+    """A step has failed; the request is lost, but the engine continues."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for: one completion. In the engine it becomes a ``medusa.Request``."""
+    """A client's request for one completion. In the engine it becomes a ``medusa.Request``."""
 
     prompt: list[int]
     """Token ids."""
     params: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
     constraint: Callable[[], Constraint] | None = None
-    """Makes what the completion may say; None = anything."""
+    """Makes the constraint of the completion; None = no constraint."""
     client: str = ""
-    """Who asks: of those that wait, who has fewest requests running comes first."""
+    """Name of the client; among waiting requests, the client with the fewest running requests comes first."""
     priority: int = 0
-    """Lower numbers come first, whoever asks."""
+    """Lower numbers come first, whatever the client."""
     timeout: float | None = None
-    """Seconds that it may take with waiting; None = as long as it takes."""
+    """Most seconds, waiting included; None = no limit."""
 
 
 class Delta(NamedTuple):
-    """What a step has added to a completion."""
+    """The part of a completion that a step has added."""
 
     pieces: tuple[Piece, ...]
-    """Text that became final."""
+    """New final text."""
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """Of the tokens, where they are asked for."""
+    """Log-probabilities of the tokens, if requested."""
     finish_reason: FinishReason | None
-    """Why it has ended; None while it grows."""
+    """The reason of its end; None while it grows."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Of the prompt's tokens, where they are asked for, with the first one."""
+    """Log-probabilities of the prompt's tokens, if requested; sent with the first part."""
 
 
 class Ticket:
     """The event loop's side of a request; iterate over it once.
 
     Args:
-        asked: What was asked for.
-        cancel: Takes the request back, from any thread.
+        asked: The client's request.
+        cancel: Cancels the request, from any thread.
 
     Attributes:
-        output: The completion, complete once the last delta has come; on the engine's thread until then.
+        output: The completion; it belongs to the engine's thread until the last delta has arrived.
     """
 
     def __init__(self, asked: Asked, cancel: "Callable[[Ticket], None]") -> None:
@@ -83,11 +83,11 @@ class Ticket:
         self._ended = False
 
     def put(self, event: Delta | Exception | None) -> None:
-        """Hand over what has happened, on the event loop: None first, once the request is taken."""
+        """Add a result, on the event loop; the first is None when the request is accepted."""
         self._events.put_nowait(event)
 
     async def taken(self) -> None:
-        """Wait until the engine has checked the request and taken it.
+        """Wait until the engine has checked and accepted the request.
 
         Raises:
             ValueError: The model cannot serve such a request.
@@ -101,10 +101,10 @@ class Ticket:
             raise event
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """What the completion grows by, until it ends; leaving early takes the request back.
+        """The parts of the completion, until it ends; leaving the loop early cancels the request.
 
         Raises:
-            LateError: Its time is over.
+            LateError: Its time has passed.
             EngineError: A step has failed.
         """
         try:
@@ -126,7 +126,7 @@ class Ticket:
         return self.output
 
     def cancel(self) -> None:
-        """Take the request back and free its rows; one that has ended stays as it is."""
+        """Cancel the request and free its blocks; nothing happens if it has ended."""
         if not self._ended:
             self._ended = True
             self._cancel(self)

@@ -1,10 +1,10 @@
-"""What of JSON schemas can be followed."""
+"""Checks that a JSON schema is supported."""
 
 from collections.abc import Iterator
 from typing import Any
 
 MOST_PATTERN, DEEPEST_PATTERN, DEEPEST = 2048, 32, 32
-"""Characters of a regular expression, its brackets, and nested schemas: XGrammar follows them by recursion."""
+"""Limits for characters of a regular expression, its brackets, and nested schemas, since XGrammar is recursive."""
 
 KEYWORDS = frozenset(
     "type properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties"
@@ -12,7 +12,7 @@ KEYWORDS = frozenset(
     " maximum exclusiveMinimum exclusiveMaximum multipleOf enum const anyOf oneOf allOf $ref $defs definitions title"
     " description default examples example $schema $id $comment deprecated readOnly writeOnly".split()
 )
-"""Of JSON schemas, that are followed or mean nothing for the text; XGrammar ignores all others."""
+"""Keywords that are enforced, or have no effect on the text; XGrammar ignores all others."""
 FORMATS = frozenset(
     "date time date-time duration email hostname ipv4 ipv6 uri uri-reference uri-template uuid json-pointer"
     " relative-json-pointer".split()
@@ -26,10 +26,10 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 def check_schema(schema: Any, place: str, depth: int = 0) -> None:
-    """Refuse what would be ignored, or is too much to follow.
+    """Check that no part of a schema would be ignored or is too large.
 
     Raises:
-        ValueError: There is something.
+        ValueError: A part is not supported.
     """
     if not isinstance(schema, dict):
         return
@@ -50,7 +50,7 @@ def check_schema(schema: Any, place: str, depth: int = 0) -> None:
 
 
 def _problems(schema: dict[str, Any]) -> Iterator[str]:
-    """What of one schema would be ignored."""
+    """Unsupported parts of one schema."""
     lengths = {"minLength", "maxLength"} & schema.keys()
     for name in sorted(schema.keys() - KEYWORDS):
         yield f"keyword ({name}) is not supported"
@@ -70,5 +70,5 @@ def _problems(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _names(value: Any) -> Iterator[str]:
-    """Keys of what should be a map."""
+    """Keys of a mapping; none for other values."""
     return iter(value if isinstance(value, dict) else ())

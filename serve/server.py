@@ -19,7 +19,7 @@ from medusa.serve.settings import ApiSettings, EngineSettings, Network
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-logger = logging.getLogger("medusa.serve.server")  # __name__ is another one where this file is the program
+logger = logging.getLogger("medusa.serve.server")  # __name__ differs if this file is the program
 
 EPILOG = """\
   medusa serve --base smollm2 --port 8000
@@ -52,10 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_app(args: argparse.Namespace) -> "FastAPI":
-    """Load what the flags name; the application.
+    """Load the models that the flags name; returns the application.
 
     Raises:
-        OSError: The heads or the base are not there or cannot be read.
+        OSError: The heads or the base do not exist or cannot be read.
         ValueError: They do not fit together, or a flag is wrong.
     """
     from medusa.serve.api.app import create_app
@@ -81,13 +81,13 @@ def build_app(args: argparse.Namespace) -> "FastAPI":
 
 
 def read_keys(given: Sequence[str]) -> frozenset[str]:
-    """Keys that clients may use; none = everyone may ask.
+    """The keys that clients may use; empty = everyone may send requests.
 
     Args:
-        given: On the command line; those of the environment come beside them.
+        given: Keys of the command line, which are added to those of the environment.
 
     Raises:
-        ValueError: Somebody names keys, and there is none.
+        ValueError: Keys are named, but all are empty.
     """
     named = os.environ.get("MEDUSA_API_KEYS", "")
     keys = frozenset(key.strip() for key in (*given, *named.split(",")) if key.strip())
@@ -126,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             listening = bind(args.host, args.port)
             app = build_app(args)
         with listening:
-            gc.freeze()  # what is here stays: collections in the middle of steps need not look through it
-            with suppress(KeyboardInterrupt):  # Uvicorn hands on the Ctrl-C that it has ended for
+            gc.freeze()  # loaded objects stay: later collections need not scan them
+            with suppress(KeyboardInterrupt):  # Uvicorn raises the Ctrl-C that ended it again
                 Server(app, listening, args.drain).run()
     except ImportError as error:
         logger.error("%s; install the server with: pip install 'medusa-decoding[serve]'", error)

@@ -1,4 +1,4 @@
-"""Settings of the server, and its flags; one home for every default. Imports nothing heavy."""
+"""Settings and flags of the server, with all their defaults. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """Access, limits of a request, and what answers report."""
+    """Access, limits of requests, and reports in answers."""
 
     name: str = flag("", "name of the base in requests (default: its own, shortened)", metavar="NAME")
     api_keys: frozenset[str] = frozenset()
-    """One of them must come as a bearer token; none = everyone may ask."""
+    """Clients must send one of these as a bearer token; empty = everyone may send requests."""
     admin_key: str = ""
-    """Key of /v1/heads; empty = nobody may load heads at run time."""
+    """Key for /v1/heads; empty = heads cannot be loaded at run time."""
     origins: Sequence[str] = flag(
         (), "web pages of other hosts that may send requests (CORS), * = all", metavar="URL", nargs="+"
     )
@@ -54,7 +54,7 @@ class ApiSettings:
 
 @dataclass(frozen=True)
 class Network:
-    """Where the server listens, and how it ends."""
+    """Address and shutdown of the server."""
 
     host: str = flag("127.0.0.1", "where to listen", metavar="HOST")
     port: int = flag(8000, "0 = any", at_least(0), "PORT")

@@ -1,4 +1,4 @@
-"""Who may ask, and how much they may send."""
+"""Access control: API keys, the admin key, and the size of bodies."""
 
 import hmac
 import logging
@@ -17,16 +17,16 @@ logger = logging.getLogger("medusa.serve.requests")
 
 
 def bearer(request: Request) -> str:
-    """The token of the Authorization header; empty where there is none."""
+    """The token of the Authorization header; empty if there is none."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
 def check_key(request: Request, settings: ApiSettings) -> str:
-    """The key that came, which may be empty where nobody needs one.
+    """Check the API key of a request and return it; it may be empty if no keys are set.
 
     Raises:
-        ApiError: It is none of those that may ask.
+        ApiError: The key is missing or wrong.
     """
     token = bearer(request)
     if settings.api_keys and not any(_same(token, key) for key in settings.api_keys):
@@ -36,10 +36,10 @@ def check_key(request: Request, settings: ApiSettings) -> str:
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
-    """Let the admin alone pass.
+    """Check that a request has the admin key.
 
     Raises:
-        ApiError: It is somebody else, or there is no admin.
+        ApiError: The key is missing or wrong, or no admin key is set.
     """
     if not settings.admin_key:
         message = "heads cannot be changed at run time without an admin key, and replicas never have one"
@@ -56,15 +56,15 @@ class Limits:
     """ASGI middleware: bodies have a limit (status 413), and every request an id and a line in the log.
 
     Args:
-        app: What it stands before.
-        max_body: Bytes.
+        app: The application.
+        max_body: Most bytes of a body.
     """
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""What clients get, for the API's documentation: fields that are always there have no default."""
+"""The bodies of answers, for the API's documentation: fields that are always present have no default."""
 
 from typing import Any, Literal
 
@@ -6,30 +6,30 @@ from pydantic import BaseModel
 
 
 class Problem(BaseModel):
-    """What is wrong, the rule, and the remedy."""
+    """An error: what is wrong, the rule, and the remedy."""
 
     message: str
     type: str
     param: str | None
     """The field of the request that is wrong."""
     code: str | None
-    """A word for programs."""
+    """A code for programs."""
 
 
 class Failure(BaseModel):
-    """Anything but what was asked for."""
+    """The body of an error."""
 
     error: Problem
 
 
 class PromptDetails(BaseModel):
-    """Of the tokens of prompts."""
+    """Details of prompt tokens."""
 
     cached_tokens: int
 
 
 class PredictionDetails(BaseModel):
-    """Of the tokens of completions."""
+    """Details of completion tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -43,7 +43,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: PredictionDetails | None = None
-    """Where there was a prediction."""
+    """Only if the request had a prediction."""
 
 
 class Likely(BaseModel):
@@ -55,20 +55,20 @@ class Likely(BaseModel):
 
 
 class ToldToken(Likely):
-    """One that was written, with others that were likely there."""
+    """A written token, with the most likely tokens at its place."""
 
     top_logprobs: list[Likely]
 
 
 class ChatLogprobs(BaseModel):
-    """Of a chat."""
+    """Log-probabilities of a chat completion."""
 
     content: list[ToldToken]
     refusal: None
 
 
 class Logprobs(BaseModel):
-    """Of a completion, and of its prompt where it is echoed."""
+    """Log-probabilities of a text completion, and of its prompt if it is echoed."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -92,7 +92,7 @@ class AnsweredCall(BaseModel):
 
 
 class Answered(BaseModel):
-    """What the model said."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -124,13 +124,13 @@ class TextChoice(Choice):
 
 
 class Answer(BaseModel):
-    """What both kinds of completion have."""
+    """Common fields of both kinds of completions."""
 
     id: str
     created: int
     model: str
     seed: int | None = None
-    """Of the first completion, where tokens were drawn."""
+    """Seed of the first completion, if tokens were sampled."""
     usage: Usage
     prompt_token_ids: list[int] | None = None
     metrics: dict[str, Any] | None = None
@@ -170,7 +170,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """What the model called."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     id: str
@@ -191,7 +191,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """POST /v1/responses; what was asked for stands beside it."""
+    """POST /v1/responses; the request's fields are repeated in it."""
 
     id: str
     object: Literal["response"]
@@ -206,7 +206,7 @@ class ResponseObject(BaseModel):
 
 
 class ServedModel(BaseModel):
-    """A name that requests may ask for."""
+    """A model name for requests."""
 
     id: str
     object: Literal["model"]
@@ -215,9 +215,9 @@ class ServedModel(BaseModel):
     root: str
     """The base."""
     parent: str | None
-    """The base of heads; null = it is one."""
+    """The base of these heads; null = this is a base."""
     max_model_len: int
-    """Tokens of its context."""
+    """Context length in tokens."""
     drafters: list[str]
     heads: dict[str, Any] | None
 

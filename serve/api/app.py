@@ -1,4 +1,4 @@
-"""The application: routes to what answers them."""
+"""The application and its routes."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
@@ -34,7 +34,7 @@ from medusa.serve.models import UnknownModelError
 
 PAGE = Path(__file__).parents[1] / "page"
 STUCK = 60.0
-"""Seconds without a step, with requests under way, after which the engine counts as broken."""
+"""Seconds without a step, while requests run, after which the engine counts as broken."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": answers.Failure}
     for status, text in (
@@ -47,7 +47,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _told(model: Any, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """What an endpoint answers, for the documentation."""
+    """The answers of an endpoint, for the documentation."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     content = {"content": {"text/event-stream": {"schema": event}}} if stream else {}
     return {200: {"description": "As asked", "model": model, **content}, **ERRORS}
@@ -57,8 +57,8 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
     """The API over an engine, which runs as long as the application does.
 
     Args:
-        service: What the endpoints share.
-        drain: Seconds that running requests may go on for at shutdown.
+        service: The common service of the endpoints.
+        drain: Seconds for which running requests may continue at shutdown.
     """
     settings, engine = service.settings, service.engine
 
@@ -110,7 +110,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
     @app.post("/v1/responses", responses=_told(answers.ResponseObject, stream=True))
     async def responses(request: Request, body: ResponsesRequest, key: Client) -> Response:
-        """Answer a conversation, in the words of OpenAI's newer API."""
+        """Answer a conversation in the format of OpenAI's newer API."""
         return await reply(request, body, respond(service, body, _who(key, body)))
 
     @app.post("/v1/completions", responses=_told(answers.TextCompletion, stream=True))
@@ -125,7 +125,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
     @app.get("/v1/models/{name:path}", responses=_told(answers.ServedModel))
     async def model(name: str, _: Client) -> dict[str, Any]:
-        """One of them."""
+        """One model."""
         for entry in service.models.listing():
             if entry["id"] == name:
                 return entry
@@ -158,7 +158,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
     @app.delete("/v1/heads/{name:path}", dependencies=[Depends(admin)], responses=_told(answers.ModelList))
     async def remove_heads(name: str) -> dict[str, Any]:
-        """Forget heads; requests that run with them go on."""
+        """Remove heads; requests that run with them continue."""
         await service.models.remove(name)
         return {"object": "list", "data": service.models.listing()}
 
@@ -166,7 +166,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
         if not engine.healthy(STUCK):
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not work; restart the server")
 
-    app.state.check_health = check_health  # for Ray too
+    app.state.check_health = check_health  # Ray uses it too
 
     @app.get("/health", response_class=PlainTextResponse, responses=ERRORS)
     async def health() -> Response:
@@ -185,7 +185,7 @@ def create_app(service: Service, drain: float = 30.0) -> FastAPI:
 
 
 def _who(key: str, body: Shared) -> str:
-    """Between whom requests are shared out fairly."""
+    """The client for the fair scheduling of requests."""
     return f"{key}/{body.user or ''}"
 
 

@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine is asked for."""
+"""Converts the body of a request to requests for the engine."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,25 +15,25 @@ from medusa.serve.api.service import Service
 from medusa.serve.request import Asked
 
 DRAFTING = SPECULATION & SpeculationBody.model_fields.keys() - {"tree"}
-"""Fields of ``speculation`` that mean what they mean in ``Speculation``."""
+"""Fields of ``speculation`` with the meaning of ``Speculation``'s."""
 CHOOSING = SAMPLING & Sampling.model_fields.keys() - {"seed", "logit_bias"}
-"""Fields that mean what they mean in ``SamplingParams``."""
+"""Fields with the meaning of ``SamplingParams``'s."""
 MOST_NODES = EngineConfig().tree_reserve // 2
-"""Of a request's trees: two of them have room behind its text."""
+"""Most nodes of a tree; the cache has room for two such trees after a text."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an endpoint has made of a body, beside the fields that mean the same everywhere.
+    """The values that an endpoint made of a body, in addition to the common fields.
 
     Attributes:
-        prompts: Token ids of each.
-        longest: Tokens of a completion at most, as asked for; None = ``usual``.
-        logprobs: Alternatives to each token; None = nothing is told.
-        usual: Tokens of a completion at most, as far as the context has room; None = as many as it has.
-        prompt_logprobs: As ``logprobs``, of the prompt's tokens.
-        constraint: Makes what a completion may say; None = anything.
-        predicted: Token ids of what much of the completion will probably be.
+        prompts: Token ids of each prompt.
+        longest: Most tokens of a completion, as requested; None = ``usual``.
+        logprobs: Number of alternatives per token; None = no log-probabilities.
+        usual: Default for ``longest``, limited by the context; None = all that the context has room for.
+        prompt_logprobs: As ``logprobs``, for the prompt's tokens.
+        constraint: Makes the constraint of a completion; None = no constraint.
+        predicted: Token ids of a predicted part of the completion.
         param: The field that holds the prompt.
     """
 
@@ -48,10 +48,10 @@ class Wanted:
 
 
 def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[Asked]:
-    """What the engine is asked for: n completions of each prompt.
+    """Requests for the engine: n completions of each prompt.
 
     Raises:
-        ApiError: Something in the body cannot be served.
+        ApiError: The body asks for something that cannot be served.
     """
     count, settings = (body.n or 1) * len(wanted.prompts), service.settings
     if count > settings.max_n:
@@ -76,7 +76,7 @@ def ask(service: Service, body: Sampling, wanted: Wanted, client: str) -> list[A
 
 
 def _longest(wanted: Wanted, length: int, context: int) -> int:
-    """Tokens of a completion at most."""
+    """Most tokens of a completion."""
     room, asked = context - length, wanted.longest
     if room < min(1, 1 if asked is None else asked):
         raise too_long(context, f"the prompt has {length}, which leaves no room for an answer", wanted.param)
@@ -117,7 +117,7 @@ def _bias(service: Service, body: Sampling) -> dict[int, float] | None:
 
 
 def _params(body: Sampling, wanted: Wanted, longest: int, bias: dict[int, float] | None) -> SamplingParams:
-    """How tokens are chosen; an ApiError names the field that is wrong."""
+    """The sampling parameters; an ApiError names the field that is wrong."""
     given = {"temperature": 1.0} | {name: value for name in CHOOSING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0

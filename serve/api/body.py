@@ -1,4 +1,4 @@
-"""What all bodies of requests have in common: fields that nobody knows are left alone, and named in the answer."""
+"""Base classes of request bodies: unknown fields are ignored, and named in the answer."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -11,31 +11,31 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Ignored-Fields"
 MOST_NAMED = 512
-"""Characters of names in a header."""
+"""Most characters of the names in a header."""
 
 
 class Body(BaseModel):
-    """A part of a request. Fields that ask for nothing (null) count as left out."""
+    """A part of a request. Fields with null count as absent."""
 
     model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """Clients send back answers with all their empty fields; a required one is missing then."""
+        """Remove null fields: clients send back answers with all their empty fields."""
         if not isinstance(value, dict):
             return value
         return {name: inner for name, inner in value.items() if inner is not None}
 
 
 class StrictBody(Body):
-    """One whose fields nobody else has: an unknown one is a mistake."""
+    """A part with our own fields, so that an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 def ignored(value: Any, place: str = "") -> Iterator[str]:
-    """Names of the fields of a body that nobody knows."""
+    """Names of a body's unknown fields."""
     if isinstance(value, Body):
         yield from (f"{place}{name}" for name in value.model_extra or ())
         for name in type(value).model_fields:
@@ -46,9 +46,9 @@ def ignored(value: Any, place: str = "") -> Iterator[str]:
 
 
 def named(fields: Iterable[str]) -> dict[str, str]:
-    """The header that says which fields were ignored, which the log says too.
+    """The header that names ignored fields, which are also logged.
 
-    Names come from outside: what no header may hold is left out of them.
+    The names come from clients, so characters that a header may not hold are removed.
     """
     names = ", ".join(fields)[:MOST_NAMED]
     if not names:
@@ -59,11 +59,11 @@ def named(fields: Iterable[str]) -> dict[str, str]:
 
 
 def lacking(remedy: str, harmless: Callable[[Any], bool] = lambda value: not value) -> AfterValidator:
-    """Marks a field that is known, and asks for what is not there.
+    """Marks a known field that asks for something unsupported.
 
     Args:
-        remedy: What to do.
-        harmless: Values that ask for nothing.
+        remedy: What to do instead.
+        harmless: Whether a value asks for nothing.
     """
 
     def check(value: Any) -> Any:

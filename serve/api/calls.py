@@ -1,4 +1,4 @@
-"""What a model says and calls, read from its text piece by piece: the same for whole answers and for streams."""
+"""Parses text and tool calls of a model piece by piece, for whole answers and for streams."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from uuid import uuid4
 from medusa.serve.api.tools import BEGIN, END, Calls
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""The beginning of a call up to its arguments, as models write it; others are read once they are complete."""
+"""The usual beginning of a call up to its arguments; other calls are read when they are complete."""
 
 
 class Said(NamedTuple):
@@ -38,7 +38,7 @@ class CallReader:
     """Reads one answer.
 
     Args:
-        calls: How it may call.
+        calls: The rules for tool calls of the request.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -48,11 +48,11 @@ class CallReader:
         self.called = False
 
     def read(self, text: str, last: bool = False) -> list[Event]:
-        """What has come with a piece of text; what may yet become a call is held back.
+        """The events of a piece of text; a possible beginning of a call is held back.
 
         Args:
             text: The piece.
-            last: Nothing comes behind it.
+            last: Whether it is the last piece.
         """
         self._rest += text
         found, before = list[Event](), None
@@ -69,13 +69,13 @@ class CallReader:
         yield from ()
 
     def _named(self, _: bool) -> Iterator[Event]:
-        """The whole answer is arguments."""
+        """The whole answer as arguments of the named function."""
         if not self.called:
             yield self._call(self._calls.name)
         yield Argued(self._take(len(self._rest)))
 
     def _text(self, last: bool) -> Iterator[Event]:
-        """Until a call begins; space before one belongs to nobody."""
+        """Text before a call; white space right before a call is dropped."""
         said, tag, _ = self._rest.partition(BEGIN)
         if tag:
             yield Said(said.rstrip())
@@ -89,7 +89,7 @@ class CallReader:
         yield Said(self._take(len(said)))
 
     def _head(self, last: bool) -> Iterator[Event]:
-        """Of a call; one that is no JSON object stays text."""
+        """The head of a call; a call that is not a JSON object stays text."""
         if head := HEAD.match(self._rest):
             yield self._call(head[1])
             self._take(head.end())
@@ -108,7 +108,7 @@ class CallReader:
                 self._read = self._behind
 
     def _arguments(self, last: bool) -> Iterator[Event]:
-        """Up to the brace that ends them, or what can stand in no JSON."""
+        """Arguments up to the closing brace, or up to invalid JSON."""
         for place, letter in enumerate(self._rest):
             if self._quoted:
                 self._quoted = self._escaped or letter != '"'
@@ -123,13 +123,13 @@ class CallReader:
         yield Argued(self._take(len(self._rest)))
 
     def _end(self, _: bool) -> Iterator[Event]:
-        """Behind the arguments of a call."""
+        """The text after the arguments of a call."""
         if END in self._rest:
             self._rest, self._read = self._rest.partition(END)[2], self._behind
         yield from ()
 
     def _behind(self, _: bool) -> Iterator[Event]:
-        """A call is over."""
+        """The text after a call."""
         self._read = self._nothing if self._calls.single else self._text
         yield from ()
 
@@ -143,7 +143,7 @@ class CallReader:
 
 
 def _held(text: str) -> int:
-    """Characters at the end of a text that may be the beginning of a call."""
+    """Number of characters at the end of a text that may begin a call."""
     return max((size for size in range(1, len(BEGIN)) if text.endswith(BEGIN[:size])), default=0)
 
 

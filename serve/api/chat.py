@@ -22,10 +22,10 @@ KIND = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
-    """Render, check, and send a request on its way.
+    """Render, check and submit a request.
 
     Raises:
-        ApiError: It cannot be served.
+        ApiError: The request cannot be served.
     """
     calls = calls_of(body)
     requests = await asked(service, body, calls, client)
@@ -34,10 +34,10 @@ async def chat(service: Service, body: ChatRequest, client: str) -> Reply:
 
 
 async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) -> list[Asked]:
-    """What the engine is asked for.
+    """The requests for the engine.
 
     Raises:
-        ApiError: It cannot be served.
+        ApiError: The request cannot be served.
     """
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise refused("max_tokens and max_completion_tokens mean the same; give one of them", "max_tokens")
@@ -56,12 +56,12 @@ async def asked(service: Service, body: ChatRequest, calls: Calls, client: str) 
 
 
 def top_of(body: ChatRequest) -> int | None:
-    """Alternatives that log-probabilities tell; None = there are none."""
+    """Number of alternatives per token; None = no log-probabilities."""
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
 class _Message:
-    """``Choice`` of the endpoint."""
+    """See ``Choice``."""
 
     def __init__(self, calls: Calls, logprobs: Logprobs) -> None:
         self._how, self._reader, self._logprobs = calls, CallReader(calls), logprobs
@@ -109,7 +109,7 @@ class _Message:
 
 
 def _whole(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """The calls of an answer."""
+    """The tool calls of an answer."""
     calls = list[dict[str, Any]]()
     for event in events:
         if isinstance(event, Called):

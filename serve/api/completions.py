@@ -16,14 +16,14 @@ from medusa.serve.request import Delta
 
 KIND = Kind("cmpl", "text_completion", "text_completion")
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 async def complete(service: Service, body: CompletionRequest, client: str) -> Reply:
-    """Encode, check, and send a request on its way.
+    """Encode, check and submit a request.
 
     Raises:
-        ApiError: It cannot be served.
+        ApiError: The request cannot be served.
     """
     if body.best_of not in (None, 1, body.n):
         raise refused(f"best_of ({body.best_of}) other than n is not supported; leave it out", "best_of")
@@ -46,7 +46,7 @@ async def complete(service: Service, body: CompletionRequest, client: str) -> Re
 
 
 class _Text:
-    """``Choice`` of the endpoint."""
+    """See ``Choice``."""
 
     def __init__(self, service: Service, body: CompletionRequest, prompt: list[int]) -> None:
         self._prompt, self._echo = prompt if body.echo else [], service.texts.decode(prompt) if body.echo else ""
@@ -74,7 +74,7 @@ class _Text:
         logprobs: Sequence[TokenLogprob | None] | None,
         before: Sequence[TokenLogprob | None] | None,
     ) -> dict[str, Any] | None:
-        """Log-probabilities of tokens, behind those of the prompt where they come with them and it is echoed."""
+        """Log-probabilities of tokens, after those of the prompt if it is echoed."""
         if before is not None and self._prompt:
             tokens, logprobs = [*self._prompt, *tokens], [*before, *(logprobs or ())]
         return self._logprobs.plain(tokens, logprobs) if tokens else None
@@ -88,7 +88,7 @@ def _encode(service: Service, prompt: Any) -> list[list[int]]:
     """Token ids of every prompt.
 
     Raises:
-        ApiError: There is none.
+        ApiError: There is no prompt.
     """
     if isinstance(prompt, str):
         return [service.texts.encode(prompt)]

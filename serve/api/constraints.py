@@ -1,4 +1,4 @@
-"""From ``response_format`` and tools to what a completion may say."""
+"""Converts ``response_format`` and tools to constraints of completions."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,15 +18,15 @@ Made = Callable[[], Constraint]
 async def constraint_of(
     service: Service, body: ChatRequest | CompletionRequest, calls: Calls | None = None
 ) -> Made | None:
-    """Makes what each completion may say; None = anything.
+    """A function that makes the constraint of a completion; None = no constraint.
 
     Args:
         service: Compiles grammars.
-        body: Of a request.
-        calls: How it may call.
+        body: The body of the request.
+        calls: The rules for tool calls.
 
     Raises:
-        ApiError: The format is incomplete, or cannot be followed.
+        ApiError: The format is incomplete or not supported.
     """
     calls, wanted = calls or Calls(), body.response_format
     if wanted is not None and wanted.type == "text":
@@ -50,7 +50,7 @@ def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls) -
         return grammars.structure(calls.structure(free=False), calls.schemas)
     if wanted is None:
         return grammars.structure(calls.structure(free=True), calls.schemas)
-    if calls.tools:  # either of both
+    if calls.tools:  # the format, or a call
         form, schemas = _structure(wanted)
         either = {"type": "or", "elements": [form, calls.structure(free=False)]}
         return grammars.structure(either, [*schemas, *calls.schemas])
@@ -60,10 +60,10 @@ def _compiled(grammars: Grammars, wanted: ResponseFormat | None, calls: Calls) -
 
 
 def _schema(wanted: ResponseFormat) -> dict[str, Any]:
-    """Of a format that has one.
+    """The schema of a format.
 
     Raises:
-        ValueError: It is incomplete.
+        ValueError: The format is incomplete.
     """
     if wanted.type == "json_object":
         return {"type": "object"}

@@ -1,4 +1,4 @@
-"""Errors as OpenAI gives them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ REASONS = {
     "extra_forbidden": "is not known; leave it out",
     "missing": "is missing; give it",
 }
-"""What pydantic's kinds of errors mean, where its own words do not say it."""
+"""Messages for pydantic's kinds of errors whose own messages are unclear."""
 TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -30,13 +30,13 @@ TYPES: dict[int, str] = {
 
 
 class ApiError(Exception):
-    """An answer other than what was asked for.
+    """An error answer.
 
     Args:
         status: HTTP status.
         message: What is wrong, the rule, and the remedy.
         param: The field of the request that is wrong.
-        code: A word for programs.
+        code: A code for programs.
         retry_after: Seconds after which to try again.
     """
 
@@ -52,40 +52,40 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
     def body(self) -> dict[str, Any]:
-        """What the client gets."""
+        """The body for the client."""
         kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         kind = TYPES.get(self.status, kind)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The same as a response."""
+        """The error as a response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
         if self.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.INTERNAL_SERVER_ERROR):
-            headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, of a server that is too slow
+            headers["x-should-retry"] = "false"  # OpenAI's clients would retry on a server that is too slow
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)
 
 
 def refused(message: str, param: str | None = None) -> ApiError:
-    """A request that cannot be served as it is."""
+    """An error for a request that cannot be served as it is."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param)
 
 
 def too_long(context: int, what: str, param: str) -> ApiError:
-    """A request that does not fit into the context. Clients look for the code, and some for the first words.
+    """An error for a request that exceeds the context. Clients check the code, and some the first words.
 
     Args:
-        context: Tokens that there is room for.
-        what: What takes more.
-        param: Where it stands.
+        context: Context length in tokens.
+        what: What needs more tokens.
+        param: Its field.
     """
     message = f"This model's maximum context length is {context} tokens, but {what}; shorten the request"
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, "context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What errors of the engine, of its models and of FastAPI mean to a client."""
+    """Convert errors of the engine, of its models and of FastAPI to errors for clients."""
     match error:
         case ApiError():
             return error
@@ -102,7 +102,7 @@ def as_api_error(error: Exception) -> ApiError:
         case UnknownModelError():
             return ApiError(HTTPStatus.NOT_FOUND, str(error.args[0]), "model", "model_not_found")
         case RequestValidationError():
-            wrong = max(error.errors(), key=lambda one: len(one["loc"]))  # what can be several things was meant as one
+            wrong = max(error.errors(), key=lambda one: len(one["loc"]))  # of a union only the intended type counts
             place = "" if wrong["type"] == "json_invalid" else _place(wrong["loc"])
             message = REASONS.get(wrong["type"], wrong["msg"])
             return refused(f"{place}: {message}" if place else message, place or None)
@@ -113,12 +113,12 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _place(parts: Sequence[str | int]) -> str:
-    """Where in a body something stands, without the names of types."""
+    """The path of a field in a body, without the names of types."""
     return ".".join(str(part) for part in parts[1:] if part not in ("str", "int", "float") and "[" not in str(part))
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let every error of this application leave in OpenAI's form."""
+    """Let the application return all errors in OpenAI's format."""
 
     async def answer(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()

@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses, and the chat that it means."""
+"""Bodies of /v1/responses, and their conversion to a chat."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,14 +22,14 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(Body):
-    """What all entries of a conversation have: clients send back the answer's own."""
+    """Common fields of a conversation's entries; clients send back entries of answers."""
 
     id: str | None = None
     status: str | None = None
 
 
 class Spoken(Item):
-    """Somebody said something."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -37,7 +37,7 @@ class Spoken(Item):
 
 
 class Call(Item):
-    """The model called a function."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -46,7 +46,7 @@ class Call(Item):
 
 
 class Result(Item):
-    """What the function gave."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -54,7 +54,7 @@ class Result(Item):
 
 
 class Thought(Item):
-    """What a model thought; another one does not read it."""
+    """The reasoning of a model, which is not read here."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
@@ -87,7 +87,7 @@ class FunctionTool(Function):
 
 
 def _functions_only(value: Any) -> Any:
-    """Say of a tool of OpenAI's own that it is one."""
+    """Refuse OpenAI's own tools with a clear error."""
     if isinstance(value, dict) and value.get("type") != "function":
         message = "tools of type {kind} are not supported; give functions"
         raise PydanticCustomError("functions_only", message, {"kind": str(value.get("type"))[:40]})
@@ -95,21 +95,21 @@ def _functions_only(value: Any) -> Any:
 
 
 class NamedTool(Body):
-    """The function that it must call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(JsonSchema):
-    """What the answer may be."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]
 
 
 class Text(Body):
-    """How the answer is written."""
+    """Settings of the answer's text."""
 
     format: TextFormat | None = None
 
@@ -126,11 +126,11 @@ class ResponsesRequest(Shared):
     parallel_tool_calls: StrictBool | None = None
     top_logprobs: StrictInt | None = None
     include: list[str] | None = None
-    """Log-probabilities, where "message.output_text.logprobs" is among them."""
+    """With "message.output_text.logprobs" the answer has log-probabilities."""
     truncation: Literal["auto", "disabled"] | None = None
-    """Nothing is cut off: what does not fit is refused."""
+    """Input is never truncated: too long input is refused."""
     max_tool_calls: StrictInt | None = None
-    """Of tools that the server has, and there are none."""
+    """For tools of the server, which has none."""
     background: Annotated[Any, lacking("wait for the answer, or read it as a stream")] = None
     previous_response_id: Annotated[Any, lacking("answers are not kept; send the conversation as input")] = None
     conversation: Annotated[Any, lacking("conversations are not kept; send them as input")] = None
@@ -138,11 +138,11 @@ class ResponsesRequest(Shared):
 
     @property
     def form(self) -> TextFormat | None:
-        """What the answer may be; None = anything."""
+        """The format of the answer; None = any text."""
         return None if self.text is None else self.text.format
 
     def chat(self) -> ChatRequest:
-        """The same as a chat."""
+        """The request as a chat request."""
         shared = {name: getattr(self, name) for name in Shared.model_fields}
         logprobs = LOGPROBS in (self.include or ()) or self.top_logprobs is not None
         return ChatRequest(

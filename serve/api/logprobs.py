@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the shapes of both endpoints."""
+"""Log-probabilities of tokens in the formats of both endpoints."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from medusa.engine.output import FinishReason, TokenLogprob
 
 LEAST = -9999.0
-"""In place of minus infinity, as OpenAI says it."""
+"""Replaces minus infinity, as in OpenAI's API."""
 
 
 class Logprobs:
-    """Tells those of one completion with the tokens' texts.
+    """Formats the log-probabilities of one completion.
 
     Args:
         token: Text and bytes of a token, see ``Texts.token``.
-        most: Alternatives that are told; None = nothing is told.
+        most: Number of alternatives per token; None = no log-probabilities.
     """
 
     def __init__(self, token: Callable[[int], tuple[str, bytes]], most: int | None) -> None:
@@ -24,7 +24,7 @@ class Logprobs:
     def chat(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, reason: FinishReason | None
     ) -> list[dict[str, Any]] | None:
-        """Of a chat, whose end-of-sequence token is not told: of these tokens, of which the last may have ended it."""
+        """Log-probabilities of a chat's tokens, without an end-of-sequence token."""
         if self._most is None:
             return None
         content = []
@@ -37,10 +37,10 @@ class Logprobs:
     def plain(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None
     ) -> dict[str, list[Any]] | None:
-        """Of a completion, or of its prompt; offsets go on from one call to the next.
+        """Log-probabilities of a completion or its prompt; offsets continue from call to call.
 
-        Clients tell where a prompt ends by counting, so each token is told, one that ended the text too. None stands
-        at the first token of a prompt.
+        Clients find the end of a prompt by counting, so all tokens are included, also one that ended the text. The
+        first token of a prompt has None.
         """
         if self._most is None:
             return None
@@ -54,7 +54,7 @@ class Logprobs:
         return told
 
     def _top(self, token: int, entry: TokenLogprob) -> dict[str, float]:
-        """The most likely tokens, and the one that stands there."""
+        """The most likely tokens, and the written one."""
         best = dict(list(entry.top.items())[: self._most]) | {token: entry.logprob}
         return {self._name(other): max(logprob, LEAST) for other, logprob in best.items()}
 
@@ -63,6 +63,6 @@ class Logprobs:
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
 
     def _name(self, token: int) -> str:
-        """The text of a token; of a part of a character its bytes, as OpenAI writes them: others have the same text."""
+        """The text of a token; for part of a character its bytes in OpenAI's notation, which are unique."""
         text, raw = self._token(token)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw) if "\ufffd" in text else text

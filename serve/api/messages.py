@@ -1,4 +1,4 @@
-"""Conversations and tools as clients send them."""
+"""Conversations and tools in requests."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,18 +11,18 @@ TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 
 
 class Part(Body):
-    """A part of what was said; ``refusal`` is what a model said in place of text."""
+    """A part of a message; ``refusal`` replaces the text of a model that refused."""
 
     type: Literal["text", "refusal", "input_text", "output_text"]
     text: str = ""
     refusal: str = ""
     annotations: list[Any] | None = None
-    """Clients send back what they got."""
+    """Clients send back annotations of answers."""
     logprobs: list[Any] | None = None
 
 
 def _text_only(value: Any) -> Any:
-    """Say of a picture that it is one."""
+    """Refuse pictures with a clear error."""
     if isinstance(value, list):
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
@@ -47,7 +47,7 @@ class FunctionCall(Body):
 
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as JSON."""
 
 
 class ToolCall(Body):
@@ -55,7 +55,7 @@ class ToolCall(Body):
 
     id: str
     index: StrictInt | None = None
-    """Of pieces of a stream; means nothing here."""
+    """Index in a stream; ignored here."""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -69,9 +69,9 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """For templates that show it."""
+    """For templates that use it."""
     refusal: str | None = None
-    """Clients send back what they got, as the next ones; where nothing else was said this is what was."""
+    """Clients send back this and the next fields of answers; without content the refusal is the text."""
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
 
@@ -86,12 +86,12 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer may be."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema", "grammar"]
     json_schema: JsonSchema | None = None
     grammar: str | None = None
-    """EBNF; our own extension."""
+    """A grammar in EBNF; our own extension."""
 
 
 class Function(Body):
@@ -101,7 +101,7 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
-    """Arguments follow the schema."""
+    """Whether arguments must follow the schema."""
 
 
 class Tool(Body):

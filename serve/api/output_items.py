@@ -1,4 +1,4 @@
-"""The output of a response: items that grow by what a model says and calls, and the events that tell it."""
+"""The output items of a response, which grow by text and tool calls, and the events of a stream."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ Told = dict[str, Any]
 
 
 class OutputItems:
-    """Grows by events.
+    """The items of a response.
 
     Attributes:
-        items: Messages and calls, in their order, as clients get them; the last one may be open.
+        items: Messages and calls in order, in the format for clients; the last one may be open.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
 
     def grow(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None = None) -> Iterator[Told]:
-        """What tells that these have come; items change meanwhile, so each is read before the next.
+        """Stream events for new text and calls; read each before the next, because items change.
 
         Args:
-            events: What was said and called.
-            logprobs: Of their tokens; they are told with the text.
+            events: New text and calls.
+            logprobs: Log-probabilities of their tokens, which are sent with the text.
         """
         self._logprobs += logprobs or ()
         for event in events:
@@ -42,7 +42,7 @@ class OutputItems:
                     yield self._told("response.function_call_arguments.delta", delta=text)
 
     def close(self, status: str) -> Iterator[Told]:
-        """The open item is complete, or was cut off."""
+        """Close the open item, which is complete or cut off."""
         if not self._open:
             return
         item, self._open = self.items[-1], False
@@ -57,7 +57,7 @@ class OutputItems:
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def end(self, status: str) -> Iterator[Told]:
-        """The answer is complete, or was cut off; it says something, if only nothing."""
+        """End the answer, complete or cut off; it has at least one message, perhaps an empty one."""
         if not self.items:
             yield from self._say("")
         yield from self.close(status)
@@ -84,7 +84,7 @@ class OutputItems:
         return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
 
     def _told(self, kind: str, content: int | None = None, **more: Any) -> Told:
-        """Of the last item, or of its content."""
+        """An event about the last item, or its content."""
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         return {"type": kind, **place, **({} if content is None else {"content_index": content}), **more}
 

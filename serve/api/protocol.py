@@ -1,4 +1,4 @@
-"""What clients send. Fields are OpenAI's, some of vLLM's, and our own ``speculation``.
+"""Bodies of requests. Fields are OpenAI's, some of vLLM's, and our own ``speculation``.
 
 Ranges of sampling parameters are checked by ``SamplingParams``, so that they are the same everywhere.
 """
@@ -17,68 +17,68 @@ Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
 
 class SpeculationBody(StrictBody):
-    """How this request is drafted; greedy and sampled text does not depend on it."""
+    """Drafting of this request; greedy and sampled text does not depend on it."""
 
     enabled: StrictBool = True
     """False = plain decoding."""
     drafter: str | None = None
-    """"hybrid", "heads", "prompt-lookup", ...; null = what is fastest."""
+    """"hybrid", "heads", "prompt-lookup", ...; null = the fastest."""
     nodes: StrictInt | None = None
-    """Tree budget with the root; null = what is fastest."""
+    """Tree size, the root included; null = the fastest."""
     tree: list[list[StrictInt]] | None = None
     """A static tree of rank paths for heads: [[0], [1], [0, 0]]."""
     acceptance: str | None = None
     """"greedy", "sampling", "speculative", or "typical", which is LOSSY; null = lossless."""
     epsilon: Number | None = None
-    """Of typical acceptance, as the next one."""
+    """Parameters of typical acceptance, this and the next one."""
     delta: Number | None = None
     metrics: StrictBool | None = None
-    """Report ``metrics.speculative_decoding`` with the answer; null = as the server is set."""
+    """Report ``metrics.speculative_decoding`` with the answer; null = the server's setting."""
     trace: StrictBool = False
-    """Chunks of a stream tell which text was drafted: ``pieces``, [text, drafted] each."""
+    """Mark drafted text in chunks of a stream: ``pieces``, each [text, drafted]."""
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """Additional information in a stream."""
 
     include_usage: StrictBool = False
-    """A last chunk with the numbers of tokens."""
+    """Send a last chunk with the numbers of tokens."""
     continuous_usage_stats: StrictBool = False
-    """They come with every chunk too."""
+    """Send the numbers of tokens with every chunk too."""
     include_obfuscation: StrictBool = False
-    """Means nothing here."""
+    """Ignored here."""
 
 
 class Shared(Body):
-    """What all kinds of requests for text share."""
+    """Common fields of all requests for text."""
 
     model: str
-    """A name of /v1/models: the base with its own heads, or others by their name."""
+    """A name from /v1/models: the base with its own heads, or other heads."""
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
-    """0 or -1 = all."""
+    """0 or -1 = all tokens."""
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=1024)] | None = None
-    """By token id."""
+    """Bias by token id."""
     seed: Seed | None = None
-    """null = another one each time, told as ``seed`` of the answer; completion i of n has seed + i."""
+    """null = a random seed, reported as ``seed`` of the answer; completion i of n has seed + i."""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: StrictBool | None = None
     user: str | None = None
-    """Fairness is between users of an API key, or of none."""
+    """Requests of different users of an API key are scheduled fairly."""
     priority: StrictInt | None = None
     """Lower numbers come first."""
     timeout: Annotated[Number, Field(gt=0, le=1_000_000)] | None = None
-    """Seconds, waiting included."""
+    """Most seconds for the request, waiting included."""
     speculation: SpeculationBody | None = None
     metadata: dict[str, str] | None = None
-    """Means nothing for the text, nor do the next ones: clients send them of their own accord."""
+    """Accepted without effect, as the next ones, because clients send them by default."""
     store: StrictBool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -87,27 +87,27 @@ class Shared(Body):
 
 
 class Sampling(Shared):
-    """What both kinds of completion share."""
+    """Common fields of both kinds of completions."""
 
     n: Annotated[StrictInt, Field(ge=1)] | None = None
     max_tokens: StrictInt | None = None
     return_token_ids: StrictBool | None = None
-    """Tell the token ids of prompt and completions."""
+    """Return the token ids of prompt and completions."""
 
 
 class Rendering(Body):
     """How the chat template renders a conversation."""
 
     add_generation_prompt: StrictBool = True
-    """Let the answer begin behind it."""
+    """Add the beginning of an answer after the conversation."""
     continue_final_message: StrictBool = False
-    """The answer goes on with the last message, as it ends."""
+    """Continue the last message instead of beginning a new one."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further values for the template."""
+    """Additional values for the template."""
 
 
 class Prediction(Body):
-    """What much of the answer will probably be; text that repeats it is drafted from it."""
+    """A predicted part of the answer, from which drafts are made."""
 
     type: Literal["content"]
     content: Content
@@ -140,7 +140,7 @@ class CompletionRequest(Sampling):
     logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
     best_of: StrictInt | None = None
-    """1, or as many as n."""
+    """1, or equal to n."""
     suffix: Annotated[Any, lacking("text can only be continued")] = None
 
 
@@ -152,7 +152,7 @@ class TokenizeRequest(Rendering):
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: StrictBool | None = None
-    """Begin as the tokenizer begins a text; null = with a prompt, and not behind a template, which does it itself."""
+    """Add special tokens at the beginning; null = for prompts, but not for templates, which add them."""
     return_token_strs: StrictBool = False
     chat_template: Annotated[Any, lacking("the base's own is used")] = None
     mm_processor_kwargs: Annotated[Any, lacking("this model reads text only")] = None

@@ -1,4 +1,4 @@
-"""An answer, whole or as a stream; what both endpoints have in common."""
+"""Answers, whole or as streams, for both endpoints."""
 
 import json
 import logging
@@ -20,43 +20,43 @@ from medusa.serve.request import Delta, Ticket
 logger = logging.getLogger(__name__)
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "stop"}
-"""OpenAI's words for why a completion has ended."""
+"""OpenAI's names of finish reasons."""
 
 
 class Kind(NamedTuple):
-    """What an endpoint calls its answers."""
+    """The names of an endpoint's answers."""
 
     prefix: str
-    """Of their ids."""
+    """Prefix of their ids."""
     whole: str
     chunk: str
 
 
 class Choice(Protocol):
-    """How an endpoint tells one completion."""
+    """The format of one completion at an endpoint."""
 
     def whole(self, output: Output) -> dict[str, Any]:
-        """All of it."""
+        """The whole completion."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """What begins a stream, if anything does."""
+        """The first chunks of a stream, if there are any."""
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """What it has grown by; at the end at least one, why it has ended."""
+        """Chunks of new text; at the end at least one, with the finish reason."""
 
     def blank(self) -> dict[str, Any]:
-        """A piece without text."""
+        """A chunk without text."""
 
 
 class Reply:
-    """The answer to a request that is under way.
+    """The answer to a submitted request.
 
     Args:
-        service: What all requests share.
-        body: What was asked for.
-        kind: Of the endpoint.
-        choices: Of the completions, in their order.
-        tickets: The completions, those of a prompt beside each other.
+        service: The common service.
+        body: The body of the request.
+        kind: The names of the endpoint.
+        choices: Formats of the completions, in their order.
+        tickets: The completions; those of one prompt are consecutive.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Reply:
         """The whole answer.
 
         Raises:
-            ApiError: A step has failed, or the time is over.
+            ApiError: A step has failed, or the time has passed.
         """
         try:
             async for _ in merged(self._tickets):
@@ -91,7 +91,7 @@ class Reply:
         return body | self._told_metrics()
 
     def stream(self, headers: dict[str, str]) -> StreamingResponse:
-        """The answer as server-sent events; an error is the last one. A client that goes away ends them."""
+        """The answer as server-sent events; an error is the last one. A disconnected client ends them."""
 
         async def events() -> AsyncGenerator[str]:
             try:
@@ -132,7 +132,7 @@ class Reply:
             yield {**head, "choices": [], **last}
 
     def _pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """What a completion has grown by, the first piece with what is told of its tokens."""
+        """Chunks of a completion's new text; the first has the information about its tokens."""
         first: dict[str, Any] = {}
         if self._body.return_token_ids:
             first["token_ids"] = list(delta.tokens)
@@ -145,7 +145,7 @@ class Reply:
         return pieces
 
     def _usage(self, told: Sequence[int]) -> dict[str, Any]:
-        """How many tokens were read and written; a prompt counts once, however often it is completed."""
+        """Numbers of read and written tokens; a prompt counts once for all its completions."""
         prompts = [ticket.output for ticket in self._tickets[:: self._body.n or 1]]
         prompt, completion = sum(output.prompt_tokens for output in prompts), sum(told)
         return {
@@ -157,7 +157,7 @@ class Reply:
         }
 
     def _predicted(self) -> dict[str, Any]:
-        """How much of a prediction was right."""
+        """Numbers of right and wrong tokens of a prediction."""
         if not isinstance(self._tickets[0].asked.speculation.drafter, PredictionDrafter):
             return {}
         outputs = [ticket.output for ticket in self._tickets]
@@ -171,13 +171,13 @@ class Reply:
 
 
 def wants_metrics(service: Service, body: Shared) -> bool:
-    """Whether an answer brings ``spec_metrics``."""
+    """Whether an answer has ``spec_metrics``."""
     asked = body.speculation.metrics if body.speculation is not None else None
     return service.settings.spec_metrics if asked is None else asked
 
 
 def spec_metrics(output: Output) -> dict[str, Any]:
-    """``metrics`` of a completion, as vLLM gives them."""
+    """``metrics`` of a completion in vLLM's format."""
     accepted = _accepted(output)
     figures = {
         "mean_acceptance_length": 1 + accepted / max(1, output.steps),
@@ -191,16 +191,16 @@ def spec_metrics(output: Output) -> dict[str, Any]:
 
 
 def _accepted(output: Output) -> int:
-    """Draft tokens that were right."""
+    """Number of accepted draft tokens."""
     return sum(count * depth for depth, count in enumerate(output.accepted))
 
 
 def event_stream(events: AsyncIterator[str], headers: dict[str, str]) -> StreamingResponse:
-    """Server-sent events as a response that nobody on the way holds back."""
+    """Server-sent events as a response that proxies do not buffer."""
     passing = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=passing | headers)
 
 
 def _event(body: dict[str, Any]) -> str:
-    """One event; in ASCII, since readers of lines end them at some other characters too."""
+    """One event in ASCII, because some readers split lines at other characters too."""
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"

@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat in the words of OpenAI's newer API. Nothing is kept between two requests."""
+"""POST /v1/responses: a chat in the format of OpenAI's newer API. Nothing is kept between requests."""
 
 import json
 import logging
@@ -25,14 +25,14 @@ from medusa.serve.request import Delta, Ticket
 logger = logging.getLogger(__name__)
 
 WORDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-"""Fields of a chat, and what they are called here."""
+"""Fields of a chat with their names in this API."""
 
 
 async def respond(service: Service, body: ResponsesRequest, client: str) -> "ResponseReply":
-    """Render, check, and send a request on its way.
+    """Render, check and submit a request.
 
     Raises:
-        ApiError: It cannot be served.
+        ApiError: The request cannot be served.
     """
     chat = body.chat()
     try:
@@ -46,14 +46,14 @@ async def respond(service: Service, body: ResponsesRequest, client: str) -> "Res
 
 
 class ResponseReply:
-    """An answer that is under way.
+    """The answer to a submitted request.
 
     Args:
-        body: What was asked for.
+        body: The body of the request.
         ticket: The completion.
-        reader: Of its text.
-        logprobs: Of its tokens.
-        metrics: Tell how it was drafted.
+        reader: Parses its text.
+        logprobs: Formats log-probabilities of its tokens.
+        metrics: Whether to report how it was drafted.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ResponseReply:
         """The whole answer.
 
         Raises:
-            ApiError: A step has failed, or the time is over.
+            ApiError: A step has failed, or the time has passed.
         """
         try:
             async for _ in self._events():
@@ -77,7 +77,7 @@ class ResponseReply:
         return self._response(self._ticket.output.finish_reason)
 
     def stream(self, headers: dict[str, str]) -> StreamingResponse:
-        """The answer as server-sent events; the last one says how it ended. A client that goes away ends them."""
+        """The answer as server-sent events; the last one says how it ended. A disconnected client ends them."""
 
         async def lines() -> AsyncGenerator[str]:
             number = 0
@@ -90,7 +90,7 @@ class ResponseReply:
         return event_stream(lines(), headers)
 
     async def _safe(self) -> AsyncGenerator[Told]:
-        """All events; an error is one of them."""
+        """All events, errors included."""
         try:
             yield {"type": "response.created", "response": self._response()}
             yield {"type": "response.in_progress", "response": self._response()}
@@ -120,7 +120,7 @@ class ResponseReply:
             yield from self._output.end(_status(reason))
 
     def _response(self, reason: FinishReason | None = None) -> dict[str, Any]:
-        """The whole object, as far as the answer has come."""
+        """The whole object with the answer so far."""
         ended, output = reason is not None, self._ticket.output
         status = _status(reason)
         return {
@@ -136,7 +136,7 @@ class ResponseReply:
 
 
 def _in_its_words(error: ApiError) -> ApiError:
-    """What is wrong with the chat, as fields of this API."""
+    """An error of the chat with the field names of this API."""
     param, word = error.param or "", WORDS.get(error.param or "")
     return error if word is None else ApiError(error.status, str(error).replace(param, word), word, error.code)
 
@@ -156,7 +156,7 @@ def _usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
-    """What was asked for, as the answer repeats it."""
+    """The request's fields that the answer repeats."""
     choice, form = body.tool_choice or "auto", body.form
     tools = [
         tool.model_dump(include={"type", "name", "description", "parameters", "strict"}) for tool in body.tools or ()

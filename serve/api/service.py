@@ -1,4 +1,4 @@
-"""What the endpoints share, and the way of a request through them."""
+"""The common service of the endpoints: submits requests and merges their results."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DISCONNECTED = 0.2
-"""Seconds between two looks whether a client is still there."""
+"""Seconds between two checks whether a client is still connected."""
 CLIENT_GONE = 499
-"""Nginx's status; nobody reads it."""
+"""Nginx's status for a client that has disconnected; it is only logged."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Service:
     """The engine behind the API.
 
     Attributes:
-        texts: What is computed of texts and tokens; in ``aside`` where it takes long.
+        texts: Computations on texts and tokens; long ones run in ``aside``.
     """
 
     engine: Engine
@@ -45,19 +45,19 @@ class Service:
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     async def aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Compute with texts while the event loop goes on."""
+        """Run a computation on texts without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._aside, function, *arguments)
 
     @property
     def context_length(self) -> int:
-        """Of the base, in tokens."""
+        """Context length of the base in tokens."""
         return self.engine.model.base.context_length
 
     async def start(self, requests: Sequence[Asked]) -> list[Ticket]:
-        """Send requests on their way; all of them are taken, or none.
+        """Submit requests; either all are accepted, or none.
 
         Raises:
-            ApiError: One is refused.
+            ApiError: A request is refused.
         """
         tickets = [self.engine.submit(request) for request in requests]
         try:
@@ -73,7 +73,7 @@ class Service:
 
 
 async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta]]:
-    """What the completions grow by, with their numbers, in the order in which it comes."""
+    """New parts of the completions with their numbers, in the order of arrival."""
     if len(tickets) == 1:
         async with aclosing(tickets[0].deltas()) as deltas:
             async for delta in deltas:
@@ -109,10 +109,10 @@ async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta]]
 
 
 async def while_connected(request: HttpRequest, work: Awaitable[Result]) -> Result:
-    """The result of the work, which ends when the client goes away.
+    """The result of the work, which is cancelled if the client disconnects.
 
     Raises:
-        ApiError: It has gone.
+        ApiError: The client has disconnected.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,4 +1,4 @@
-"""Texts and token ids: what the endpoints ask of the base's tokenizer and chat template."""
+"""Texts and token ids, with the base's tokenizer and chat template."""
 
 import inspect
 import json
@@ -16,16 +16,16 @@ from medusa.serve.api.protocol import Rendering, TokenizeRequest
 from medusa.serve.grammar import Grammars
 
 LONGEST_TOKEN = 64
-"""Characters; a text with more than so many for each token of the context is not encoded."""
+"""Most characters per token of the context; longer texts are refused without encoding."""
 
 
 class Texts:
-    """For one thread at a time, with a copy of the base's tokenizer: tokenizers are not made for several.
+    """Works with a copy of the base's tokenizer, for one thread at a time: tokenizers are not thread-safe.
 
     Args:
-        base: Whose.
-        name: Of the base, for errors.
-        grammars: Know the bytes of its tokens.
+        base: The base.
+        name: Name of the base, for errors.
+        grammars: Has the bytes of its tokens.
     """
 
     def __init__(self, base: BaseModel, name: str, grammars: Grammars) -> None:
@@ -45,21 +45,21 @@ class Texts:
         return text
 
     def prepare(self) -> None:
-        """Read the bytes of all tokens, which takes long once."""
+        """Read the bytes of all tokens, which takes long the first time."""
         self._grammars.token_bytes(0)
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        """The text of a token and its bytes, which need not be whole characters."""
+        """The text of a token, and its bytes, which may be parts of characters."""
         text = self.decode([token])
         return text, self._grammars.token_bytes(token) if "\ufffd" in text else text.encode()
 
     def render(
         self, messages: Sequence[Message], rendering: Rendering, tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Token ids of a conversation up to where the answer begins.
+        """Token ids of a conversation up to the beginning of the answer.
 
         Raises:
-            ApiError: There is no template, or it refuses.
+            ApiError: There is no template, or it refuses the conversation.
         """
         said = [_plain(message) for message in messages]
         self._check_length(sum(len(message["content"]) for message in said), "messages")
@@ -72,7 +72,7 @@ class Texts:
         """The answer of /tokenize.
 
         Raises:
-            ApiError: Nothing is to be encoded, or too much.
+            ApiError: There is nothing to encode, or too much.
         """
         if (body.prompt is None) == (body.messages is None):
             raise refused("give a prompt or messages, one of them", "prompt")
@@ -97,13 +97,13 @@ class Texts:
         return {**values, "add_generation_prompt": generation, "continue_final_message": begun}
 
     def _check_length(self, characters: int, where: str) -> None:
-        """Refuse text that cannot fit before it is encoded."""
+        """Refuse text that is too long, before it is encoded."""
         if characters > LONGEST_TOKEN * self._context:
             raise too_long(self._context, f"the text has {characters} characters", where)
 
 
 def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates know them."""
+    """Tools in the format of chat templates."""
     known = set(Function.model_fields)
     return [
         {"type": tool.type, "function": tool.function.model_dump(exclude_none=True, include=known)} for tool in tools
@@ -111,7 +111,7 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it."""
+    """A message in the format of chat templates."""
     said: dict[str, Any] = {"role": message.role, "content": text_of(message.content) or message.refusal or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := getattr(message, name):
@@ -127,7 +127,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _read(arguments: str) -> Any:
-    """Arguments of a call as an object: templates write them as JSON themselves."""
+    """Arguments of a call as an object, because templates convert them to JSON."""
     with suppress(ValueError):
         return json.loads(arguments)
     return arguments

@@ -1,7 +1,7 @@
-"""Tools: what the chat template tells the model of them, and what its answer may be.
+"""Tools: their description in the chat template, and the format of answers that call them.
 
-A call is a JSON object between ``<tool_call>`` tags (Hermes, Qwen and many others). Where calls are required, or follow
-the schemas of their tools, a grammar sees to it.
+A call is a JSON object between ``<tool_call>`` tags (Hermes, Qwen and many others). If calls are required, or must
+follow the schemas of their tools, a grammar enforces it.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class Calls(NamedTuple):
-    """How a request may call.
+    """The rules for tool calls of a request.
 
     Attributes:
-        tools: That the model knows.
-        required: It has to.
-        name: The one function whose arguments the answer is; empty = calls name it.
-        single: The first call of an answer ends it.
+        tools: The tools in the chat template.
+        required: Whether the answer must be a call.
+        name: The function whose arguments are the whole answer; empty = calls name their function.
+        single: Whether the first call ends the answer.
     """
 
     tools: Sequence[Tool] = ()
@@ -32,19 +32,19 @@ class Calls(NamedTuple):
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of the arguments of each tool."""
+        """Schemas of the arguments of each tool."""
         return [parameters(tool) for tool in self.tools]
 
     @property
     def strict(self) -> bool:
-        """Whether arguments of a tool have to follow its schema."""
+        """Whether arguments of a tool must follow its schema."""
         return any(tool.function.strict for tool in self.tools)
 
     def structure(self, free: bool) -> dict[str, Any]:
-        """Calls in XGrammar's language of structural tags, as templates teach them.
+        """Calls in XGrammar's language of structural tags, in the format of templates.
 
         Args:
-            free: Any text may stand around them, and there may be none.
+            free: Whether other text is allowed, also without any call.
         """
         called = {"tags": [_tag(tool) for tool in self.tools], "stop_after_first": self.single}
         if free:
@@ -53,7 +53,7 @@ class Calls(NamedTuple):
 
 
 def calls_of(body: ChatRequest) -> Calls:
-    """What a request wants to be called.
+    """The rules for tool calls of a request body.
 
     Raises:
         ApiError: Its fields contradict each other.
