@@ -1,4 +1,4 @@
-"""Heads that remember, in training: unrolled over whole documents as they draft, apart from their neighbours."""
+"""Heads that remember, in training: over whole documents as they draft, apart from their neighbours."""
 
 from pathlib import Path
 
@@ -9,17 +9,21 @@ from medusa import BaseModel, DraftHeads, HeadsConfig, build_heads
 from medusa.data.packing import IGNORE, pack
 from medusa.data.sources import Sample
 from medusa.heads.layer import LayerConfig
+from medusa.train.blocks import Block
 from medusa.train.config import OptimRecipe
 from medusa.train.features import BasePass, Positions
 from medusa.train.losses import HeadsLoss
-from medusa.train.medusa1 import Block
-from tests.medusa.layer_by_hand import recomputed
+from tests.medusa.remembering import recomputed
 from tests.train.jobs import Acting, assert_same_run, metrics, run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 HEADS = 3
-ATTENTION = {"heads.architecture": "attention", "heads.feature_layers": 1, "heads.own_lm_heads": True}
+SHAPES = {"attention": {"own_lm_heads": True}, "block": {"num_layers": 2, "rank": 4}}
+RECIPES = {
+    "attention": {"heads.architecture": "attention", "heads.feature_layers": 1, "heads.own_lm_heads": True},
+    "block": {"heads.architecture": "block", "heads.feature_layers": 1, "heads.rank": 8},
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +31,12 @@ def frozen(base: Path) -> BaseModel:
     return BaseModel.load(base, dtype=torch.float64, device="cpu").tapped((1,))
 
 
-@pytest.fixture(scope="module")
-def heads(frozen: BaseModel) -> DraftHeads:
+@pytest.fixture(scope="module", params=SHAPES)
+def heads(request: pytest.FixtureRequest, frozen: BaseModel) -> DraftHeads:
     torch.manual_seed(0)
     config = HeadsConfig(
-        frozen.hidden_size, frozen.vocab_size, HEADS, architecture="attention", feature_layers=(1,),
-        layer=LayerConfig.of(frozen.config), own_lm_heads=True,
+        frozen.hidden_size, frozen.vocab_size, HEADS, architecture=request.param, feature_layers=(1,),
+        layer=LayerConfig.of(frozen.config), **SHAPES[request.param],
     )  # fmt: skip
     heads = build_heads(config).double()
     heads.init_from_base(frozen.lm_head_weight)
@@ -63,26 +67,22 @@ def test_trained_logits_are_those_of_a_draft_along_the_text(frozen: BaseModel, h
             if labels[number, head] != IGNORE:
                 text = documents[number >= 17].input_ids.tolist()
                 end = int(positions.places[number]) + 2
-                expected = recomputed(heads, frozen, text[:end], text[end : end + head])
-                torch.testing.assert_close(row, expected)
+                torch.testing.assert_close(row, recomputed(heads, frozen, text[:end], text[end : end + head]))
                 compared += 1
     assert compared == HEADS * (9 + 6)
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_a_neighbour_changes_nothing(frozen: BaseModel, heads: DraftHeads, kind: str) -> None:
-    """The loss of a document and its gradients, whatever stands before it in the row."""
+    """The loss of a document and its gradients, whatever stands before it and behind it in the row."""
     found = []
     for seed in (5, 6):
-        neighbour = sample(21, seed)
-        neighbour.loss_mask.zero_()
-        neighbour.loss_mask[-1] = True  # a label, which is taken away below: or nothing would be packed
-        packed = pack([neighbour, sample(11, 2)], row_tokens=32)
+        packed = pack([sample(21, seed), sample(11, 2), sample(9, seed)], row_tokens=48)
         block = Block(
             OptimRecipe(rows_per_step=1, loss=kind), packed, HEADS, 0, 1, 0, 1, frozen.hidden_size, whole=True
         )
         ((batch, last),) = block.micro_batches(0, BasePass(frozen, packed, HEADS, 1, whole=True), 1)
-        batch.labels[:21] = IGNORE
+        batch.labels[:21] = batch.labels[32:] = IGNORE
         module = HeadsLoss(heads, frozen, 64, kind)
         module.zero_grad()
         hidden = batch.hidden.double()
@@ -92,15 +92,38 @@ def test_a_neighbour_changes_nothing(frozen: BaseModel, heads: DraftHeads, kind:
         loss.backward()
         assert last and float(loss.detach()) > 0
         found.append([loss.detach(), *(parameter.grad.clone() for parameter in heads.parameters())])
+    assert any(bool(gradient.any()) for gradient in found[0][1:])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("way", [{}, {"cache.mode": "hybrid"}, {"lora.rank": 2}], ids=str)
+@torch.no_grad()
+@pytest.mark.parametrize("heads", ["block"], indirect=True)
+def test_a_block_sees_nothing_behind_its_root(frozen: BaseModel, heads: DraftHeads) -> None:
+    """Head k's feature depends on the text up to the root, and on the k-th token behind."""
+    hidden, path = torch.randn(12, 2 * frozen.hidden_size).double(), torch.randint(1, 90, (12, HEADS))
+    before = heads(hidden, path, frozen)[:, 6]
+    hidden[7:] += 1
+    path[7:] += 1
+    torch.testing.assert_close(heads(hidden, path, frozen)[:, 6], before)
+    path[6, 1] += 1
+    after = heads(hidden, path, frozen)[:, 6]
+    assert [torch.allclose(*pair) for pair in zip(after, before, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("attention", {}), ("attention", {"cache.mode": "hybrid"}), ("attention", {"lora.rank": 2}),
+        ("block", {}), ("block", {"cache.mode": "hybrid", "heads.own_lm_heads": True}),
+        ("block", {"lora.rank": 2, "heads.mask_token": 3}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_they_learn_and_a_killed_run_ends_as_another(
-    recipe: Path, tmp_path: Path, interrupted_at: Acting, way: dict[str, object]
+    recipe: Path, tmp_path: Path, interrupted_at: Acting, kind: str, way: dict[str, object]
 ) -> None:
-    values = ATTENTION | {"optim.steps": 12, "evaluate.every_steps": 0} | way
+    values = RECIPES[kind] | {"optim.steps": 12, "evaluate.every_steps": 0} | way
     assert run(recipe, tmp_path / "whole", **values) == 0
     with interrupted_at(6):
         assert run(recipe, tmp_path / "killed", **values) == 130
@@ -112,6 +135,8 @@ def test_they_learn_and_a_killed_run_ends_as_another(
 
 
 def test_what_they_cannot_be_is_refused(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert run(recipe, tmp_path, **ATTENTION, **{"optim.mix_steps": 4, "heads.num_layers": 2}) == 2
+    for kind, values in RECIPES.items():
+        assert run(recipe, tmp_path, **values, **{"optim.mix_steps": 4}) == 2
+        assert f"optim.mix_steps (4) takes documents apart, which {kind} heads read whole; set it to 1" in caplog.text
+    assert run(recipe, tmp_path, **RECIPES["attention"], **{"heads.num_layers": 2}) == 2
     assert "heads.num_layers (2) is not for attention heads, which are one layer; set it to 1" in caplog.text
-    assert "optim.mix_steps (4) takes documents apart, which attention heads read whole; set it to 1" in caplog.text
