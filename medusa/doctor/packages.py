@@ -18,7 +18,7 @@ LINE = re.compile(r"\s*([\w.-]+)\s*(?:\[[^]]*\])?([^;]*)(?:;.*extra == [\"']([\w
 """A requirement: package, versions, and the extra that it is of."""
 FAILURES = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
 """What the import of a damaged package may raise."""
-FOR_OTHERS = ("dev", "flash")
+FOR_OTHERS = ("dev", "docs", "flash")
 """Extras that are no lack: for work on this package, and for GPUs."""
 OLDEST = (3, 11)
 """Python."""
