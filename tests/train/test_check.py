@@ -67,7 +67,8 @@ def test_a_check_loads_no_torch(recipe: Path) -> None:
     [
         ({"rows_per_step": 16}, 160, []),
         ({"rows_per_step": 16, "epochs": 2.0}, 165, []),
-        ({"rows_per_step": 16}, 3, ["(1.0) cannot be reached: 1 steps of 16 rows are 5.33 epochs of 3 rows"]),
+        ({"rows_per_step": 16}, 3,
+         ["optim.epochs (1.0) cannot be reached: 1 steps of 16 rows are 5.33 epochs of 3 rows"]),
         ({"rows_per_step": 4, "steps": 6}, 12, []),
         ({"rows_per_step": 4, "steps": 6, "epochs": 3.0}, 12,
          ["optim.epochs (3.0) is ignored, since optim.steps is given: 6 steps of 4 rows are 2 epochs of 12 rows"]),
