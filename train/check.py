@@ -29,6 +29,9 @@ def mistakes(recipe: Recipe) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"base.name: {error}"
     yield from _too_large(recipe, base)
+    if recipe.heads.init_share and not recipe.heads.init_from:
+        share = recipe.heads.init_share
+        yield f"heads.init_share ({share}) is of the heads of heads.init_from, which is empty; give both, or neither"
     first = os.environ.get("NODE_RANK", "0") == "0"  # only this machine reads held-out samples and the run directory
     for key, name in (("train", recipe.data.train), ("heldout", recipe.data.heldout if first else "")):
         if name and means_files(name):

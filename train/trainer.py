@@ -114,6 +114,10 @@ class Trainer:
         for doubt in doubts(optim, len(packed)):
             LOGGER.warning("%s", doubt)
         self.config = heads.config
+        self.first = {
+            name: value.cpu().clone()
+            for name, value in heads.state_dict().items() if recipe.heads.init_share and value.is_floating_point()
+        }  # fmt: skip
         parts = recipe, base, heads, packed, workers, self.total
         self.method: Medusa1 | Medusa2
         if recipe.lora.rank:
@@ -245,12 +249,15 @@ class Trainer:
                 write_report(self.directory.path)
 
     def _trained_heads(self) -> DraftHeads:
-        """A whole float32 copy of the heads on the CPU; all processes call it."""
+        """A whole float32 copy of the heads on the CPU, with their share of the first ones; all processes call it."""
         heads = build_heads(self.config)
-        heads.load_state_dict({
+        state = {
             name.removeprefix("heads."): value
             for name, value in self.engine.full_state().items() if name.startswith("heads.")
-        })  # fmt: skip
+        }  # fmt: skip
+        for name, value in self.first.items():
+            state[name].lerp_(value, self.recipe.heads.init_share)
+        heads.load_state_dict(state)
         return heads
 
     def _resume(self) -> tuple[int, float]:

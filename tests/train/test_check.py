@@ -49,6 +49,12 @@ def test_layers_are_counted_as_the_family_calls_them(tmp_path: Path, samples: Pa
     assert not list(mistakes(build_recipe(values | {"heads.feature_layers": 1, "data.row_tokens": 64})))
 
 
+def test_a_share_of_no_heads_is_a_mistake(base: Path, samples: Path) -> None:
+    values = {"base.name": str(base), "data.train": str(samples), "data.row_tokens": 64, "heads.init_share": 0.5}
+    assert [line.split()[0] for line in mistakes(build_recipe(values))] == ["heads.init_share"]
+    assert not list(mistakes(build_recipe(values | {"heads.init_from": "some/heads"})))
+
+
 def test_the_run_directory_of_another_recipe_is_a_mistake(
     finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

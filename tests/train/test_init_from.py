@@ -38,6 +38,19 @@ def test_weights_are_theirs_and_the_draft_vocabulary_is_chosen_anew(
         assert torch.equal(ours, other), name
 
 
+def test_a_share_of_their_weights_stays(recipe: Path, trained: Path, tmp_path: Path) -> None:
+    values = RECURRENT | {"heads.draft_vocab": 12, "heads.init_from": trained}
+    for name, share in (("none", 0.0), ("some", 0.25)):
+        assert run(recipe, tmp_path / name, **values, **{"heads.init_share": share}) == 0
+    first, new, mixed = (
+        dict(load_heads(path).named_parameters())
+        for path in (trained, tmp_path / "none/heads", tmp_path / "some/heads")
+    )
+    assert any(not torch.equal(first[name], new[name]) for name in first)
+    for name, weight in mixed.items():
+        torch.testing.assert_close(weight, 0.25 * first[name] + 0.75 * new[name], msg=name)
+
+
 def test_a_draft_vocabulary_may_be_left_out(recipe: Path, trained: Path, tmp_path: Path) -> None:
     assert run(recipe, tmp_path / "run", **RECURRENT, **{"heads.init_from": trained, "optim.lr": 0.0}) == 0
     assert load_heads(tmp_path / "run" / "heads").draft_ids is None
