@@ -189,6 +189,9 @@ def test_processes_with_other_samples_or_recipes_are_refused(recipe: Path) -> No
         def from_first(self, _: object) -> Any:
             return first
 
+        def any(self, here: bool) -> bool:
+            return here
+
     with pytest.raises(RecipeError) as caught:
         check_same(ours, "1a", Second(1, 2, torch.device("cpu")))
     assert "processes have different recipes or samples (process 1 and process 0: " in str(caught.value)
