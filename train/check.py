@@ -33,6 +33,15 @@ def mistakes(recipe: Recipe) -> Iterator[str]:
         share = recipe.heads.init_share
         yield f"heads.init_share ({share}) is of the heads of heads.init_from, which is empty; give both, or neither"
     first = os.environ.get("NODE_RANK", "0") == "0"  # only this machine reads held-out samples and the run directory
+    options = recipe.evaluate
+    if options.patience and not (options.every_steps and recipe.data.heldout):
+        what = f"evaluate.patience ({options.patience}) needs evaluations"
+        yield f"{what}; give evaluate.every_steps and data.heldout, or leave it out"
+    if options.patience and recipe.lora.rank:
+        yield (
+            f"evaluate.patience ({options.patience}) keeps the best heads, and lora.rank ({recipe.lora.rank}) changes"
+            " the base with them; give one of the two"
+        )
     for key, name in (("train", recipe.data.train), ("heldout", recipe.data.heldout if first else "")):
         if name and means_files(name):
             try:

@@ -190,6 +190,9 @@ class EvaluateRecipe:
 
     every_steps: int = _limits(0, low=0, resume=True)
     """Optimizer steps between evaluations; 0 = only at the end."""
+    patience: int = _limits(0, low=0, resume=True)
+    """End the run after so many evaluations without a better held-out accuracy, and write the heads of the best one;
+    0 = make all steps, and write the last heads."""
     rows: int = _limits(64, low=0, resume=True)
     """Packed held-out rows for the per-head accuracy; 0 = all."""
     prompts: int = _limits(8, low=0, resume=True)

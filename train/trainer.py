@@ -3,6 +3,7 @@
 Shapes: K heads, C columns of the loss: the K heads, after the base if it is trained too.
 """
 
+import copy
 import logging
 import math
 import time
@@ -23,6 +24,7 @@ from medusa.loading.self_test import choose_decoding
 from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
 from medusa.train.base import load_base
+from medusa.train.best import Best
 from medusa.train.config import REMEMBERING, Recipe
 from medusa.train.engine import Engine
 from medusa.train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
@@ -130,6 +132,7 @@ class Trainer:
         autocast = precision == "bfloat16" or (precision == "auto" and base.dtype == torch.bfloat16)
         self.engine = Engine(self.method.module, optim, recipe.engine, workers.device, self.method.groups, autocast)
         self.step, self.seconds = self._resume()
+        self.best = Best(recipe.evaluate, directory, self.step, workers)
         self.method.prepare()
         self.answers: dict[tuple[int, ...], list[int]] = {}  # answers of the base to held-out prompts
         self.useful = 0  # labels of the base since this process began
@@ -150,9 +153,13 @@ class Trainer:
                 figures = self.train_step()
                 progress.update(self.step, figures)
                 if self._due(self.recipe.evaluate.every_steps) and self.step < self.total and not stop.agreed:
-                    figures |= self.evaluate()
+                    figures |= (found := self.evaluate(heads := self._trained_heads()))
+                    self.best.observe(self.step, found, heads)
                 if writer:
                     self._log(figures, trackers)
+                if self.best.exhausted(self.step) and self.step < self.total:
+                    LOGGER.info("held-out accuracy no longer grows: the run ends at step %d", self.step)
+                    self.total = self.step
                 if self._due(self.recipe.log.checkpoint_steps) or self.step == self.total or stop.agreed:
                     self.save_checkpoint()
                 stop.raise_if_agreed(self.step)
@@ -190,16 +197,19 @@ class Trainer:
             "train_seconds": self.seconds,
         }
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, heads: DraftHeads) -> dict[str, Any]:
         """Held-out accuracy per head, tokens per step, and acceptance by depth in decoding.
 
         {} without held-out samples, or if the run was stopped.
+
+        Args:
+            heads: a copy of the trained heads, which stays as it is.
         """
         if self.heldout is None:
             return {}
         options, workers = self.recipe.evaluate, self.workers
         self.base.model.eval()  # joint training leaves dropout switched on
-        heads = self._trained_heads().to(workers.device, self.base.lm_head_weight.dtype).eval()
+        heads = copy.deepcopy(heads).to(workers.device, self.base.lm_head_weight.dtype).eval()
         together = self.recipe.base.shard  # all processes read the same rows, because they make each pass together
         rows = torch.arange(len(self.heldout.rows))
         mine = rows if together else rows[workers.rank :: workers.world_size]
@@ -228,9 +238,12 @@ class Trainer:
         self.workers.wait()
 
     def _finish(self, trackers: Trackers) -> None:
-        figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | self.evaluate()
+        found = self.evaluate(heads := self._trained_heads())
+        if (weights := self.best.weights(found)) is not None:
+            heads.load_state_dict(weights)
+            found = self.evaluate(heads)
+        figures = {"step": self.step, "steps": self.total, "train_seconds": self.seconds} | found
         self.workers.stop.raise_if_agreed(self.step)
-        heads = self._trained_heads()
         if self.workers.rank == 0:
             self._log(figures, trackers, last=True)
             with self.directory.writing():

@@ -55,6 +55,14 @@ def test_a_share_of_no_heads_is_a_mistake(base: Path, samples: Path) -> None:
     assert not list(mistakes(build_recipe(values | {"heads.init_from": "some/heads"})))
 
 
+def test_patience_needs_evaluations_and_a_frozen_base(base: Path, samples: Path, heldout: Path) -> None:
+    values = {"base.name": str(base), "data.train": str(samples), "data.row_tokens": 64, "evaluate.patience": 2}
+    evaluated = values | {"data.heldout": str(heldout), "evaluate.every_steps": 5}
+    assert "needs evaluations" in "".join(mistakes(build_recipe(values)))
+    assert "give one of the two" in "".join(mistakes(build_recipe(evaluated | {"lora.rank": 4})))
+    assert not list(mistakes(build_recipe(evaluated)))
+
+
 def test_the_run_directory_of_another_recipe_is_a_mistake(
     finished: Path, recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,69 @@
+"""Runs that end when held-out acceptance no longer grows, and write the best heads (`evaluate.patience`)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa import DraftHeads
+from medusa.formats import load_heads
+from medusa.train.best import chain_length
+from medusa.train.trainer import Trainer
+from tests.train.jobs import Acting, assert_same_run, metrics, run
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+PATIENT = {"optim.steps": 9, "evaluate.every_steps": 1, "evaluate.patience": 3, "log.checkpoint_steps": 2}
+ACCURACY = {1: 0.1, 2: 0.6, 3: 0.3, 4: 0.6, 5: 0.2, 6: 0.9}
+"""Of the first head after each step. The best evaluation is that of step 2, and the run ends at step 5."""
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations say what `ACCURACY` has for the step whose weights they are given."""
+    known: dict[float, float] = {}
+
+    def evaluate(self: Trainer, heads: DraftHeads) -> dict[str, Any]:
+        weights = sum(float(weight.detach().double().abs().sum()) for weight in heads.parameters())
+        return {"heldout_top1": [known.setdefault(weights, ACCURACY.get(self.step, 0.0)), 0.5, 0.5]}
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+
+
+def test_a_chain_is_as_long_as_its_heads_are_right() -> None:
+    assert chain_length([0.5, 0.4, 0.1]) == pytest.approx(1 + 0.5 + 0.2 + 0.02)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_run_ends_when_accuracy_no_longer_grows_and_writes_the_best_heads(recipe: Path, tmp_path: Path) -> None:
+    assert run(recipe, tmp_path / "run", **PATIENT) == 0
+    last = metrics(tmp_path / "run")[-1]
+    assert (last["step"], last["steps"], last["heldout_top1"][0]) == (5, 5, 0.6)
+    best, written = load_heads(tmp_path / "run/best"), load_heads(tmp_path / "run/heads")
+    assert all(torch.equal(one, other) for one, other in zip(best.parameters(), written.parameters(), strict=True))
+    assert run(recipe, tmp_path / "all", **PATIENT | {"evaluate.patience": 0}) == 0
+    assert metrics(tmp_path / "all")[-1]["step"] == 9
+    assert not (tmp_path / "all/best").exists()
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    assert run(recipe, tmp_path / "run", **PATIENT) == 0, "it is finished"
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_resumed_run_knows_the_best_heads(recipe: Path, tmp_path: Path, interrupted_at: Acting) -> None:
+    assert run(recipe, tmp_path / "whole", **PATIENT) == 0
+    with interrupted_at(4):
+        assert run(recipe, tmp_path / "run", **PATIENT) == 130
+    assert run(recipe, tmp_path / "run", **PATIENT) == 0
+    assert metrics(tmp_path / "run")[-1]["step"] == 5
+    assert_same_run(tmp_path / "run", tmp_path / "whole", tolerance=0.0)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_the_last_heads_are_written_where_they_are_the_best(recipe: Path, tmp_path: Path) -> None:
+    values = {"optim.steps": 6, "optim.final_lr_ratio": 0.5, "evaluate.patience": 4}
+    assert run(recipe, tmp_path / "run", **PATIENT | values) == 0
+    assert metrics(tmp_path / "run")[-1]["heldout_top1"][0] == 0.9
+    best, written = load_heads(tmp_path / "run/best"), load_heads(tmp_path / "run/heads")
+    assert any(not torch.equal(one, other) for one, other in zip(best.parameters(), written.parameters(), strict=True))
