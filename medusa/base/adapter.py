@@ -11,15 +11,18 @@ logger = logging.getLogger(__name__)
 
 
 def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = True) -> PreTrainedModel:
-    """The model as it was after joint training.
+    """Apply the adapter of joint training to a base.
 
     Args:
-        model: The original; it is changed in place.
-        directory: Holds ``adapter_config.json`` and ``adapter_model.safetensors`` as peft writes them.
-        merge: Add the adapter to the weights. False keeps it beside them, where weights are rounded (quantised).
+        model: The original base; it is changed in place.
+        directory: The directory with peft's ``adapter_config.json`` and ``adapter_model.safetensors``.
+        merge: Add the adapter to the weights. False keeps it as separate layers, for quantised weights.
+
+    Returns:
+        The model after joint training.
 
     Raises:
-        FileNotFoundError: There is no adapter.
+        FileNotFoundError: The directory has no adapter.
         ValueError: peft is missing, or the adapter is damaged or belongs to another model.
     """
     if not (Path(directory) / "adapter_config.json").is_file():
@@ -30,14 +33,14 @@ def apply_adapter(model: PreTrainedModel, directory: str | Path, merge: bool = T
     except ImportError as error:
         raise ValueError(f"adapter ({directory}) needs the package peft: {error}; pip install peft") from error
     try:
-        with warnings.catch_warnings():  # peft asks for a name that transformers 6 will no longer have
+        with warnings.catch_warnings():  # peft imports a name that transformers 6 will remove
             warnings.simplefilter("ignore", FutureWarning)
             adapted = PeftModel.from_pretrained(model, str(directory))
         with safe_open(Path(directory) / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
             stored = set(file.keys())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"adapter ({directory}) does not fit the base: {error}; give its own base") from error
-    # peft passes over layers that only one side has.
+    # peft ignores layers that only the model or only the adapter has.
     if odd := stored ^ set(get_peft_model_state_dict(adapted)):
         raise ValueError(f"adapter ({directory}) is of another base: {min(odd)} is in one only; give its own base")
     logger.info(

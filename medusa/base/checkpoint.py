@@ -1,4 +1,4 @@
-"""A base as it is stored: where it is, and in which dtype, on which device and how prepared it is loaded."""
+"""Loading a base's checkpoint: its location, the dtype and device of the weights, and how they are packed."""
 
 import gc
 import logging
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 EXPANDED_SHARE = 0.5
-"""Of a machine's memory that expanded weights may take where packed ones are slower."""
+"""Largest share of the machine's memory for expanded weights, if packed weights are slower."""
 
 
 class Checkpoint(NamedTuple):
-    """What is read from the disk.
+    """A base as read from the disk.
 
     Attributes:
         model: The transformers model, on its device.
         tokenizer: Its tokenizer.
         name: Path or Hub id.
-        source: What the weights are, where that is not plain; see ``BaseModel``.
+        source: The kind of the weights, if it is special; see ``BaseModel``.
     """
 
     model: PreTrainedModel
@@ -53,7 +53,7 @@ def read_checkpoint(
     load_options: Mapping[str, Any] | None,
     adapter: str | Path,
 ) -> Checkpoint:
-    """Model and tokenizer; see ``BaseModel.load`` for arguments and errors."""
+    """Load model and tokenizer; see ``BaseModel.load`` for arguments and errors."""
     device = usable_device(device)
     if device.type == "cpu":
         limit_threads()
@@ -75,7 +75,7 @@ def read_checkpoint(
                     logger.info("dtype %s: packed weights need it, another dtype would expand them", PACKED_DTYPE)
             dtype = dtype or choose_dtype(config.dtype, device, pack and not quantised and not spread)
             if quantised and device.type == "cuda":
-                options.setdefault("device_map", {"": device})  # quantised weights are not moved once they are loaded
+                options.setdefault("device_map", {"": device})  # loaded quantised weights cannot be moved
             packed = keep and dtype == PACKED_DTYPE
             if grouped:
                 model = groupwise.load(path, config, dtype, packed)
@@ -100,7 +100,7 @@ def read_checkpoint(
 
 
 def _stays_packed(path: str) -> bool:
-    """Whether packed weights are met as such: where that is faster, or where expanded ones would leave little room."""
+    """Whether weights stay packed: if that is faster, or if expanded weights would fill most of the memory."""
     if expands_quickly() or not available():
         return expands_quickly()
     expanded, memory = gguf.expanded_bytes(path), machine_memory()
@@ -112,7 +112,7 @@ def _stays_packed(path: str) -> bool:
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No garbage collection meanwhile: it walks over a vocabulary of 262,144 tokens again and again as that is read."""
+    """Pause garbage collection: while a large vocabulary is read, each collection visits all its objects again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,10 +123,10 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name; None = the GPU where there is one.
+    """The device with this name; None = the GPU if there is one, otherwise the CPU.
 
     Raises:
-        ValueError: It is not known, computes nothing, or is not there.
+        ValueError: The device is unknown, cannot compute, or does not exist here.
     """
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -140,10 +140,11 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(config_dtype: torch.dtype | None, device: torch.device, pack: bool = False) -> torch.dtype:
-    """The checkpoint's dtype where our kernels compute the linear layers (``pack``), which are as fast in all.
+    """Choose the dtype of a base.
 
-    Elsewhere on a CPU, and in training, bfloat16 for float16, and float32 where there are no bfloat16 instructions.
-    ``medusa.loading.dtype`` looks again at what the kernels do not compute as a whole.
+    It is the checkpoint's dtype if our kernels compute the linear layers (``pack``), because they are equally fast in
+    every dtype. Otherwise, and in training, a CPU uses bfloat16 in place of float16, and float32 if it has no bfloat16
+    instructions. ``medusa.loading.dtype`` chooses again for layers that the kernels do not fully compute.
     """
     dtype = config_dtype or torch.float32
     if pack and device.type == "cpu" and dtype in DTYPES and available():
@@ -158,6 +159,6 @@ def choose_dtype(config_dtype: torch.dtype | None, device: torch.device, pack: b
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Whether matrix products in bfloat16 run on instructions of this CPU (torch's own probes, where it has them)."""
+    """Whether this CPU has instructions for matrix products in bfloat16, by torch's own checks if it has them."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)))

@@ -1,4 +1,4 @@
-"""How long a text a base can be used for."""
+"""The context length of a base."""
 
 import logging
 
@@ -11,13 +11,13 @@ DYNAMIC = "its dynamic rotary positions rotate all keys of a longer text again w
 
 
 def context_length(config: PreTrainedConfig, name: str = "") -> int:
-    """Tokens of prompt and completion together, up to which a key does not depend on the length of its text.
+    """Largest number of tokens of prompt and completion for which keys do not depend on the length of the text.
 
-    Where transformers goes on with keys turned otherwise, a warning says so.
+    A warning is logged if transformers allows longer texts and rotates their keys by other angles.
 
     Args:
-        config: Of the language model.
-        name: Of the base, for the warning.
+        config: Config of the language model.
+        name: Name of the base, for the warning.
     """
     length, note = _end(config)
     if note:
@@ -26,7 +26,7 @@ def context_length(config: PreTrainedConfig, name: str = "") -> int:
 
 
 def context_note(config: PreTrainedConfig) -> str:
-    """Why texts end there, where the base is made for longer ones; else ""."""
+    """Why ``context_length`` is less than the base was made for; "" if it is not."""
     return _end(config)[1]
 
 
@@ -34,7 +34,7 @@ def _end(config: PreTrainedConfig) -> tuple[int, str]:
     names = ("max_position_embeddings", "max_seq_len")
     limit = int(next((value for name in names if (value := getattr(config, name, None))), 2**31 - 1))
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # of all layers, or of kinds of layers
+    for part in (rope, *rope.values()):  # parameters of all layers, or by kind of layer
         kind = part.get("rope_type") if isinstance(part, dict) else None
         if kind == "dynamic":
             return limit, DYNAMIC

@@ -1,7 +1,7 @@
-"""Documents packed into one row do not see each other, whatever a family of models makes of position ids.
+"""Keeps documents that are packed into one row apart, so that they do not see each other, in every family of models.
 
-Most families hand position ids to transformers' masks, which then find the documents. Others do not, or let a layer see
-the place in the row. What a base does is measured (`medusa.loading.separation`), with the rows that it will read.
+Most families pass position ids to transformers' masks, which then find the documents. Others do not, or have a layer
+that depends on the index in the row. `medusa.loading.separation` tests what a base does, with rows that it will read.
 
 Shapes: B rows, T tokens, N documents of a pass, L tokens of the longest of them, D hidden size, F width of
 the base's hidden states.
@@ -16,32 +16,32 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 Separation = Literal["positions", "masks", "rows"]
-"""How documents are kept apart: by the base's own masks, masks that are passed with each call, or rows of their own."""
+"""How documents are kept apart: by the base's own masks, by masks that are passed with each call, or one per row."""
 
 
 def document_masks(config: PreTrainedConfig, positions_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """The ``attention_mask`` argument of a pass over packed rows, windows and chunks included.
+    """The ``attention_mask`` argument of a pass over packed rows; it includes windows and chunks.
 
     Returns:
-        {"attention_mask": a mask [B, 1, T, T], or {kind of layer: mask} where layers differ}.
+        {"attention_mask": a mask [B, 1, T, T], or {kind of layer: mask} if layers differ}.
     """
-    embeddings = torch.empty(*positions_BT.shape, 0, dtype=dtype, device=positions_BT.device)  # read for their shape
+    embeddings = torch.empty(*positions_BT.shape, 0, dtype=dtype, device=positions_BT.device)  # for its shape
     return {"attention_mask": create_masks_for_generate(config, embeddings, None, None, positions_BT)}
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """Tokens of each document, int64 [N], in the order of rows [..., T] of positions; every row begins a document."""
+    """Lengths of the documents in rows [..., T] of positions, in order: int64 [N]; every row begins a document."""
     begins = positions.diff(prepend=positions[..., :1] - 2) != 1
     starts = begins.flatten().nonzero().squeeze(1)
     return starts.diff(append=starts.new_tensor([positions.numel()]))
 
 
 def document_rows(positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """A row for each document, as few passes as have no more tokens each than the packed rows, longest first.
+    """Give each document its own row, in few passes, longest first; a pass has at most as many tokens as the input.
 
     Returns:
-        For each pass the places [N, L] of its tokens among the B * T, a document's last one again behind its end, and
-        where they are no such repetition, bool [N, L].
+        For each pass: indices [N, L] of its tokens among the B * T, where shorter documents are padded by repeating
+        their last token, and bool [N, L], False at this padding.
     """
     lengths = document_lengths(positions_BT)
     starts = lengths.cumsum(0) - lengths
@@ -57,12 +57,12 @@ def document_rows(positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def separate_pass(run: Callable[..., Tensor], ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    """Hidden states [B, T, F] of packed rows, each document in a row of its own; gradients pass through.
+    """Hidden states [B, T, F] of packed rows, computed with each document in its own row; gradients pass through.
 
     Args:
         run: A pass of the base: (input_ids=, use_cache=) -> hidden states.
-        ids_BT: int64.
-        positions_BT: int64.
+        ids_BT: int64 token ids.
+        positions_BT: int64 positions within the documents.
     """
     places, states = [], []
     for places_NL, real_NL in document_rows(positions_BT):

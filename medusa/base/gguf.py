@@ -1,8 +1,7 @@
-"""GGUF files as bases: read once through transformers and ``gguf``, and kept as the kernels want them.
+"""GGUF files as bases: each is converted once, through transformers and ``gguf``, to the layout of the kernels.
 
-What a file becomes is a directory with config, tokenizer and ``WEIGHTS``. A matrix whose type the kernels know stays
-packed there (``medusa.cpu.packed``), once its expansion was found equal to what transformers makes of it; all others
-are kept expanded.
+The result is a directory with config, tokenizer and ``WEIGHTS``. A matrix stays packed (``medusa.cpu.packed``) if the
+kernels support its type and its expansion equals transformers' result; all other tensors are stored expanded.
 """
 
 import fcntl
@@ -26,21 +25,21 @@ from medusa.files import cache_directory, sweep, write_json
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "packed*.safetensors"
-"""Files of a directory's weights."""
+"""Pattern of the files with packed weights in a directory."""
 LAYOUT = 3
-"""Of directories that files become: other ones are left alone."""
+"""Version of the directory layout; directories of other versions are not touched."""
 EXPANDED = "-expanded"
-"""End of the name of a directory's other form; see ``expanded``."""
+"""Suffix of the directory with expanded weights; see ``expanded``."""
 SOURCE = "source.json"
-"""What the weights are."""
+"""File that describes the kind of the weights."""
 
 
 def locate(name: str) -> str:
-    """The directory that the GGUF file of a base has become, now or earlier; any other name as it is.
+    """Convert the GGUF file of a base, if that was not done yet; returns its directory, or any other name unchanged.
 
     Raises:
-        OSError: The file cannot be had, or the directory not be written.
-        ValueError: The file cannot be read, or the name means several (``medusa.base.gguf_names``).
+        OSError: The file cannot be obtained, or the directory cannot be written.
+        ValueError: The file cannot be read, or the name matches several files (``medusa.base.gguf_names``).
     """
     file = find(name)
     if file is None:
@@ -63,11 +62,11 @@ def locate(name: str) -> str:
 
 
 def keep(directory: Path, make: Callable[[Path], None]) -> None:
-    """Have a directory: where it is not there, one process makes it, whole or not at all, and the others wait.
+    """Make a directory if it does not exist: one process makes it completely or not at all, and the others wait.
 
     Args:
-        directory: In the cache.
-        make: Makes it under another name, in a directory of its own that goes at the end.
+        directory: A directory in the cache.
+        make: Makes it at the path that it gets, in a temporary directory.
     """
     if directory.exists():
         return
@@ -76,7 +75,7 @@ def keep(directory: Path, make: Callable[[Path], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if directory.exists():
             return
-        # Of a run that was killed: the lock is ours.
+        # Left by a run that was killed; nobody uses them, because we hold the lock.
         sweep(directory.parent, f"{glob.escape(directory.name)}-*", age=0)
         with TemporaryDirectory(prefix=f"{directory.name}-", dir=directory.parent) as beside:
             model = Path(beside) / "model"
@@ -85,19 +84,19 @@ def keep(directory: Path, make: Callable[[Path], None]) -> None:
 
 
 def holds(directory: str | Path, packed: bool) -> bool:
-    """Whether ``load`` reads a directory: it holds packed weights, and these are wanted or it has no others."""
+    """Whether ``load`` reads this directory: it has packed weights, and they are wanted or it has no others."""
     directory = Path(directory)
     return any(directory.glob(WEIGHTS)) and (packed or not (directory / "model.safetensors").is_file())
 
 
 def expanded_bytes(directory: str | Path) -> int:
-    """What the packed weights of a directory would take as bfloat16."""
+    """Bytes that the packed weights of a directory would take in bfloat16."""
     packings = [one for shard in Path(directory).glob(WEIGHTS) for one in _packings(shard).values()]
     return sum(2 * outputs * inputs for _, outputs, inputs, _ in packings)
 
 
 def expanded(directory: str) -> str:
-    """A directory that transformers reads: this one, or, of packed weights alone, one that is made of it once."""
+    """A directory that transformers reads: this one, or if its weights are packed only, one that is made from it."""
     if not holds(directory, packed=False):
         return directory
     from medusa.base.gguf_convert import save_expanded
@@ -115,12 +114,12 @@ def expanded(directory: str) -> str:
 
 
 def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrainedModel":
-    """The model of a directory that ``convert`` has made, on the CPU.
+    """Load the model from a directory that ``convert`` has made, on the CPU.
 
     Args:
-        directory: It.
-        dtype: Of the model; packed layers are of bfloat16.
-        expand: Make plain layers of packed ones: for training, for other dtypes, or where the kernels do not run.
+        directory: The directory.
+        dtype: Dtype of the model; packed layers are bfloat16.
+        expand: Convert packed layers to plain ones: for training, for other dtypes, or if the kernels do not run.
     """
     from safetensors.torch import load_file
     from torch import Tensor, nn
@@ -131,7 +130,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
 
     directory = Path(directory)
     config = AutoConfig.from_pretrained(directory)
-    with no_init_weights():  # memory that is never written costs nothing
+    with no_init_weights():  # memory that is never written is not used
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     tensors, packings = dict[str, Tensor](), dict[str, list[int]]()
     for shard in directory.glob(WEIGHTS):
@@ -160,7 +159,7 @@ def load(directory: str | Path, dtype: "torch.dtype", expand: bool) -> "PreTrain
 
 
 def _packings(shard: Path) -> dict[str, list[int]]:
-    """What is packed in a file of weights: packing, outputs, inputs and runs of each (``medusa.cpu.packed.Packed``)."""
+    """Packing, outputs, inputs and runs of each packed tensor in a file (``medusa.cpu.packed.Packed``)."""
     from safetensors import safe_open
 
     with safe_open(shard, "pt") as file:

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the directory of a base; the largest tensor is in memory in float32, the model never."""
+"""Conversion of a GGUF file to the directory of a base; at most the largest tensor is in memory in float32."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,23 +21,23 @@ from medusa.cpu.packed import DTYPE, PANEL, Packed, held_bits
 WEIGHTS = "packed-{:05}.safetensors"
 """Files of weights, numbered."""
 SHARD = 2**30
-"""Bytes of weights after which another file begins."""
+"""Bytes of weights after which a new file begins."""
 
 
 def convert(file: Path, directory: Path, expanded: bool = False) -> str:
-    """Make the directory of a GGUF file.
+    """Convert a GGUF file to the directory of a base.
 
     Args:
-        file: The file.
-        directory: It must not exist. After an error it holds a part.
-        expanded: Write the expanded model there too, for those who read no packed weights. It is whole in memory then.
+        file: The GGUF file.
+        directory: The new directory; it must not exist. After an error it is incomplete.
+        expanded: Also write the expanded model, for readers without packed weights; the whole model is in memory then.
 
     Returns:
-        What the weights are, in words.
+        A description of the weights.
 
     Raises:
         OSError: The directory cannot be written.
-        ValueError: The file is damaged, transformers cannot read its family, or there is no package ``gguf``.
+        ValueError: The file is damaged, transformers cannot read its family, or the package ``gguf`` is missing.
     """
     with _one_error(file):
         reading = Reading(file, DTYPE)
@@ -58,7 +58,7 @@ def convert(file: Path, directory: Path, expanded: bool = False) -> str:
 
 
 def save_expanded(model: PreTrainedModel, directory: Path) -> None:
-    """Write a model as transformers reads it; its own ``save_pretrained`` does nothing in processes but the first."""
+    """Write a model in transformers' format; its own ``save_pretrained`` writes in the first process only."""
     model.config.architectures = [type(model).__name__]
     _save_config(model, directory)
     tensors = {name: tensor.contiguous() for name, tensor in tensors_of(model).items()}
@@ -74,17 +74,17 @@ def read_config(file: Path) -> PretrainedConfig:
     """The config that ``convert`` writes.
 
     Raises:
-        ValueError: As ``convert`` does.
+        ValueError: See ``convert``.
     """
     with _one_error(file):
         return Reading(file, DTYPE).outline.config
 
 
 def held_bytes(file: Path) -> int:
-    """What a file's weights take where ``convert`` keeps them packed, about: as if it could pack all of known types.
+    """About how many bytes the weights take when ``convert`` packs them, if all tensors of known types can be packed.
 
     Raises:
-        ValueError: As ``convert`` does.
+        ValueError: See ``convert``.
     """
     with _one_error(file):
         found = stored_tensors(file)[1]
@@ -94,7 +94,7 @@ def held_bytes(file: Path) -> int:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Operations are many and small: on a busy machine two threads that wait for each other take ten times as long."""
+    """Use one thread: operations are many and small, and on a busy machine threads that wait take ten times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +105,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _one_error(file: Path) -> Iterator[None]:
-    """Say what is wrong with a file in one way: readers of damaged ones fail in many."""
+    """Turn the many kinds of errors of damaged files into one."""
     try:
         yield
     except ImportError as error:
@@ -118,7 +118,7 @@ def _one_error(file: Path) -> Iterator[None]:
 def _packed(
     file: Path, found: Iterable[tuple[str, Tensor, Stored | None]], config: PretrainedConfig
 ) -> Iterator[tuple[str, Tensor | Packed, str]]:
-    """The model's tensors, packed where that is the same, and the types of those."""
+    """Name, tensor and type of each of the model's tensors; those whose packed form is equal are packed."""
     with _one_error(file):
         for name, tensor, stored in found:
             packed = None if stored is None else _pack(tensor, stored, config)
@@ -126,7 +126,7 @@ def _packed(
 
 
 def _pack(expanded: Tensor, stored: Stored, config: PretrainedConfig) -> Packed | None:
-    """The packed tensor whose numbers are those of the expanded one, all of them; None where there is none."""
+    """The packed tensor that expands to exactly ``expanded``; None if there is none."""
     if stored.kind not in KINDS or expanded.dim() != 2 or stored.shape != expanded.shape:
         return None
     blocks = stored.blocks()
@@ -137,7 +137,7 @@ def _pack(expanded: Tensor, stored: Stored, config: PretrainedConfig) -> Packed 
 
 
 def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Packed | None:
-    """Made and compared by panels that lie one after another, since both take a multiple of their memory."""
+    """Pack and compare one group of panels at a time, because both need a multiple of its memory."""
     parts, step = [], max(1, SLICE // expanded.shape[1] // PANEL) * PANEL
     for some, wanted in zip(rows.split(step), expanded.split(step), strict=True):
         packed = Packed.of(blocks[some], kind)
@@ -148,7 +148,7 @@ def _pack_rows(expanded: Tensor, blocks: Tensor, rows: Tensor, kind: str) -> Pac
 
 
 def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:
-    """How rows may stand in the file: in order, or, in Llama's queries and keys, the halves of each head in turn."""
+    """Possible orders of rows in the file: unchanged, or with the halves of each head interleaved (Llama's Q and K)."""
     in_order = torch.arange(outputs)
     yield in_order
     for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
@@ -157,7 +157,7 @@ def _orders(outputs: int, config: PretrainedConfig) -> Iterator[Tensor]:
 
 
 def _write(directory: Path, found: Iterable[tuple[str, Tensor | Packed, str]]) -> list[str]:
-    """Write the tensors as they come, into files of some ``SHARD`` bytes; the types of those that are packed."""
+    """Write the tensors in order, into files of about ``SHARD`` bytes; returns the types of packed tensors."""
     tensors, packings, kinds = dict[str, Tensor](), dict[str, tuple[int, ...]](), set[str]()
     number = size = 0
 

@@ -1,4 +1,4 @@
-"""Which GGUF file the name of a base means: a file, a directory that holds one, or a repository on the Hub."""
+"""Finds the GGUF file for the name of a base: a file, a directory that holds one, or a repository on the Hub."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -7,29 +7,29 @@ from pathlib import Path
 
 SUFFIX = ".gguf"
 PREFERRED = "Q4_K_M"
-"""Of a repository's files, where the name does not say; llama.cpp's choice."""
+"""The type that is chosen in a repository if the name gives none, as in llama.cpp."""
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 """A repository, and part of a file's name: ``owner/name:Q4_K_M``."""
 PART = re.compile(r"-(\d{5})-of-\d{5}$")
-"""The end of a name, before the suffix, of a model that was split into several files."""
+"""End of the file name, before the suffix, of a model that was split into several files."""
 OTHERS = ("mmproj", "imatrix")
-"""In names of GGUF files that are no models: of images, and statistics."""
+"""Parts of names of GGUF files that are not language models: image projectors, and importance statistics."""
 WEIGHTS = ("*.safetensors", "*.bin")
-"""Of directories that transformers reads itself."""
+"""Weight files of directories that transformers reads directly."""
 
 
 def find(name: str, download: bool = True) -> Path | None:
-    """The GGUF file that the name of a base means; None where it means something else.
+    """Find the GGUF file for the name of a base; None if the name does not refer to one.
 
-    A repository on the Hub is asked for its files only where the name ends with ``:`` and a type, or holds "gguf".
+    The Hub is asked for a repository's files only if the name ends with ``:`` and a type, or contains "gguf".
 
     Args:
         name: A path, or a Hub id.
-        download: Get the file where it is not on this machine.
+        download: Download the file if it is not on this machine.
 
     Raises:
         OSError: The file is not on this machine and may not be downloaded, or the Hub cannot be reached.
-        ValueError: There are several files, none of that type, or the file is a part of a model.
+        ValueError: There are several files, no file of that type, or the file is one part of a split model.
     """
     path = Path(name)
     if path.is_dir():
@@ -46,7 +46,7 @@ def find(name: str, download: bool = True) -> Path | None:
 
 
 def _models(names: Iterable[str]) -> list[str]:
-    """The files that are models; of one that was split, the first part."""
+    """The files that are models; the first part of each split model."""
     models = [name for name in names if name.endswith(SUFFIX) and not any(word in name.lower() for word in OTHERS)]
     return sorted(name for name in models if (part := PART.search(Path(name).stem)) is None or part[1] == "00001")
 
@@ -84,7 +84,7 @@ def _on_hub(name: str, repository: str, kind: str, download: bool) -> Path | Non
 
 
 def _files(name: str, repository: str, download: bool) -> list[str]:
-    """What a repository holds: on the Hub, or, where that is not asked or does not answer, of it on this machine."""
+    """The files of a repository on the Hub; if the Hub is not asked or does not answer, those on this machine."""
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -100,7 +100,7 @@ def _files(name: str, repository: str, download: bool) -> list[str]:
 
 
 def _kept(repository: str) -> list[str]:
-    """What of a repository is on this machine."""
+    """The files of a repository that are on this machine."""
     from huggingface_hub import snapshot_download
 
     directory = Path(snapshot_download(repository, local_files_only=True))
@@ -109,7 +109,7 @@ def _kept(repository: str) -> list[str]:
 
 @contextmanager
 def _hub_errors(name: str, download: bool) -> Iterator[None]:
-    """One sentence, without addresses, which may hold a password."""
+    """Raise errors of the Hub as one sentence, without addresses, because these may hold a password."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     try:

@@ -1,7 +1,7 @@
-"""A model's tensors out of a GGUF file's, as transformers makes them, and one at a time where it can be asked for one.
+"""Reads a model's tensors from a GGUF file through transformers, one at a time if the family allows it.
 
-It decides every number: names, shapes, and how it undoes what llama.cpp has changed (the order of rows in Llama's
-queries and keys, norms plus 1).
+transformers decides names, shapes and values; it also undoes llama.cpp's changes (the order of rows in Llama's queries
+and keys, norms plus 1).
 """
 
 import logging
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class Reading:
-    """A file that is read.
+    """A GGUF file being read.
 
     Args:
-        file: It.
-        dtype: Of the model.
+        file: The file.
+        dtype: Dtype of the model.
 
     Attributes:
-        outline: The model without its numbers.
+        outline: The model on the meta device, without values.
 
     Raises:
-        ImportError: There is no package ``gguf``.
+        ImportError: The package ``gguf`` is missing.
         ValueError: The file is damaged, or transformers does not know the family.
     """
 
@@ -50,15 +50,15 @@ class Reading:
         self._processor = TENSOR_PROCESSORS.get(self._family, TensorProcessor)(config=dict(values))
         try:
             self._names = get_gguf_hf_weights_map(self.outline, self._processor)
-        except NotImplementedError:  # of a family that only reads as a whole
+        except NotImplementedError:  # this family can only be read as a whole
             self._names = {}
 
     def name(self, stored: Stored) -> str:
-        """The model's name for a tensor of the file; "" where transformers does not read it."""
+        """The model's name for a tensor of the file; "" if transformers does not read it."""
         return self._names.get(stored.name) or self._names.get(stored.name.removesuffix(".weight")) or ""
 
     def singly(self) -> bool:
-        """Whether each of the model's tensors can be made of some of the file's, whatever the others are."""
+        """Whether each of the model's tensors can be made from a few of the file's tensors, without the others."""
         from transformers.integrations.gguf import is_gguf_arch_supported
 
         wanted, steps = tensors_of(self.outline), get_model_conversion_mapping(self.outline)
@@ -67,7 +67,7 @@ class Reading:
         return not is_gguf_arch_supported(self._family) and not changed and wanted.keys() <= found
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Stored]]:
-        """Name and numbers of each of the model's tensors where ``singly``, and what of the file it ends with.
+        """Name and values of each of the model's tensors, if ``singly``, with the last of the file's tensors it needs.
 
         Raises:
             ValueError: A tensor has another shape, or a type that cannot be expanded.
@@ -84,14 +84,14 @@ class Reading:
             self._process(stored, made)
             left[name] -= 1
             if left[name]:
-                continue  # half of a tensor: gates of experts, without what they gate
+                continue  # half of a tensor: an experts' gate without its up projection
             if made[name].shape != wanted[name].shape:
                 shapes = [tuple(one.shape) for one in (made[name], wanted[name])]
                 raise ValueError(f"tensor {stored.name} has the shape {shapes[0]}, and the model's is {shapes[1]}")
             yield name, made.pop(name).to(self._dtype), stored
 
     def _process(self, stored: Stored, made: dict[str, Tensor]) -> None:
-        """Add to what is made of the file's tensors, in float32."""
+        """Process one of the file's tensors in float32, and add the result to ``made``."""
         parameters = {"tensors": made}
         done = self._processor.process(
             stored.numbers(), stored.name, tensor_key_mapping=self._names, parsed_parameters=parameters
@@ -100,7 +100,7 @@ class Reading:
             made[self._names[done.name]] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
 
     def whole(self) -> PreTrainedModel:
-        """The model, in memory.
+        """Load the whole model into memory.
 
         Raises:
             ValueError: The file lacks tensors of the model.
@@ -114,14 +114,14 @@ class Reading:
         return model
 
     def tensors_in(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor, Stored | None]]:
-        """``tensors`` of what ``whole`` has read."""
+        """Like ``tensors``, for a model that ``whole`` has loaded."""
         stored = {self.name(one): one for one in self._stored}
         for name, tensor in tensors_of(model).items():
             yield name, tensor, stored.get(name)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A model's tensors; of those that are tied, one."""
+    """A model's tensors by name; tied tensors appear once."""
     found: dict[str, Tensor] = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         for name in model._tied_weights_keys or ():

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, where they lie in it: a header is read, and no number before it is asked for."""
+"""The tensors of a GGUF file: only the header is read at first, and values when they are needed."""
 
 import struct
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from torch import Tensor
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32
-"""Of tensors, in bytes, where a file does not say."""
+"""Alignment of tensors in bytes, if the file gives none."""
 STRING, ARRAY = 8, 9
 FIXED = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""``struct``'s letters for the other types of values in a header."""
+"""``struct``'s format letters for the types of single values in a header."""
 SLICE = 2**22
-"""Numbers that are expanded at a time: the package ``gguf`` needs a multiple of their memory for it."""
+"""Number of values that are expanded at a time, because the package ``gguf`` needs a multiple of their memory."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file.
+    """A tensor of a GGUF file.
 
     Attributes:
-        name: llama.cpp's.
-        kind: The name of its type.
-        shape: In torch's order.
+        name: llama.cpp's name.
+        kind: Name of its type.
+        shape: Shape in torch's order.
         data: uint8 [..., bytes of a row], mapped from the file.
     """
 
@@ -41,7 +41,7 @@ class Stored:
         return torch.from_numpy(np.array(self.data))
 
     def numbers(self) -> "np.ndarray[Any, np.dtype[np.float32]]":
-        """What it stands for.
+        """Its values, expanded to float32.
 
         Raises:
             ValueError: The package ``gguf`` cannot expand its type.
@@ -60,11 +60,11 @@ class Stored:
 
 
 def stored_tensors(file: Path) -> tuple[str, list[Stored]]:
-    """The family of a file's model, as llama.cpp calls it, and its tensors.
+    """The family of a file's model, by llama.cpp's name, and its tensors.
 
     Raises:
-        ImportError: There is no package ``gguf``.
-        ValueError: It is no GGUF file, is cut short, or holds a tensor of a type that is not known.
+        ImportError: The package ``gguf`` is missing.
+        ValueError: The file is not a GGUF file, is cut short, or holds a tensor of an unknown type.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quant_shape_to_byte_shape
 
@@ -85,7 +85,7 @@ def stored_tensors(file: Path) -> tuple[str, list[Stored]]:
 
 
 class _Header:
-    """What stands before the tensors. The package ``gguf`` takes half a minute for a large vocabulary."""
+    """The header of a file, read here because the package ``gguf`` takes half a minute for a large vocabulary."""
 
     def __init__(self, file: Path):
         if file.stat().st_size < len(MAGIC):
@@ -94,7 +94,7 @@ class _Header:
         self._place = 0
 
     def read(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
-        """Single values by name; name, shape, type and place of each tensor; and where the header ends."""
+        """Single values by name; name, shape, type and offset of each tensor; and the offset of the header's end."""
         if (begin := bytes(self.content[: len(MAGIC)])) != MAGIC:
             raise ValueError(f"it begins with {begin!r} and not with {MAGIC!r}")
         self._place = len(MAGIC)
@@ -125,7 +125,7 @@ class _Header:
         if kind in FIXED:
             self._place += count * struct.calcsize(FIXED[kind])
             return None
-        for _ in range(count):  # a vocabulary: its words are not read
+        for _ in range(count):  # for example a vocabulary; its elements are skipped
             if kind == STRING:
                 (length,) = self._next("Q")
                 self._place += length

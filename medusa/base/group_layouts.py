@@ -1,6 +1,6 @@
 """How GPTQ, AWQ and compressed-tensors (pack-quantized) store a linear layer of 4 or 8 bits in groups.
 
-A layer is numbers, and for each group of its inputs a scale and a zero point; its weights are (number - zero) * scale.
+A layer has integers, and a scale and a zero point for each group of inputs; its weights are (integer - zero) * scale.
 
 Legend: O outputs, I inputs, G groups, W 32-bit words of 4 or 8 bits each, the lowest bits first.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 
 BITS = (4, 8)
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where eight outputs in a row stand in a word of AWQ."""
+"""Positions of eight successive outputs in a word of AWQ."""
 ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word of ones."""
+"""A word that holds a 1 in each integer, by bits."""
 
 
 class Grouped(NamedTuple):
     """A quantised weight [O, I].
 
     Attributes:
-        bits: Of a number.
-        numbers: uint8 [O, I].
-        scales: [O, G], as stored.
-        zeros: uint8 [O, G].
-        groups: int64 [I], the group of each input; None = they are of one size and in order.
+        bits: Bits of an integer.
+        numbers: uint8 [O, I] integers.
+        scales: [O, G] in the stored dtype.
+        zeros: uint8 [O, G] zero points.
+        groups: int64 [I], the group of each input; None = groups of equal size, in order.
     """
 
     bits: int
@@ -46,12 +46,12 @@ class Grouped(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a method stores a layer.
+    """The layout of a layer in a quantisation method.
 
     Attributes:
-        parts: The tensors of a layer, its numbers first.
-        read: The weight of these tensors, of O, of I and of ``quantization_config``.
-        oddities: What ``read`` does not know in a ``quantization_config``, in words.
+        parts: Names of a layer's tensors; the integers come first.
+        read: Makes the weight from these tensors, O, I and the ``quantization_config``.
+        oddities: Describes the parts of a ``quantization_config`` that ``read`` does not support.
     """
 
     parts: tuple[str, ...]
@@ -62,10 +62,10 @@ class Layout(NamedTuple):
 def read_layer(
     layout: Layout, tensors: Mapping[str, Tensor], outputs: int, inputs: int, told: Mapping[str, Any]
 ) -> Grouped:
-    """A layer's weight [O, I] of its tensors.
+    """Make a layer's weight [O, I] from its tensors.
 
     Raises:
-        ValueError: One is missing, or they are of other shapes.
+        ValueError: A tensor is missing or has a wrong shape.
     """
     try:
         weight = layout.read(tensors, outputs, inputs, told)
@@ -84,10 +84,10 @@ def read_layer(
 
 
 def bits_and_sizes(told: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Bits of a number and inputs of a group (0 = all), for some layers each.
+    """Bits of an integer and inputs of a group (0 = all), for each kind of layer.
 
     Args:
-        told: A ``quantization_config`` that is read.
+        told: A supported ``quantization_config``.
     """
     weights = [group["weights"] for group in _schemes(told)] or [told]
     found = [(one.get("num_bits") or one.get("bits", 4), max(0, one.get("group_size") or 0)) for one in weights]
@@ -95,12 +95,12 @@ def bits_and_sizes(told: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _schemes(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of compressed-tensors, each for some of the layers."""
+    """Schemes of compressed-tensors; each is for some of the layers."""
     return [group for group in (told.get("config_groups") or {}).values() if isinstance(group, Mapping)]
 
 
 def _bits(words: int, numbers: int) -> int:
-    """Of a number, where so many stand in so many words."""
+    """Bits of an integer, if this number of words holds this number of integers."""
     for bits in BITS:
         if math.ceil(numbers * bits / 32) == words:
             return bits
@@ -108,17 +108,17 @@ def _bits(words: int, numbers: int) -> int:
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
-    """uint8 [..., 32 / bits] of int32 [...]."""
+    """Unpack int32 words [...] to uint8 integers [..., 32 / bits]."""
     octets = words.contiguous()[..., None].view(torch.uint8)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
 
 
 def _gptq(tensors: Mapping[str, Tensor], outputs: int, inputs: int, told: Mapping[str, Any]) -> Grouped:
-    """qweight [W of inputs, O], qzeros [G, W of outputs], scales [G, O], g_idx [I]."""
+    """Read qweight [W of inputs, O], qzeros [G, W of outputs], scales [G, O], g_idx [I]."""
     words, zeros, order = tensors["qweight"], tensors["qzeros"], tensors.get("g_idx")
     bits = _bits(len(words), inputs)
     if _gptq_format(told) == "gptq":
-        zeros = zeros + ONES[bits]  # one less is stored, and it is borrowed from the whole word
+        zeros = zeros + ONES[bits]  # zero points minus 1 are stored; the subtraction may borrow across the word
     numbers = _numbers(words.T, bits).flatten(1)[:, :inputs]
     zeros = _numbers(zeros, bits).flatten(1)[:, :outputs].T
     return Grouped(bits, numbers, tensors["scales"].T, zeros, None if order is None else order.long())
@@ -139,7 +139,7 @@ def _gptq_oddities(told: Mapping[str, Any]) -> list[str]:
 
 
 def _awq(tensors: Mapping[str, Tensor], outputs: int, inputs: int, told: Mapping[str, Any]) -> Grouped:
-    """qweight [I, W of outputs], qzeros [G, W of outputs], scales [G, O]."""
+    """Read qweight [I, W of outputs], qzeros [G, W of outputs], scales [G, O]."""
     del inputs, told
     numbers, zeros = (
         _numbers(tensors[name].T, 4)[..., AWQ_ORDER].transpose(1, 2).flatten(0, 1)[:outputs]
@@ -160,14 +160,14 @@ def _compressed(tensors: Mapping[str, Tensor], outputs: int, inputs: int, told: 
     words, zeros, order = (tensors.get(f"weight_{name}") for name in ("packed", "zero_point", "g_idx"))
     assert words is not None, "a layer is found by it"
     bits, scales = _bits(words.shape[1], inputs), tensors["weight_scale"].reshape(outputs, -1)
-    middle = 1 << (bits - 1)  # numbers and zero points are signed, and stored with this added
+    middle = 1 << (bits - 1)  # integers and zero points are signed, and stored with this offset
     if zeros is None:
         zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
     elif zeros.dtype == torch.int32:
         zeros = _numbers(zeros.T, bits).flatten(1)[:, :outputs].T
-    else:  # old writers leave zero points as they are
+    else:  # old writers do not pack zero points
         zeros = (zeros.reshape(outputs, -1).int() + middle).to(torch.uint8)
-    in_order = order is None or bool((order < 0).any())  # -1: it was never set
+    in_order = order is None or bool((order < 0).any())  # -1: the order was never set
     numbers = _numbers(words, bits).flatten(1)[:, :inputs]
     return Grouped(bits, numbers, scales, zeros, None if in_order or order is None else order.long())
 
@@ -191,4 +191,4 @@ LAYOUTS = {
     "awq": Layout(("qweight", "qzeros", "scales"), _awq, _awq_oddities),
     "compressed-tensors": Layout(COMPRESSED, _compressed, _compressed_oddities),
 }
-"""By ``quant_method``."""
+"""Layouts by ``quant_method``."""

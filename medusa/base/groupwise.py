@@ -1,7 +1,7 @@
-"""Checkpoints of 4 or 8 bits in groups (GPTQ, AWQ, compressed-tensors) as bases on a CPU.
+"""Checkpoints with groups of 4 or 8 bit weights (GPTQ, AWQ, compressed-tensors) as bases on a CPU.
 
-Where our kernels know a layer's groups it stays packed (``medusa.cpu.packed``), elsewhere it is expanded: both compute
-with the same weights. On a GPU transformers reads these checkpoints.
+A layer stays packed (``medusa.cpu.packed``) if our kernels support its groups; otherwise it is expanded. Both compute
+with the same weights. On a GPU, transformers reads these checkpoints.
 """
 
 import copy
@@ -28,17 +28,17 @@ from medusa.cpu.packed import Packed, PackedLinear
 logger = logging.getLogger(__name__)
 
 FILES = ["*.json", "model*.safetensors", "gptq_model*.safetensors"]
-"""Of a repository of the Hub."""
+"""Patterns of the files that are downloaded from the Hub."""
 INDEX = "model.safetensors.index.json"
 
 
 def reads(config: Any) -> bool:
-    """Whether a base with this config is of a method that ``load`` knows."""
+    """Whether ``load`` knows the quantisation method of a base with this config."""
     return _quantisation(config).get("quant_method") in LAYOUTS
 
 
 def describe(config: Any) -> str:
-    """What the weights of a base with this config are, in words; "" where ``load`` does not know them."""
+    """Describe the weights of a base with this config; "" if ``load`` does not support them."""
     told = _quantisation(config)
     if not reads(config) or LAYOUTS[told["quant_method"]].oddities(told):
         return ""
@@ -50,16 +50,16 @@ def describe(config: Any) -> str:
 
 
 def packed_dtype(config: Any) -> torch.dtype:
-    """In which dtype a base with this config is loaded to stay packed, where no other is asked for."""
+    """The default dtype in which a base with this config stays packed."""
     return torch.float32 if config.dtype == torch.float32 else torch.bfloat16  # float32 is kept, and expanded
 
 
 def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
-    """Bits of a layer's weight that is packed on a CPU, scales included, at most; None = nothing is packed there.
+    """Most bits per weight of a packed layer on a CPU, including scales; None = nothing is packed.
 
     Args:
-        config: The base's.
-        dtype: That is asked for; None = nothing is.
+        config: The base's config.
+        dtype: The requested dtype; None = none was requested.
     """
     if not describe(config) or not expands_quickly() or (dtype or packed_dtype(config)) != torch.bfloat16:
         return None
@@ -68,24 +68,24 @@ def held_bits(config: Any, dtype: torch.dtype | None) -> int | None:
 
 
 def load(name: str, config: Any, dtype: torch.dtype, pack: bool) -> PreTrainedModel:
-    """The model of a checkpoint, on the CPU.
+    """Load the model of a checkpoint, on the CPU.
 
     Args:
         name: Directory or Hub id.
-        config: The checkpoint's.
-        dtype: Of the model.
-        pack: Keep layers packed where the kernels know their groups. Otherwise all become plain ones: for training,
-            for other dtypes than packed layers have, or where the kernels do not run.
+        config: The checkpoint's config.
+        dtype: Dtype of the model.
+        pack: Keep layers packed if the kernels support their groups. False expands all layers: for training, for
+            dtypes that packed layers do not have, or if the kernels do not run.
 
     Raises:
-        OSError: It cannot be fetched, or has no safetensors.
-        ValueError: It is quantised in another way, or has other layers than the model.
+        OSError: The checkpoint cannot be downloaded, or has no safetensors.
+        ValueError: It is quantised in an unsupported way, or its layers are not those of the model.
     """
     told = _quantisation(config)
     _check(told)
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    with no_init_weights():  # memory that is never written costs nothing
+    with no_init_weights():  # memory that is never written is not used
         model: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=dtype)
     directory = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=FILES))
     layout, packed = LAYOUTS[told["quant_method"]], dict[str, Packed]()
@@ -119,7 +119,7 @@ def _quantisation(config: Any) -> Mapping[str, Any]:
 
 
 def _check(told: Mapping[str, Any]) -> None:
-    """Raises ValueError: a checkpoint is quantised in a way that is not read."""
+    """Raise ValueError if the checkpoint is quantised in an unsupported way."""
     odd = LAYOUTS[told["quant_method"]].oddities(told)
     if odd:
         raise ValueError(
@@ -147,7 +147,7 @@ def _stored(directory: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors that are not quantised, without biases of 0 that the model has not: old writers of GPTQ add them."""
+    """The plain tensors; biases of 0 that the model does not have are left out, because old GPTQ writers add them."""
     known, plain = model.state_dict().keys(), dict[str, Tensor]()
     for key, file in stored.items():
         tensor = file.get_tensor(key)
@@ -157,7 +157,7 @@ def _plain(stored: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype
 
 
 def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
-    """A layer of the model."""
+    """The linear layer of the model with this name."""
     try:
         module: nn.Module | None = model.get_submodule(path)
     except AttributeError:
@@ -171,7 +171,7 @@ def _linear(model: PreTrainedModel, path: str) -> nn.Linear:
 def _weight(
     layout: Layout, stored: Mapping[str, Any], path: str, module: nn.Linear, told: Mapping[str, Any]
 ) -> Grouped:
-    """Of a quantised layer."""
+    """The weight of a quantised layer."""
     keys = {own: f"{path}.{own}" for own in layout.parts if f"{path}.{own}" in stored}
     tensors = {own: stored[key].get_tensor(key) for own, key in keys.items()}
     try:
@@ -181,17 +181,17 @@ def _weight(
 
 
 def _packed(weight: Grouped) -> Packed | None:
-    """As the kernels know it, where they do."""
+    """The weight in the kernels' layout; None if they do not support it."""
     if weight.groups is not None:
         return None
     return Packed.of_groups(weight.numbers, weight.scales, weight.zeros, weight.bits)
 
 
 def _fill(model: PreTrainedModel, state: dict[str, Tensor], packed: Collection[str]) -> None:
-    """Give a model its tensors, but the weights of the packed layers.
+    """Set all tensors of a model except the weights of packed layers.
 
     Raises:
-        ValueError: They are not those that it has.
+        ValueError: Tensors are missing, or not in the model.
     """
     missing, unexpected = map(set, model.load_state_dict(state, strict=False, assign=True))
     model.tie_weights(missing_keys=missing, recompute_mapping=False)

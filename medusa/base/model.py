@@ -158,12 +158,12 @@ class BaseModel:
 
     @property
     def fused(self) -> bool:
-        """Whether a pass over tree rows is one call of C++, see ``with_fused_pass``."""
+        """Whether a pass over tree rows is one C++ call, see ``with_fused_pass``."""
         return self._fused is not None
 
     @cached_property
     def packed(self) -> bool:
-        """Whether weights of 4 or 8 bits stay packed, see ``medusa.cpu.packed``."""
+        """Whether 4 or 8 bit weights stay packed, see ``medusa.cpu.packed``."""
         return any(isinstance(module, PackedLinear) for module in self.model.modules())
 
     @property
@@ -198,9 +198,9 @@ class BaseModel:
 
     @property
     def last_norm(self) -> Tensor:
-        """[D] what the norm in front of the output layer multiplies by; ones where it is not found."""
+        """[D] the weight of the norm before the output layer; ones if it is not found."""
         signs_D = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
-        signs_D[::2] = -1.0  # no norm of mean or size changes these
+        signs_D[::2] = -1.0  # both LayerNorm and RMSNorm leave these unchanged
         for module in reversed(list(self.decoder.children())):
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.shape == signs_D.shape:
@@ -229,7 +229,7 @@ class BaseModel:
         return known
 
     def with_fused_pass(self) -> "BaseModel":
-        """The same base with its pass over tree rows as one call of C++; see ``fuse``, which also checks the outcome.
+        """The same base with passes over tree rows as one C++ call; see ``fuse``, which also checks the result.
 
         Raises:
             UnusualBlockError: Its layers are not the usual block, or it is not on a CPU with the C++ kernels.
@@ -251,7 +251,7 @@ class BaseModel:
     def tapped(self, layers: Sequence[int]) -> "BaseModel":
         """The same base with wider hidden states: the outputs of some layers follow the last one.
 
-        Both share the model and all else; this one stays as it is.
+        Both share the model and everything else; this object does not change.
 
         Args:
             layers: Counted from 1, all below the last; their outputs come in this order, without any norm.
@@ -269,10 +269,10 @@ class BaseModel:
     def shallow(self, layers: int) -> "BaseModel":
         """The base's first layers, its last norm and its output layer, as an estimate of its output.
 
-        It shares the weights, and may write behind what the base has cached.
+        It shares the weights, and may write to the cache behind the base's cached positions.
 
         Raises:
-            ValueError: It has no such layers below the last, or they cannot be found.
+            ValueError: The base has no such layers below the last, or they cannot be found.
         """
         if not 0 < layers < self.num_layers:
             raise ValueError(f"exit layer ({layers}) must be from 1 to {self.num_layers - 1}; correct it")
@@ -283,10 +283,10 @@ class BaseModel:
 
     @cached_property
     def spans(self) -> dict[int | None, Span]:
-        """Windows and chunks by layer; layers with attention code of their own are missing. Asked at the first step.
+        """Windows and chunks by layer, without layers that have their own attention code. Computed at the first step.
 
         Raises:
-            UnknownSpanError: A layer sees neither all that stands before, nor a window, nor a chunk.
+            UnknownSpanError: A layer sees neither all earlier positions, nor a window, nor a chunk.
         """
         return layer_spans(self.model, self.decoder, self.context_length)
 
@@ -294,7 +294,7 @@ class BaseModel:
         """An empty KV cache for sequences of this base, and of this base with other tapped layers.
 
         Args:
-            tokens: Positions at most, of all sequences together; None = as many as they hold at a time.
+            tokens: Most positions of all sequences together; None = no limit.
         """
         return BlockPool(self.num_layers, self.device, tokens, self.model)
 
@@ -304,26 +304,26 @@ class BaseModel:
         kv_length: int | None = None,
         lengths_B: Tensor | None = None,
     ) -> TreePlan:
-        """The plan of a pass over trees behind what is cached of these sequences; blocks for it are taken.
+        """Plan a pass over trees behind the cached parts of these sequences; reserves blocks for it.
 
         Args:
-            parts: Trees, each with the sequences that they go on from, all of one pool.
-            kv_length: Places that attention reads; None = as far as the longest sequence reaches.
-            lengths_B: [B] int64 the lengths of the first part's sequences, where they are on the device already.
+            parts: Trees with the sequences that they continue, all of one pool.
+            kv_length: Number of positions that attention reads; None = those of the longest sequence.
+            lengths_B: [B] int64 lengths of the first part's sequences, if they are on the device already.
 
         Raises:
             PoolFullError: There are no blocks left.
-            ValueError: The sequences are those of another base.
+            ValueError: The sequences belong to another base.
         """
         if parts[0][1][0].pool.owner is not self.model:
             raise ValueError("KV cache (BlockPool) belongs to another base; make one with this base's new_pool")
         return plan_pass(parts, self.attention, self.spans, kv_length, lengths_B)
 
     def run(self, pool: BlockPool, plan: TreePlan) -> Tensor:
-        """Hidden states [R, F] of a pass's rows, which see the cached part of their sequence and their own ancestors.
+        """Hidden states [R, F] of a pass's rows; each sees the cached part of its sequence and its own ancestors.
 
-        Their keys and values go behind what is cached. Positions beyond the context (drafts that can no longer be
-        emitted) become its last one.
+        Their keys and values are written behind the cached part. Positions beyond the context, of drafts that can no
+        longer be emitted, are replaced by its last position.
         """
         if self._fused is not None:
             return self._fused(pool, plan)
@@ -336,17 +336,17 @@ class BaseModel:
         """Move the keys and values of accepted paths, see ``medusa.cache.commit``.
 
         Args:
-            pool: Where they stand.
-            plan: The pool's last one; the paths are those of its first trees.
-            path_SA: int64 nodes.
-            counts_S: int64 nodes of each path.
+            pool: The pool of these keys and values.
+            plan: The pool's last plan; the paths belong to its first trees.
+            path_SA: int64 nodes of the accepted paths.
+            counts_S: int64 number of nodes of each path.
         """
         count = len(path_SA)
         with self.others.commit(pool, path_SA, counts_S):
             commit(pool, plan.table.blocks[:count], plan.lengths[:count], path_SA, counts_S)
 
     def hidden_states(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-        """Hidden states [B, T, F] of a plain causal pass without cache.
+        """Hidden states [B, T, F] of a plain causal pass without a cache.
 
         The first D numbers are the last hidden state, after the last norm; the feature layers' outputs follow.
 
@@ -364,14 +364,14 @@ class BaseModel:
         return hidden.to(self.device)
 
     def passes(self, position_ids_BT: Tensor) -> int:
-        """How many passes ``hidden_states`` makes for packed rows."""
+        """Number of passes that ``hidden_states`` makes for packed rows."""
         return len(document_rows(position_ids_BT)) if self.separation == "rows" else 1
 
     @cached_property
     def _no_mask(self) -> Tensor:
-        """What families get instead of a mask: transformers builds none of its own when it is handed a 4-D one.
+        """A placeholder mask for the families: transformers builds no mask if it gets a 4-D one.
 
-        The plan holds the real masks, and a family that reads this one instead fails the self-test.
+        The plan holds the real masks; a family that reads this one instead fails the self-test.
         """
         return torch.full((1, 1, 1, 1), torch.nan, device=self.device)
 
@@ -404,7 +404,7 @@ class BaseModel:
 
     @property
     def matrices(self) -> tuple[Tensor | Packed, Tensor | Packed, Tensor | None] | None:
-        """Embeddings [V, D], weight [V, D] and bias of the output layer, where both ends are these and no more."""
+        """Embeddings [V, D], weight [V, D] and bias of the output layer; None if these layers compute more."""
         embeddings, output = self._embeddings, self._output.matrices
         if output is None:
             return None
@@ -414,10 +414,10 @@ class BaseModel:
         return (embeddings.weight, *output) if plain else None
 
     def check_tokens(self, where: str, tokens: Iterable[object]) -> None:
-        """Refuse values that are no token ids of this base.
+        """Check that all values are token ids of this base.
 
         Raises:
-            ValueError: It is none.
+            ValueError: A value is not.
         """
         vocab_size = self.vocab_size
         for token in tokens:
@@ -432,7 +432,7 @@ class BaseModel:
         return embeddings.to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] as the base itself would give for hidden states [..., D] or [..., F] of any dtype."""
+        """The base's logits [..., V] for hidden states [..., D] or [..., F] of any dtype."""
         if self.feature_layers:
             hidden = hidden[..., : self.hidden_size]
         return self._output(hidden)
@@ -440,11 +440,11 @@ class BaseModel:
     def logits_of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
         """A function that computes only the columns ``tokens`` of ``logits``: hidden states [..., D] -> [..., n].
 
-        It reads a copy of the output layer's rows of these tokens; where the layer is offloaded until it is needed, all
-        of it.
+        It reads a copy of the output layer's rows of these tokens; if the layer is offloaded until it is needed, it
+        reads the whole layer.
 
         Args:
             tokens: int64 [n] token ids.
-            pack: Let our kernel compute it on a CPU; no gradient passes through.
+            pack: Use our kernel on a CPU; no gradient passes through.
         """
         return self._output.of(tokens, pack)

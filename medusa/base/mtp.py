@@ -1,6 +1,6 @@
-"""The multi-token-prediction layer that some bases bring along (DeepSeek-V3, GLM-4.5): a drafter trained with them.
+"""The multi-token-prediction layer of some bases (DeepSeek-V3, GLM-4.5): a drafter that was trained with the base.
 
-From its outputs the base's own output layer guesses tokens; fed with its own output, it guesses further.
+The base's output layer drafts tokens from this layer's outputs. The layer reads its own output to draft further tokens.
 
 Source: DeepSeek-V3 (2024), section 2.2.
 
@@ -17,12 +17,12 @@ from medusa.cache import BlockPool, Follower
 
 
 class MtpLayer(Follower):
-    """The layer; its cache follows the base's.
+    """The multi-token-prediction layer; its cache follows the base's.
 
     Args:
-        layers: transformers' module; its attention is ours from now on.
-        attention: Computes attention.
-        device: Of hidden states.
+        layers: transformers' module; its attention is replaced by ours.
+        attention: The attention backend.
+        device: Device of hidden states.
     """
 
     def __init__(self, layers: MtpModel, attention: TreeAttention, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class MtpLayer(Follower):
         return hidden[..., : self.hidden_size]
 
     def run(self, pool: BlockPool, plan: TreePlan, states_RD: Tensor) -> Tensor:
-        """By transformers' module."""
+        """See ``Follower``; computed by transformers' module."""
         places_1R = (plan.positions + 1)[None]
         embedded_1RD, angles = self._model.embed_tokens(plan.tokens[None]), None
         if self._model.rotary_emb is not None:

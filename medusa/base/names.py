@@ -1,4 +1,4 @@
-"""Names of bases: short ones that mean the same everywhere, and paths as heads name them."""
+"""Names of bases: short names that work everywhere, and paths that heads store."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ SMOLLM2, HUB_ID = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED = "embedded"
 """A small base that the repository holds; wheels leave out its 20 megabytes."""
 SHIPPED = (Path(__file__).parents[1] / "data").resolve()
-"""A folder of the repository, which the package has by a link, or of the installed package."""
+"""The data folder: of the repository, through a link in the package, or of the installed package."""
 
 
 def full_name(name: str) -> str:
@@ -31,7 +31,7 @@ def full_name(name: str) -> str:
 
 
 def default_base() -> str:
-    """The base of commands that are told none: "embedded", or "smollm2" where this installation lacks that."""
+    """The default base of commands: "embedded", or "smollm2" if this installation lacks that."""
     return EMBEDDED if (_embedded() / "config.json").is_file() else SMOLLM2
 
 
@@ -51,10 +51,10 @@ def shipped_heads(base: str) -> str:
 
 
 def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
-    """Where a base is: a path relative to the heads that name it, a path as given, or a Hub id.
+    """Resolve the name of a base: a path relative to the heads that name it, any other path, or a Hub id.
 
     Raises:
-        FileNotFoundError: It looks like a local path and there is nothing.
+        FileNotFoundError: The name looks like a local path that does not exist.
     """
     places = [] if heads_directory is None else [Path(heads_directory) / name]
     for place in (*places, Path(full_name(name))):
@@ -72,12 +72,12 @@ def resolve_base(name: str, heads_directory: str | Path | None = None) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only mean a place on this machine."""
+    """Whether a name can only be a local path."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def near(name: str, others: Iterable[str] = ()) -> str:
-    """Which short names, neighbours on the disk or others are nearly this name: "; did you mean X?", or ""."""
+    """A suggestion of similar short names, neighbouring paths or ``others``: "; did you mean X?", or ""."""
     place = Path(name)
     beside = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
     found = [str(place.with_name(one)) for one in _like(place.name, beside)] if place.name else []

@@ -1,6 +1,6 @@
-"""The Hugging Face Hub, asked for what is not on this machine; where it does not give that, one sentence says why.
+"""Access to the Hugging Face Hub for models that are not on this machine; errors are one sentence with the reason.
 
-Tokens are the business of huggingface_hub (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
+huggingface_hub handles access tokens (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
 """
 
 import logging
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TIMEOUT = 3.0
-"""Seconds that the Hub has for its first answer; downloads ask again and again, with pauses."""
+"""Seconds to wait for the Hub's first answer; downloads retry, with pauses."""
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no directory here can be one of the Hub's."""
+    """Whether a name that is not a local directory can be a Hub id."""
     return bool(HUB_NAME.fullmatch(name)) and not Path(name).is_dir()
 
 
 def at_hand(name: str, what: str, revision: str | None = None) -> str:
-    """What to load for a Hub id: the id where the Hub has it, else the directory that is kept of it on this machine.
+    """The name to load for a Hub id: the id itself if the Hub has it, otherwise its cached directory on this machine.
 
     Args:
         name: A Hub id.
@@ -45,12 +45,12 @@ def at_hand(name: str, what: str, revision: str | None = None) -> str:
         revision: Branch, tag or commit; None = the main branch.
 
     Raises:
-        OSError: The Hub does not have it, or does not answer, and nothing is kept; one sentence.
+        OSError: The Hub does not have it, or does not answer, and it is not cached; one sentence.
     """
     try:
         refusal = f"{what} ({name}) is not on this machine, and the Hugging Face Hub does not provide it"
         with one_sentence(refusal, near(name, kept())):
-            get_session().head(constants.ENDPOINT, timeout=TIMEOUT)  # what HfApi does first has pauses of its own
+            get_session().head(constants.ENDPOINT, timeout=TIMEOUT)  # HfApi's own first request retries with pauses
             HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except OSError as error:
         if directory := kept_directory(name, revision):
@@ -67,14 +67,14 @@ def kept() -> list[str]:
 
 
 def kept_directory(name: str, revision: str | None = None) -> str:
-    """The directory that is kept of a repository; "" = nothing is."""
+    """The cached directory of a repository; "" = not cached."""
     config = try_to_load_from_cache(name, "config.json", revision=revision)
     return str(Path(config).parent) if isinstance(config, str) else ""
 
 
 @contextmanager
 def one_sentence(what: str, remedy: str = "") -> Iterator[None]:
-    """Say what the Hub, or the way to it, objects to; addresses are left out, since they may hold a password."""
+    """Raise errors of the Hub or the network as one sentence, without addresses, because these may hold a password."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
@@ -86,7 +86,7 @@ def one_sentence(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error of huggingface_hub means, and what to do; "" for one that is no such error."""
+    """The meaning of an error of huggingface_hub and its remedy; "" for any other error."""
     match error:
         case GatedRepoError():
             return f"access to the repository must be requested on its page; then {LOG_IN}"

@@ -1,4 +1,4 @@
-"""A base's output layer: hidden states in, logits out, as the family scales and bounds them."""
+"""A base's output layer: from hidden states to logits, with the family's scale and soft cap."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from medusa.cpu.packed import Packed, PackedLinear
 def state_size(config: PreTrainedConfig) -> int:
     """D, the width of last hidden states, which the output layer reads.
 
-    OPT-350M's layers are wider: it projects what the last of them gives onto the width of its embeddings.
+    OPT-350M's layers are wider: it projects the output of the last layer to the width of its embeddings.
     """
     return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
 
@@ -22,8 +22,8 @@ class OutputLayer:
     """Logits of last hidden states [..., D] of any dtype.
 
     Args:
-        lm_head: The linear layer [V, D]; its weights stay where they are.
-        config: Of the language model.
+        lm_head: The linear layer [V, D]; its weights are not copied.
+        config: Config of the language model.
     """
 
     def __init__(self, lm_head: nn.Module, config: PreTrainedConfig) -> None:
@@ -39,13 +39,13 @@ class OutputLayer:
 
     @property
     def weight(self) -> Tensor:
-        """[V, D]."""
+        """The weight [V, D]."""
         weight: Tensor = self._lm_head.weight  # type: ignore[assignment]
         return weight
 
     @property
     def device(self) -> torch.device:
-        """Where it computes; weights that are offloaded until they are needed stand on no device meanwhile."""
+        """The device on which it computes, also if its weights are offloaded until they are needed."""
         if isinstance(self._lm_head, PackedLinear):
             return torch.device("cpu")
         device = self.weight.device
@@ -58,7 +58,7 @@ class OutputLayer:
 
     @property
     def matrices(self) -> tuple[Tensor | Packed, Tensor | None] | None:
-        """Weight and bias, where logits are their product and sum with the hidden state and no more."""
+        """Weight and bias, if logits are hidden state times weight plus bias and nothing more; otherwise None."""
         layer = self._lm_head
         if self._scale != 1.0 or self._cap:
             return None
@@ -73,7 +73,7 @@ class OutputLayer:
         return self._as_given(self._lm_head(hidden.to(self.weight.dtype)))
 
     def of(self, tokens: Tensor, pack: bool = False) -> Callable[[Tensor], Tensor]:
-        """What computes the columns of these tokens alone, see ``BaseModel.logits_of``."""
+        """A function that computes only the columns of these tokens, see ``BaseModel.logits_of``."""
         layer = self._lm_head
         if isinstance(layer, PackedLinear):
             index, weight = tokens, layer.packed.rows(tokens)

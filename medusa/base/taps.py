@@ -1,7 +1,7 @@
 """Outputs of some of a decoder's layers, beside its last hidden state.
 
-Hooks note them on the way. A layer carries one hook at most, for good, which does nothing unless the pass that runs on
-its thread has asked for that layer: passes of several threads do not mix, and nothing outlives a pass.
+Hooks record them during a pass. A layer has at most one hook, which is never removed; it does nothing unless the
+running pass of its thread needs that layer. So passes of several threads do not mix, and nothing outlives a pass.
 
 Legend: T rows, D hidden size, F = D * (1 + number of tapped layers).
 """
@@ -16,22 +16,21 @@ import torch
 from torch import Tensor, nn
 
 _now = threading.local()
-"""``noted``: outputs by layer of the pass that runs on this thread; None or missing where it asks for none."""
+"""``noted``: outputs by layer of the pass that runs on this thread; None or missing if it needs none."""
 
 
 class DecoderPass:
-    """A decoder's pass: its last hidden state, and behind it the outputs of some of its layers.
+    """A decoder's pass: its last hidden state, followed by the outputs of some of its layers.
 
-    Where the last hidden state is a projection of the last layer's output (OPT-350M), so are those of the other layers.
+    If the last hidden state is a projection of the last layer's output (OPT-350M), other outputs are projected too.
 
     Args:
-        decoder: What is between token ids and the output layer.
-        layers: Which, counted from 1; none = the last hidden state alone.
-        num_layers: How many the decoder has.
+        decoder: The layers between token ids and the output layer.
+        layers: Layers to read, counted from 1; none = only the last hidden state.
+        num_layers: Number of layers of the decoder.
 
     Raises:
-        ValueError: A layer is not one of those below the last, or the decoder's layers cannot be told from its other
-            modules.
+        ValueError: A layer is not below the last one, or the decoder's layers cannot be found.
     """
 
     def __init__(self, decoder: nn.Module, layers: Sequence[int] = (), num_layers: int = 0) -> None:
@@ -52,7 +51,7 @@ class DecoderPass:
         """Hidden states [B, T, F] on the device of the last one; the first D numbers are the last hidden state.
 
         Raises:
-            ValueError: What a layer gives is not one hidden state per row.
+            ValueError: The output of a layer is not one hidden state per row.
         """
         if not self._tapped:
             hidden: Tensor = self._decoder(**inputs).last_hidden_state
@@ -83,7 +82,7 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def outer_layers(count: int, num_layers: int) -> tuple[int, ...]:
-    """Layers that heads read in place of the last one: from the second to the last but three, as EAGLE-3 does.
+    """Layers that heads read instead of the last one, from the second to the fourth from the end, as in EAGLE-3.
 
     Raises:
         ValueError: There are fewer layers.
@@ -95,10 +94,10 @@ def outer_layers(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def first_layers(decoder: nn.Module, num_layers: int, count: int) -> nn.Module:
-    """The decoder with its first ``count`` layers alone; it shares all that they hold.
+    """The decoder with only its first ``count`` layers; all modules are shared.
 
     Raises:
-        ValueError: Its layers cannot be told from its other modules.
+        ValueError: Its layers cannot be found.
     """
     name, layers = find_layers(decoder, num_layers)
     top = parent = _beside(decoder)
@@ -110,14 +109,14 @@ def first_layers(decoder: nn.Module, num_layers: int, count: int) -> nn.Module:
 
 
 def _beside(module: nn.Module) -> nn.Module:
-    """A module with a list of modules of its own, and all else shared."""
+    """A shallow copy of a module with its own list of submodules."""
     beside = copy.copy(module)
     beside._modules = dict(module._modules)
     return beside
 
 
 def find_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """The outermost list of so many modules, whatever a family calls it, and its name.
+    """Name and modules of the outermost list of ``num_layers`` modules, whatever the family calls it.
 
     Raises:
         ValueError: There is none.

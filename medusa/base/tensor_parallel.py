@@ -1,9 +1,9 @@
-"""Tensor parallel: how transformers divides a base among processes, and what rank 0 tells the others.
+"""Tensor parallelism: transformers divides a base among processes, and rank 0 announces its passes to the others.
 
-rank 0        decides what is computed, and announces each pass of the base before it makes it
-other ranks   make the same pass with their share of heads and weights          (medusa/loading/tensor_parallel.py)
+rank 0        decides what is computed, and announces each pass of the base before it runs
+other ranks   run the same pass with their share of heads and weights           (medusa/loading/tensor_parallel.py)
 
-Embeddings and output layer are whole on every rank: drafters use both without asking anyone.
+Embeddings and output layer are complete on every rank, so drafters use them without communication.
 """
 
 import atexit
@@ -28,36 +28,36 @@ from medusa.attention import TreePlan
 from medusa.cache import BlockPool
 
 OTHER_WAYS = ("device_map", "distributed_config", "quantization_config")
-"""Options of ``from_pretrained`` that place or change weights otherwise."""
+"""Options of ``from_pretrained`` that place or change weights in other ways."""
 REST = 0.3
-"""Seconds between the last message and the end of a process: gloo's threads abort it where that is at once."""
+"""Seconds between the last message and the end of a process; without this pause gloo's threads abort it."""
 Command = tuple[str, tuple[Any, ...]]
-"""What other ranks do next: a method of ``Follower``, and its arguments on the host."""
+"""The next task of other ranks: a method of ``Follower``, and its arguments on the host."""
 
 
 class GroupError(RuntimeError):
-    """The ranks are no longer at the same place of the computation."""
+    """The ranks are no longer in step with each other."""
 
 
 class Others(Protocol):
-    """Ranks that compute with this one; what happens within the contexts they do too.
+    """The ranks that compute with this one; they repeat what happens within these contexts.
 
     Attributes:
-        broken: Some of them may be somewhere else, and nothing can be computed any more.
+        broken: The ranks may be out of step, so nothing can be computed any more.
     """
 
     broken: bool
 
     def run(self, layers: int, pool: BlockPool, plan: TreePlan, /) -> AbstractContextManager[None]:
-        """A pass over the rows of a plan, through so many layers."""
+        """A pass over the rows of a plan, through this number of layers."""
 
     def commit(self, pool: BlockPool, path_SA: Tensor, counts_S: Tensor, /) -> AbstractContextManager[None]:
-        """Accepted paths of the last plan of this pool are kept."""
+        """A commit of accepted paths of this pool's last plan."""
 
     def hidden_states(
         self, layers: int, ids_BT: Tensor, positions_BT: Tensor | None, /
     ) -> AbstractContextManager[None]:
-        """A plain pass."""
+        """A plain pass without a cache."""
 
 
 class Nobody:
@@ -66,24 +66,24 @@ class Nobody:
     broken = False
 
     def alone(self, *_: object) -> AbstractContextManager[None]:
-        """Nothing to tell."""
+        """Announce nothing."""
         return nullcontext()
 
     run = commit = hidden_states = alone
 
 
 class Leader:
-    """Rank 0 of several; one at a time of its threads computes.
+    """Rank 0 of several; only one of its threads computes at a time.
 
-    An error in the middle of a pass leaves the others in it: from then on all that is asked fails. They are told to end
-    when this process ends; should it be killed, they see their connection closed.
+    After an error in the middle of a pass the other ranks are still in it, so all later calls fail. The others are told
+    to end when this process ends; if it is killed, they see their connection closed.
 
     Args:
         group: All ranks, for messages between hosts.
     """
 
     started: ClassVar[bool] = False
-    """Whether there is one: other ranks follow it to the end of the process, and never another."""
+    """Whether a leader exists: other ranks follow one leader to the end of the process, and never another."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         Leader.started, self.broken = True, False
@@ -104,17 +104,17 @@ class Leader:
         )
 
     def commit(self, pool: BlockPool, path_SA: Tensor, counts_S: Tensor) -> AbstractContextManager[None]:
-        """Keys and values of accepted paths."""
+        """See ``Others``: keys and values of accepted paths."""
         return self._announced("commit", self._number(pool), _host(path_SA), _host(counts_S))
 
     def hidden_states(self, layers: int, ids_BT: Tensor, positions_BT: Tensor | None) -> AbstractContextManager[None]:
-        """Without a cache."""
+        """See ``Others``: a pass without a cache."""
         positions = None if positions_BT is None else _host(positions_BT)
         return self._announced("hidden_states", layers, _host(ids_BT), positions)
 
     @contextmanager
     def _announced(self, name: str, *arguments: Any) -> Iterator[None]:
-        with self._lock, torch.no_grad():  # transformers' layers communicate otherwise where there are gradients
+        with self._lock, torch.no_grad():  # with gradients, transformers' layers communicate in another way
             if self.broken:
                 raise GroupError("a pass of the base has failed on a rank of tensor parallel; start all of them again")
             try:
@@ -142,10 +142,10 @@ class Leader:
 
 
 def receive(group: dist.ProcessGroup) -> Command:
-    """What rank 0 announces next.
+    """Receive the next announcement of rank 0.
 
     Raises:
-        RuntimeError: It has gone.
+        RuntimeError: Rank 0 has ended.
     """
     messages: list[Any] = [None]
     dist.broadcast_object_list(messages, src=0, group=group, device=torch.device("cpu"))
@@ -165,13 +165,13 @@ def divide(
     """This rank's device, and the options of ``from_pretrained`` with which transformers loads its share.
 
     Args:
-        path: Of the base.
-        device: As it was asked for.
-        options: With "tp_plan": "auto", or rules in place of some of transformers' own.
-        refused: What else was asked for, by name, and does not go with it.
+        path: Path or Hub id of the base.
+        device: The requested device.
+        options: Contains "tp_plan": "auto", or rules that replace some of transformers' own.
+        refused: Other requested features, by name, that cannot be combined with it.
 
     Raises:
-        ValueError: The base cannot be divided so.
+        ValueError: The base cannot be divided in this way.
     """
     options, ranks = dict(options), int(os.environ.get("WORLD_SIZE", "1"))
     plan = options.pop("tp_plan")
@@ -199,7 +199,7 @@ def divide(
             " as divide both"
         )
     if int(os.environ.get("RANK", "0")):
-        logging.getLogger("medusa").setLevel(logging.WARNING)  # rank 0 tells what all find out
+        logging.getLogger("medusa").setLevel(logging.WARNING)  # all ranks would log the same as rank 0
     rules = (dict(plan) if isinstance(plan, Mapping) else {}) | dict.fromkeys(_ends(config), "replicate")
     options["distributed_config"] = DistributedConfig(tp_plan=rules, tp_size=ranks)
     return device if device.type == "cpu" else torch.device(device.type, int(os.environ["LOCAL_RANK"])), options
@@ -214,5 +214,5 @@ def _ends(config: Any) -> list[str]:
 
 
 def _host(x: Tensor) -> Any:
-    """As it is sent: pickled tensors are slow, and bring all the memory that they are a part of."""
+    """A tensor in the form that is sent: pickled tensors are slow, and include all the memory behind a view."""
     return x.cpu().numpy()
