@@ -1,4 +1,4 @@
-"""Who computes tree attention: a registry, and the choice among them. Backends are imported when they are chosen."""
+"""The registry of attention backends, and the choice among them. A backend is imported when it is chosen."""
 
 import importlib
 import logging
@@ -20,16 +20,17 @@ BACKENDS = {
     "triton": "medusa.attention.triton:TritonAttention",
 }
 PREFERENCE = {"cuda": ("triton", "flash"), "cpu": ("exact",)}
-"""On a GPU by the memory they must move: one pass over keys and values; a copy of them in order and flash kernels over
-that; a copy and masked products. On a CPU by what holds: sums of the reference depend on where keys stand."""
+"""Order of preference for "auto"; the reference comes last. On a GPU by memory traffic: triton reads keys and values
+once, flash copies them first, and the reference copies them and computes masked products. On a CPU by exactness: the
+reference's sums depend on the places of keys in the cache."""
 
 
 def build(name: str, device: torch.device) -> TreeAttention:
-    """The backend of that name.
+    """The backend with this name.
 
     Raises:
         ValueError: There is no such backend.
-        BackendUnavailableError: It does not run on that device.
+        BackendUnavailableError: The backend does not run on this device.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention ({name!r}) is not known; choose one of: auto, {', '.join(BACKENDS)}")
@@ -46,29 +47,32 @@ def build(name: str, device: torch.device) -> TreeAttention:
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerShape] = ()
 ) -> tuple[TreeAttention, str]:
-    """The backend that is asked for, or with "auto" the device's first that works; and why it is that one (logged too).
+    """Choose a backend: the requested one, or with "auto" the first that works on the device.
 
     Args:
-        name: A backend, or "auto".
-        device: Where the layers compute.
-        dtype: Of queries, keys and values.
-        layers: What "auto" tries backends with; none = an ordinary layer.
+        name: Name of a backend, or "auto".
+        device: Device of the layers.
+        dtype: Dtype of queries, keys and values.
+        layers: Layers with which "auto" tests backends; none = an ordinary layer.
+
+    Returns:
+        The backend and the reason for the choice, which is also logged.
 
     Raises:
         ValueError: There is no such backend.
-        BackendUnavailableError: The one that is asked for does not run on that device.
+        BackendUnavailableError: The requested backend does not run on this device.
     """
     backend, reason = (build(name, device), "asked for") if name != "auto" else _best(device, dtype, layers)
-    chosen = name != "auto" or device.type in PREFERENCE  # elsewhere there is nothing to choose
+    chosen = name != "auto" or device.type in PREFERENCE  # other devices have no choice
     logger.log(logging.INFO if chosen else logging.DEBUG, "attention %s: %s", backend.name, reason)
     return backend, reason
 
 
 def attend(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """``TreeAttention.attend`` of the plan's backend, or of the reference where the backend objects to the layer.
+    """``TreeAttention.attend`` of the plan's backend, or of the reference if the backend cannot compute the layer.
 
     Raises:
-        KernelError: While a graph is being captured, which must hold what has run before; try again eagerly.
+        KernelError: A kernel failed while a graph was captured; run the step again eagerly.
     """
     backend = plan.backend
     reason = _foreign(plan, query, scoring) or backend.objection(query, key, value, scoring)
@@ -99,7 +103,7 @@ def _best(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerShape]
 
 
 def _foreign(plan: TreePlan, query: Tensor, scoring: Scoring) -> str | None:
-    """What the reference alone computes."""
+    """Why only the reference can compute this; None if backends can."""
     if plan.backend.name == "reference":
         return None
     if scoring.chunk is not None and plan.backend.name != "exact":
@@ -115,6 +119,6 @@ def _capturing(query: Tensor) -> bool:
 
 @cache
 def _reference(instead_of: str, reason: str) -> TreeAttention:
-    """The reference, for layers that a backend objects to; each reason is logged once."""
+    """The reference, for layers that a backend cannot compute; each reason is logged once."""
     logger.info("attention: reference is used instead of %s for some layers: %s", instead_of, reason)
     return build("reference", torch.device("cpu"))

@@ -1,8 +1,8 @@
-"""The contract of tree attention: a pass's plan, a layer's numbers, and whoever computes.
+"""The interface of tree attention: the plan of a pass, the scoring of a layer, and the backend that computes.
 
-A pass computes R rows: the nodes of trees, tree behind tree, each below the cached positions of its own sequence. Trees
-differ in size: a plain decode step is a tree of one node, a chunk of a prompt a chain. A pass makes one ``TreePlan``;
-every layer then asks the plan's backend for the attention of its rows.
+A pass computes R rows: the nodes of trees, one tree after another, each behind the cached positions of its own
+sequence. Trees differ in size: a plain decode step is a tree of one node, and a chunk of a prompt is a chain. A pass
+makes one ``TreePlan``; every layer then calls the plan's backend for the attention of its rows.
 
 Legend: S sequences, R rows of all trees, n_s nodes of a tree, L cached positions of a sequence, H heads, D head size.
 """
@@ -25,14 +25,14 @@ WORD = 32
 
 
 class Scoring(NamedTuple):
-    """How a layer turns products of queries and keys into weights.
+    """How a layer computes attention weights from products of queries and keys.
 
     Attributes:
         scaling: Factor on the products.
         window: Sliding window in tokens, by position and not by place in the cache; None = full attention.
-        softcap: Scores become ``softcap * tanh(score / softcap)`` where given.
-        sinks: [H] score of a key that every row sees and that has no value, where given.
-        chunk: A row sees its own chunk of this many positions only; None = no chunks.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None = they do not change.
+        sinks: [H] score of a key without a value that every row sees; None = no such key.
+        chunk: Positions of a chunk; a row sees only its own chunk; None = no chunks.
     """
 
     scaling: float
@@ -43,10 +43,10 @@ class Scoring(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """Where the keys and values of sequences stand: place p of a sequence is place p % size of its block p // size.
+    """Where the keys and values of sequences are: place p of a sequence is place p % size of its block p // size.
 
     Attributes:
-        blocks: [S, W] int64, the blocks of each sequence in order; any valid number where it has none.
+        blocks: [S, W] int64, the blocks of each sequence in order; any valid number after the last one.
         size: Positions of a block.
     """
 
@@ -54,43 +54,43 @@ class BlockTable(NamedTuple):
     size: int
 
     def places(self, positions_SN: Tensor) -> Tensor:
-        """[S, N] index of these places in keys or values [blocks * size, ...]."""
+        """Indices [S, N] of these places in keys or values [blocks * size, ...]."""
         return self.blocks.gather(1, positions_SN // self.size) * self.size + positions_SN % self.size
 
 
 class TreeAttention(Protocol):
     """Computes the attention of one layer over the rows of a pass.
 
-    On a GPU nothing in it waits for the device, and its shapes follow from tensors' shapes, ``plan.sizes`` and
-    ``plan.kv_length`` alone: the call can be captured in a CUDA graph. True lengths are read on the device.
+    On a GPU the call never waits for the device, and its shapes depend only on shapes of tensors, ``plan.sizes`` and
+    ``plan.kv_length``, so it can be captured in a CUDA graph. True lengths are read on the device.
     """
 
     name: str
     dtypes: frozenset[torch.dtype]
-    """Of queries, keys and values."""
+    """Supported dtypes of queries, keys and values."""
     recordable: bool
-    """The call can be captured in a CUDA graph; always so on a GPU."""
+    """Whether the call can be captured in a CUDA graph; always true on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Prepare for a device.
 
         Raises:
-            BackendUnavailableError: It does not run there.
+            BackendUnavailableError: The backend does not run on it.
         """
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-        """Why this backend cannot compute such a layer (the reference then does), None if it can."""
+        """Why this backend cannot compute such a layer, so that the reference does; None if it can."""
 
     def attend(self, plan: "TreePlan", query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of the rows; what stands in blocks beyond a sequence's L + n_s places counts for nothing.
+        """Attention of the rows; contents of blocks beyond a sequence's L + n_s places are ignored.
 
         Args:
-            plan: The pass's plan; what a backend derives from it is made at the first layer and kept.
-            query: [R, H, D], any strides with the last 1.
-            key: [blocks, size, Hkv, D] contiguous, the layer's whole part of the pool, read through ``plan.table``. The
-                rows' own keys are already written, node i of a tree at place L + i of its sequence.
-            value: [blocks, size, Hkv, Dv], likewise.
-            scoring: The layer's numbers.
+            plan: The plan of the pass; data that a backend derives from it are computed at the first layer and kept.
+            query: [R, H, D] with any strides, the last one 1.
+            key: [blocks, size, Hkv, D] contiguous, all keys of the layer in the pool, read through ``plan.table``. The
+                rows' own keys are already written: node i of a tree is at place L + i of its sequence.
+            value: [blocks, size, Hkv, Dv], all values, in the same layout.
+            scoring: The scoring of the layer.
 
         Returns:
             [R, H, Dv].
@@ -105,29 +105,30 @@ class BackendUnavailableError(ValueError):
 
 
 class KernelError(RuntimeError):
-    """A backend's kernel for such a layer cannot run on this device; ``objection`` says so from now on."""
+    """A backend's kernel for such a layer cannot run on this device; ``objection`` gives the reason from now on."""
 
 
 class TreePlan:
-    """What the rows of a pass may attend to: each the cached positions of its sequence, and its own ancestors.
+    """The plan of a pass: every row attends to the cached positions of its sequence and to its own ancestors.
 
-    Made once per pass, on the device and without waiting for it; every form of it is built when a layer first asks for
-    it and shared by the layers after it.
+    It is made once per pass, on the device and without waiting for it. Derived data are computed when the first layer
+    needs them, and shared by all later layers.
 
     Attributes:
-        drafts: The trees: of some sequences each, in order. Their rows follow one another, those of a tree in order.
-        sizes: [S] nodes of each tree, numbers of the host.
-        firsts: [S + 1] where the nodes of each tree begin among those of all, and their number; likewise.
-        tokens: [R] int64.
+        drafts: The trees; each draft is for one or several sequences, in order. Rows are in the order of trees, then of
+            nodes.
+        sizes: [S] number of nodes of each tree, on the host.
+        firsts: [S + 1] index of each tree's first node among all nodes, then the number of all nodes; on the host.
+        tokens: [R] int64 tokens of the rows.
         lengths: [S] int64 on the device, L of every sequence.
-        kv_length: At least every L + n_s: a number of the host; with a fixed one here all shapes are fixed.
-        table: Where cached positions and rows stand.
-        backend: Who computes.
-        spans: Windows and chunks by layer index; layers that are missing see all that stands before.
-        computed: Nodes of each tree, the root first, that earlier passes have computed: the rows are those behind them.
-            Trees are of one draft and one size then, and layers have no windows or chunks.
-        together: Nodes of a tree see all of it (``Draft.together``); likewise.
-        gathered: Layers hand over a copy of these sequences' blocks alone, in the order of the table.
+        kv_length: A number on the host that is at least every L + n_s; if it is fixed, all shapes are fixed.
+        table: The blocks of cached positions and rows.
+        backend: The attention backend.
+        spans: Windows and chunks by layer index; layers that are missing see all earlier positions.
+        computed: Number of nodes of each tree, from the root on, that earlier passes have computed; rows are the nodes
+            after them. If it is not 0, there is one draft, and no layer has a window or chunks.
+        together: All nodes of a tree see each other (``Draft.together``); the same conditions hold.
+        gathered: Layers pass a copy of only these sequences' blocks, in the order of the table.
     """
 
     def __init__(
@@ -153,14 +154,14 @@ class TreePlan:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, form: Hashable, make: Callable[[], T]) -> T:
-        """What a backend derives from the plan under that name, made when a layer first asks for it."""
+        """Data that a backend derives from the plan under this name; computed at the first call."""
         if form not in self._made:
             self._made[form] = make()
         made: T = self._made[form]
         return made
 
     def span(self, layer: int | None) -> Span:
-        """Window and chunk of the layer of that index."""
+        """Window and chunk of the layer with this index."""
         return self.spans.get(layer, Span())
 
     def alone(self, index: int) -> "TreePlan":
@@ -174,7 +175,7 @@ class TreePlan:
         return TreePlan([own], lengths_1, self.kv_length, table, self.backend, self.spans)
 
     def gathering(self) -> "TreePlan":
-        """The plan for layers that compute on what is cached before their attention reads it: they get a copy."""
+        """The plan for layers that compute on cached keys and values before attention reads them: they get a copy."""
         plan = TreePlan(self.drafts, self.lengths, self.kv_length, self.table, self.backend, self.spans)
         plan.gathered, count = True, len(self.sizes) * self.width
         numbers = torch.arange(count, device=self.lengths.device).view(-1, self.width)
@@ -183,34 +184,34 @@ class TreePlan:
 
     @property
     def width(self) -> int:
-        """Blocks of each sequence that attention may read."""
+        """Number of blocks of each sequence that attention may read."""
         return -(-self.kv_length // self.table.size)
 
     @property
     def rows(self) -> int:
-        """R."""
+        """R, the number of rows."""
         return self.firsts[-1] - self.computed * len(self.sizes)
 
     @cached_property
     def parents(self) -> Tensor:
-        """[all nodes] int64 index of each one's parent among those of its tree, smaller than its own; 0 for a root."""
+        """[all nodes] int64 index of the parent in the same tree, smaller than the node's own; 0 for a root."""
         if self.computed:
             return self.drafts[0].parents.flatten()
         return self._rows([draft.parents for draft in self.drafts])
 
     @cached_property
     def uniform(self) -> int | None:
-        """Nodes of all trees where these are equal; None where they differ."""
+        """Number of nodes of every tree; None if trees differ in size."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
     @cached_property
     def depths(self) -> Tensor:
-        """[R] int64 edges from the root."""
+        """[R] int64 depth of each row: the number of edges from the root."""
         return self._rows([draft.depths for draft in self.drafts])
 
     @cached_property
     def sequences(self) -> Tensor:
-        """[R] int64 the sequence that each row belongs to."""
+        """[R] int64 index of each row's sequence."""
         index_S, device = torch.arange(len(self.sizes), device=self.lengths.device), self.lengths.device
         if self.uniform is not None:
             return index_S.repeat_interleave(self.uniform - self.computed)
@@ -218,25 +219,25 @@ class TreePlan:
 
     @cached_property
     def nodes(self) -> Tensor:
-        """[R] int64 index of each row among those of its tree."""
+        """[R] int64 index of each row among the nodes of its tree."""
         index_N = torch.arange(max(self.sizes), device=self.lengths.device)
         return self._rows([index_N[: draft.tokens.shape[1]].expand_as(draft.tokens) for draft in self.drafts])
 
     @cached_property
     def positions(self) -> Tensor:
-        """[R] int64: L + depth."""
+        """[R] int64 position of each row: L + depth."""
         return self.lengths[self.sequences] + self.depths
 
     @cached_property
     def places(self) -> Tensor:
-        """[R] int64 index in keys or values [blocks * size, ...] where each row's own go: place L + node."""
+        """[R] int64 index in keys or values [blocks * size, ...] of each row's own: place L + node."""
         at_R = self.lengths[self.sequences] + self.nodes
         blocks_R = self.table.blocks[self.sequences, at_R // self.table.size]
         return blocks_R * self.table.size + at_R % self.table.size
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[R, max n_s] bool: node j of the row's tree is the row itself or an ancestor."""
+        """[R, max n_s] bool: whether node j of the row's tree is the row itself or an ancestor."""
         widest = max(draft.tokens.shape[1] for draft in self.drafts)
         masks = [draft.ancestors for draft in self.drafts]
         rows = self._rows([torch.nn.functional.pad(mask, (0, widest - mask.shape[-1])) for mask in masks])
@@ -244,11 +245,11 @@ class TreePlan:
 
     @cached_property
     def words(self) -> Tensor:
-        """[R, ceil(max n_s / 32)] int32: bit j % 32 of word j // 32 says whether node j is the row or an ancestor."""
+        """[R, ceil(max n_s / 32)] int32: ``ancestors`` as bits; node j is bit j % 32 of word j // 32."""
         return pack_bits(self.ancestors)
 
     def _rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """[R, ...] of what each draft has at its nodes [b, N, ...]."""
+        """Values [R, ...] of the rows, from the values [b, N, ...] at each draft's nodes."""
         if self.computed:
             return parts[0][:, self.computed :].flatten(0, 1)
         if len(parts) == 1:
@@ -257,7 +258,7 @@ class TreePlan:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Bool [..., N] as int32 words [..., ceil(N / 32)]; bits beyond N are 0."""
+    """Pack bool [..., N] into int32 words [..., ceil(N / 32)]; bits beyond N are 0."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
     words: Tensor = (padded.long() << torch.arange(WORD, device=mask.device)).sum(-1)
-    return words.to(torch.int32)  # bit 31 becomes the sign
+    return words.to(torch.int32)  # bit 31 is the sign

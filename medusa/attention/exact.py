@@ -1,6 +1,6 @@
-"""The exact backend: a C++ kernel for CPUs whose sums depend on a row's own text alone, bit by bit (attention.h).
+"""The exact backend: a C++ kernel for CPUs whose results depend only on a row's own text, bit by bit (attention.h).
 
-Rows of a tree, of plain decoding, of a prefill in chunks of any size and of any batch come out equal.
+Results are equal for rows of a tree, of plain decoding, of a prefill in chunks of any size, and of any batch.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Rows(NamedTuple):
-    """A plan as the kernel reads it."""
+    """A plan in the layout of the kernel."""
 
     lengths: Tensor
     parents: Tensor
@@ -44,7 +44,7 @@ class _Rows(NamedTuple):
 
 
 class ExactAttention:
-    """Keys summed in order of position, in segments with fixed borders, in float32; each sequence to its own length."""
+    """Sums over keys in float32, in order of position, in segments with fixed bounds, up to each sequence's length."""
 
     name = "exact"
     recordable = False
@@ -60,12 +60,12 @@ class ExactAttention:
         native.declare(self._kernel, [_INT, _INT, ctypes.POINTER(_Layer), *[_POINTER] * 4])
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-        """Dtypes that the kernel does not know."""
+        """Dtypes that the kernel does not support."""
         known = query.dtype in self.dtypes and query.dtype == key.dtype == value.dtype
         return None if known else f"its kernel does not compute in {query.dtype}"
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """The C++ kernel's sums, which run in order of position."""
+        """See ``TreeAttention``; sums are in order of position."""
         assert key.is_contiguous() and value.is_contiguous(), "blocks are read whole"
         rows = plan.once(self.name, lambda: _Rows.of(plan))
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()

@@ -1,9 +1,9 @@
 """The flash backend: flash attention over the cached prefix, masked products inside the tree, merged by log-sum-exp.
 
-No flash kernel takes the mask of a tree, but only the N x N part inside the tree needs one. Softmax over both parts is
-the mean of the parts' outputs, weighted by exp(log-sum-exp). The prefix is computed by the package flash-attn where it
-is installed, otherwise by the flash kernels that torch brings along. The package reads blocks of ``PAGE`` positions
-where they stand; smaller ones, and all of them for torch's kernels, are copied in order first.
+Flash kernels do not support tree masks, but only the N x N part inside the tree needs a mask. Softmax over both parts
+is the mean of the parts' outputs, weighted by exp(log-sum-exp). The prefix is computed by the package flash-attn if it
+is installed, otherwise by torch's flash kernels. The package reads blocks of multiples of ``PAGE`` positions in place;
+smaller blocks, and all blocks for torch's kernels, are first copied in order.
 
 Legend: S sequences with trees of N nodes, R = N * g rows of a key head.
 """
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 MAX_DIM = 256
 DIM_STEP = 8
-"""Head sizes are multiples of this; kernels would pad, and copy, the whole cache otherwise."""
+"""Head sizes must be multiples of this; otherwise kernels would pad, and so copy, the whole cache."""
 PAGE = 256
-"""flash-attn 2 reads blocks of multiples of so many positions through a table."""
+"""flash-attn 2 reads blocks through a table if their size is a multiple of this number of positions."""
 HALF = frozenset({torch.bfloat16, torch.float16})
 
 _CUDA_KERNEL = torch.ops.aten._flash_attention_forward
@@ -33,11 +33,11 @@ _CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 Prefix = Callable[[Tensor, Tensor, Tensor, Part, Scoring], tuple[Tensor, Tensor]]
 """(rows [S, R, Hkv, D], keys and values [blocks, size, Hkv, D], part, scoring) -> attention over each sequence's first
-L keys: output [S, R, Hkv, D] and log-sum-exp [S, Hkv, R]. Both are undefined where L is 0."""
+L keys: output [S, R, Hkv, D] and log-sum-exp [S, Hkv, R]. Both are undefined if L is 0."""
 
 
 class FlashAttention:
-    """Prefix and tree apart. Windows that hide rows are left to the reference: they cut the prefix by node depth."""
+    """Prefix and tree separately. Layers with windows are left to the reference: a window cuts the prefix by depth."""
 
     name = "flash"
 
@@ -45,13 +45,13 @@ class FlashAttention:
         on_gpu = device.type == "cuda"
         package = _package() if on_gpu else None
         self._prefix: Prefix = _with_package(package) if package else _torch_cuda if on_gpu else _torch_cpu
-        self.recordable = on_gpu  # torch's kernel for CPUs is handed each sequence apart, cut to its length
+        self.recordable = on_gpu  # torch's CPU kernel is called per sequence, with its true length
         self._softcap = package is not None and "softcap" in inspect.signature(package).parameters
         self.dtypes = HALF if on_gpu else HALF | {torch.float32, torch.float64}
         logger.info("flash attention by %s", "flash-attn" if package else f"torch's own kernel for {device.type}")
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-        """What flash kernels do not know: some dtypes and head sizes, windows, softcaps."""
+        """Dtypes, head sizes, windows and softcaps that flash kernels do not support."""
         dim, dim_v = query.shape[-1], value.shape[-1]
         if query.dtype not in self.dtypes:
             return f"flash kernels do not compute in {query.dtype}"
@@ -64,7 +64,7 @@ class FlashAttention:
         return None
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """The cached prefix by a flash kernel, the tree by masked products, merged."""
+        """See ``TreeAttention``: a flash kernel for the prefix, masked products for the tree, then a merge."""
 
         def attend(part: Part, query_SNHD: Tensor) -> Tensor:
             query_SKGND = query_SNHD.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)
@@ -80,15 +80,15 @@ class FlashAttention:
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Tensor | None = None) -> Tensor:
-    """Attention over two sets of keys, from the attention over each.
+    """Merge the attention over two sets of keys into the attention over both.
 
     Args:
-        first: Output [S, Hkv, g, N, Dv] and log-sum-exp [S, Hkv, g, N] (-inf: nothing seen); finite outputs only.
-        second: The same over the other keys; every row has seen something here.
+        first: Output [S, Hkv, g, N, Dv], finite, and log-sum-exp [S, Hkv, g, N]; -inf = the row sees no key.
+        second: The same over the other keys; every row sees at least one.
         sinks: [H] scores that take weight and add no value.
 
     Returns:
-        [S, Hkv, g, N, Dv] in the log-sum-exps' dtype.
+        Output [S, Hkv, g, N, Dv] in the dtype of the log-sum-exps.
     """
     top = torch.maximum(first[1], second[1])
     if sinks is not None:
@@ -102,7 +102,7 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Te
 
 
 def _without_empty(part: Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences without a prefix have seen nothing; flash-attn says +inf there, which would take all the weight."""
+    """Set log-sum-exps of sequences without a prefix to -inf; flash-attn returns +inf, which would take all weight."""
     empty = (part.lengths == 0).view(-1, 1, 1, 1)
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
 
@@ -110,7 +110,7 @@ def _without_empty(part: Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor
 def _inside_tree(
     part: Part, query_SKGND: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Attention among the tree's own rows, in float32 or better: output [S, Hkv, g, N, D], lse [S, Hkv, g, N]."""
+    """Attention inside the tree, in float32 or better: output [S, Hkv, g, N, D], log-sum-exp [S, Hkv, g, N]."""
     dtype = torch.promote_types(query_SKGND.dtype, torch.float32)
     keys, values = (part.gather_own(arena).to(dtype).transpose(1, 2)[:, :, None] for arena in (key, value))
     scores = torch.matmul(query_SKGND.to(dtype), keys.transpose(-1, -2)) * scoring.scaling
@@ -121,7 +121,7 @@ def _inside_tree(
 
 
 def _package() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """flash-attn's kernel for cached keys; the package may be there without it (flash-attn 4 alone)."""
+    """flash-attn's kernel for cached keys; flash-attn 4 alone does not have it."""
     try:
         module = importlib.import_module("flash_attn.flash_attn_interface")
     except ImportError:
@@ -145,7 +145,7 @@ def _with_package(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Prefix:
 
 
 def _torch_cuda(rows: Tensor, key: Tensor, value: Tensor, part: Part, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """torch's variable-length kernel over the sequences one behind the other: reads true lengths on the device.
+    """torch's variable-length kernel over concatenated sequences; it reads true lengths on the device.
 
     It does not split long prefixes among multiprocessors, so the package is faster for few sequences.
     """
@@ -160,7 +160,7 @@ def _torch_cuda(rows: Tensor, key: Tensor, value: Tensor, part: Part, scoring: S
 
 
 def _torch_cpu(rows: Tensor, key: Tensor, value: Tensor, part: Part, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """torch's CPU kernel, sequence by sequence: lengths are at hand on a CPU."""
+    """torch's CPU kernel, one sequence at a time, because lengths are known on a CPU."""
     count, rows_each, kv_heads, _ = rows.shape
     out = torch.empty_like(rows)
     lse = rows.new_empty(count, kv_heads, rows_each, dtype=torch.promote_types(rows.dtype, torch.float32))

@@ -1,7 +1,7 @@
 """The attention function that transformers calls.
 
 The base stays an unmodified transformers model: the function is registered once under ``IMPLEMENTATION``, and the plan
-of a pass travels as a keyword argument of the forward call, from the one call [1, R] over the rows of all trees.
+of a pass is a keyword argument of the forward call, which is one call [1, R] over the rows of all trees.
 """
 
 from typing import Any
@@ -35,19 +35,19 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer in transformers' calling convention.
 
-    Without a plan (training, a plain forward pass) this is plain attention under transformers' own mask.
+    Without a plan (training, a plain forward pass) this is plain attention with transformers' own mask.
 
     Args:
         module: The attention layer.
         query: [B, H, T, D]; with a plan [1, H, R, D].
-        key: [B, Hkv, S, D]; with a plan the layer's whole part of the pool [blocks, size, Hkv, D], as its cache layer
-            hands it over, or [1, Hkv, blocks * size, D] where that is a copy.
-        value: Likewise, with Dv.
-        attention_mask: Used without a plan only.
-        tree_plan: The pass's plan.
+        key: [B, Hkv, S, D]; with a plan all keys of the layer in the pool [blocks, size, Hkv, D], from its cache layer,
+            or a copy [1, Hkv, blocks * size, D].
+        value: The values, in the same layout, with Dv.
+        attention_mask: Used only without a plan.
+        tree_plan: The plan of the pass.
         scaling: Factor on the scores; None = 1 / sqrt(D).
-        softcap: Scores become ``softcap * tanh(scores / softcap)`` where given.
-        s_aux: [H] attention sinks, where the layer has them.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; None = they do not change.
+        s_aux: [H] attention sinks, if the layer has them.
 
     Returns:
         Output [B, T, H, Dv] and None for the weights.
@@ -71,9 +71,9 @@ def tree_attention(
 
 
 def attend_rows(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """``attend`` for a layer's true scoring.
+    """``attend`` without windows and chunks that have no effect.
 
-    A window or a chunk that spans all positions hides none, and kernels that know neither can compute the layer.
+    A window or chunk that covers all positions hides none, so kernels that support neither can compute the layer.
     """
     if scoring.window is not None and scoring.window >= plan.kv_length:
         scoring = scoring._replace(window=None)
@@ -84,7 +84,7 @@ def attend_rows(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scori
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """transformers' mask [B, 1, T, S], or the causal one where it left that out, as 0 and -inf."""
+    """transformers' mask [B, 1, T, S], or the causal mask if there is none, as 0 and -inf."""
     if mask is None:
         mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask.dtype != torch.bool:
@@ -93,6 +93,6 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Make ``IMPLEMENTATION`` known to transformers; calling it again changes nothing."""
+    """Register ``IMPLEMENTATION`` with transformers; further calls change nothing."""
     AttentionInterface.register(IMPLEMENTATION, tree_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

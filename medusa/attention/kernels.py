@@ -2,8 +2,8 @@
 
 The g query heads that share a key head are packed into one block of rows, row r = node * g + group, so a block reads
 every key and value once for all of them. A grid of (blocks of rows, Hkv, splits) divides the positions of each sequence
-among the splits; each writes a normalised output and a log-sum-exp, which the second kernel weighs against each other.
-Keys and values are found through the table of blocks. Exponents are to base 2 throughout: the hardware has no other.
+among the splits; each writes a normalised output and a log-sum-exp, by which the second kernel weights the outputs.
+Keys and values are found through the table of blocks. All exponents are to base 2, as in the hardware.
 
 Legend: S sequences, L cached positions of a sequence, R rows of all trees, n nodes of one, D and Dv head sizes.
 """
@@ -23,9 +23,9 @@ def split_kernel(
     lengths,  # [S] integers, L
     table,  # [S, blocks of each] integers by stride
     words,  # [R, width] int32 ancestor bits
-    depths,  # [R] int32; read only where there is a window
+    depths,  # [R] int32; read only with a window
     partial,  # out [splits, Hkv, R * g, Dv] float32
-    partial_lse,  # out [splits, Hkv, R * g] float32, to base 2; -inf where a split has nothing for a row
+    partial_lse,  # out [splits, Hkv, R * g] float32, to base 2; -inf if a row sees no key of a split
     q_row,
     q_head,
     table_stride,
@@ -67,7 +67,7 @@ def split_kernel(
 
     end = length + nodes
     first = 0
-    if window is not None:  # every node stands at L or later: positions before L - window + 1 are hidden from all
+    if window is not None:  # every node is at position L or later: positions before L - window + 1 are hidden
         first = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     low = first + split * share
@@ -79,7 +79,7 @@ def split_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # The table is read a turn ahead: keys whose addresses come from memory in the same turn would be fetched later.
+    # The table is read one iteration ahead, so that keys need not wait for their addresses.
     block = _blocks(table, low, high, SIZE, BLOCK_N)
     for start in range(low, dense, BLOCK_N):
         place = _places(block, start, SIZE, BLOCK_N) * kv_heads
@@ -87,10 +87,10 @@ def split_kernel(
         k = tl.load(key + place[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
         v = tl.load(value + place[:, None] * DIM_V + dim_v[None, :], mask=(dim_v < DIM_V)[None, :], other=0.0)
         top, total, acc = _accumulate(q, k, v, None, top, total, acc, scaling, softcap, UPCAST)
-    EDGE_STAGES: tl.constexpr = 1 if window is None else 2  # without a window too short to fill a pipeline
+    EDGE_STAGES: tl.constexpr = 1 if window is None else 2  # without a window the loop is too short for a pipeline
     for start in tl.range(dense, high, BLOCK_N, num_stages=EDGE_STAGES):
         column = start + tl.arange(0, BLOCK_N)
-        is_key = column < end  # what lies behind is never read: it may hold anything
+        is_key = column < end  # later places are undefined and never read
         place = _places(block, start, SIZE, BLOCK_N) * kv_heads
         block = _blocks(table, start + BLOCK_N, high, SIZE, BLOCK_N)
         k_mask, v_mask = is_key[:, None] & (dim < DIM)[None, :], is_key[:, None] & (dim_v < DIM_V)[None, :]
@@ -109,20 +109,20 @@ def split_kernel(
 
 @triton.jit
 def _blocks(table, start, end, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int32: the block of each position from ``start`` on, 0 from ``end`` on."""
+    """[BLOCK_N] int32: the block of each position from ``start`` on; 0 from ``end`` on."""
     column = start + tl.arange(0, BLOCK_N)
     return tl.load(table + column // SIZE, mask=column < end, other=0).to(tl.int32)
 
 
 @triton.jit
 def _places(block, start, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: where positions stand from ``start`` on, a multiple of BLOCK_N. Sizes are powers of two."""
+    """[BLOCK_N] int64: places of the positions from ``start`` on, a multiple of BLOCK_N. Sizes are powers of two."""
     return block.to(tl.int64) * SIZE + start % SIZE + tl.arange(0, BLOCK_N) % SIZE
 
 
 @triton.jit
 def _visible(column, node, is_row, length, nodes, words, width, depths, window):
-    """[BLOCK_M, BLOCK_N]: cached positions and ancestors, within the window."""
+    """[BLOCK_M, BLOCK_N]: whether a key is a cached position or an ancestor, and within the window."""
     other = column - length
     in_tree = (other >= 0) & (other < nodes)
     word_at = node[:, None] * width + (other >> 5)[None, :]
@@ -168,7 +168,7 @@ def merge_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One row: the outputs of its splits, weighted by how much of the softmax each of them saw."""
+    """One row: the outputs of its splits, weighted by each split's part of the softmax."""
     row, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
     head = kv_head * GROUPS + row % GROUPS

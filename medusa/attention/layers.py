@@ -1,4 +1,4 @@
-"""What attention layers take from the cache that is not so over the rows of trees."""
+"""Corrections for attention layers that derive positions from the cache, which is wrong for rows of trees."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,14 @@ from medusa.attention.contract import TreePlan
 
 
 def rescale_queries(layer: nn.Module, query_RHD: Tensor, plan: TreePlan) -> Tensor:
-    """Queries scaled by their rows' positions, where a layer has scaled them by their indices in the pass.
+    """Scale queries by their rows' positions, if a layer has scaled them by their indices in the pass.
 
     Llama 4 does so in layers without rotary positions.
 
     Args:
-        layer: The attention layer; all but those layers get their queries back.
-        query_RHD: [R, H, D].
-        plan: Says where the rows stand.
+        layer: The attention layer; queries of all other layers are returned unchanged.
+        query_RHD: [R, H, D] queries.
+        plan: The plan with the rows' positions.
     """
     if not getattr(layer, "attn_temperature_tuning", False) or layer.use_rope:
         return query_RHD

@@ -1,7 +1,7 @@
-"""A pass in parts of equally large trees, their keys gathered: for whoever computes in rectangles.
+"""Splits a pass into parts with trees of equal size and gathered keys, for backends that need rectangular tensors.
 
-Legend: S sequences of a part, N nodes of each, Q of them whose rows are computed, L cached positions of a sequence,
-P positions that are gathered.
+Legend: S sequences of a part, N nodes of each, Q nodes whose rows are computed, L cached positions of a sequence,
+P gathered positions.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from medusa.attention.contract import BlockTable, TreePlan
 
 @dataclass(eq=False)
 class Part:
-    """The sequences of a plan that have trees of one size, with what belongs to them.
+    """The sequences of a plan that have trees of one size, and their data.
 
     Attributes:
-        nodes: N.
-        count: Q, those of them whose rows are computed: the last ones.
-        rows: [S * Q] int64 which rows of the pass are theirs; None = all of them, in order.
-        lengths: [S] int64, L.
-        depths: [S, Q] int64.
-        ancestors: [S, Q, N] bool: node j is the row's own or an ancestor of it.
-        blocks: [S, W] int64 of the table.
-        places: [S, P] int64 where each position stands in keys or values [blocks * size, ...]; any place that is
-            written where the position is not.
-        written: [S, P] bool: the position is a cached one or a node's.
+        nodes: N, number of nodes.
+        count: Q, number of nodes whose rows are computed; they are the last ones.
+        rows: [S * Q] int64 indices of their rows in the pass; None = all rows, in order.
+        lengths: [S] int64 cached positions L.
+        depths: [S, Q] int64 depths of the rows.
+        ancestors: [S, Q, N] bool: whether node j is the row's own or an ancestor.
+        blocks: [S, W] int64 blocks of the table.
+        places: [S, P] int64 place of each position in keys or values [blocks * size, ...]; any written place if the
+            position is not written.
+        written: [S, P] bool: whether the position is cached or a node's.
     """
 
     nodes: int
@@ -43,7 +43,7 @@ class Part:
 
     @classmethod
     def of(cls, plan: TreePlan, nodes: int, device: torch.device) -> "Part":
-        """The trees of that many nodes, for layers on that device."""
+        """The trees with this number of nodes, for layers on this device."""
         here, rows = plan.lengths.device, None
         lengths, depths, ancestors, blocks = plan.lengths, plan.depths, plan.ancestors, plan.table.blocks
         if plan.uniform is None:
@@ -61,47 +61,47 @@ class Part:
         return cls(nodes, count, None if rows is None else rows.to(device), *(tensor.to(device) for tensor in tensors))
 
     def take(self, rows: Tensor) -> Tensor:
-        """[S, Q, ...] of rows [R, ...]."""
+        """Select this part [S, Q, ...] of rows [R, ...]."""
         own = rows if self.rows is None else rows[self.rows]
         return own.view(-1, self.count, *rows.shape[1:])
 
     def gather(self, arena: Tensor) -> Tensor:
-        """[S, P, Hkv, D] of keys or values [blocks, size, Hkv, D]; 0 where nothing has been written."""
+        """Gather [S, P, Hkv, D] from keys or values [blocks, size, Hkv, D]; 0 if nothing was written."""
         return torch.where(self.written[..., None, None], arena.flatten(0, 1)[self.places], 0)
 
     def gather_own(self, arena: Tensor) -> Tensor:
-        """[S, N, Hkv, D] of keys or values: those of the nodes themselves."""
+        """Gather [S, N, Hkv, D], the nodes' own keys or values."""
         return arena.flatten(0, 1)[self.own]
 
     @cached_property
     def own(self) -> Tensor:
-        """[S, N] where the nodes' keys stand."""
+        """[S, N] places of the nodes' keys."""
         return self.places.gather(1, self.node_positions)
 
     @cached_property
     def node_positions(self) -> Tensor:
-        """[S, N] int64: L + i."""
+        """[S, N] int64: L + i for node i."""
         return self.lengths[:, None] + torch.arange(self.nodes, device=self.lengths.device)
 
     @cached_property
     def lengths_int32(self) -> Tensor:
-        """[S] int32, L."""
+        """[S] int32 cached positions L."""
         return self.lengths.to(torch.int32)
 
     @cached_property
     def blocks_int32(self) -> Tensor:
-        """[S, W] int32."""
+        """[S, W] int32 blocks of the table."""
         return self.blocks.to(torch.int32)
 
 
 def parts(plan: TreePlan, device: torch.device) -> list[Part]:
-    """All parts of a plan, for layers on that device."""
+    """All parts of a plan, for layers on this device."""
     sizes = sorted(set(plan.sizes) - {0})
     return plan.once(("parts", device), lambda: [Part.of(plan, nodes, device) for nodes in sizes])
 
 
 def by_part(plan: TreePlan, query: Tensor, attend: Callable[[Part, Tensor], Tensor]) -> Tensor:
-    """[R, H, Dv] of queries [R, H, D], from what is computed of each part: (part, [S, N, H, D]) -> [S, N, H, Dv]."""
+    """Compute queries [R, H, D] -> [R, H, Dv], with ``attend`` for each part: (part, [S, N, H, D]) -> [S, N, H, Dv]."""
     done = [(part.rows, attend(part, part.take(query)).flatten(0, 1)) for part in parts(plan, query.device)]
     rows, out = done[0]
     if rows is None:

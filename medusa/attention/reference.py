@@ -1,4 +1,4 @@
-"""The reference backend: torch's own attention with an additive mask. Runs anywhere; the measure of other backends."""
+"""The reference backend: torch's attention with an additive mask. It runs anywhere; others are tested against it."""
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ class ReferenceAttention:
         pass
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-        """None: it computes every layer."""
+        """None: it can compute every layer."""
         return None
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention under an additive mask, part by part of equally large trees."""
+        """See ``TreeAttention``: attention with an additive mask, for one part of equally large trees at a time."""
         groups = query.shape[1] // key.shape[2]
 
         def attend(part: Part, query_SNHD: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class ReferenceAttention:
 
 
 def explicit_mask(plan: TreePlan, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, N, kv_length] for a pass over one tree, 0 or -inf: for families that take their mask with each call."""
+    """The mask [1, 1, N, kv_length], 0 or -inf, of a pass over one tree, for families that need it with each call."""
     (part,) = parts(plan, device)
     assert len(part.lengths) == 1, "a mask belongs to one sequence"
     return _bias(plan, part, 1, dtype)
@@ -48,15 +48,15 @@ def _bias(
     window: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Additive mask [S, 1, groups * N, P]: 0 where a row may look, -inf elsewhere; made once for all layers alike.
+    """Additive mask [S, 1, groups * N, P]: 0 if a row sees a key, otherwise -inf; made once for all equal layers.
 
     Args:
-        plan: Keeps it.
-        part: Whose rows look.
-        groups: Query heads per key head; the rows repeat for each of them.
+        plan: The plan, which keeps the mask.
+        part: The part with the rows.
+        groups: Query heads per key head; the rows are repeated for each of them.
         dtype: The dtype of the queries.
         window: Sliding window in tokens, by position; None for full attention.
-        chunk: Rows see their own chunk of this many positions only; None for other layers.
+        chunk: Positions of a chunk; rows see only their own chunk; None for other layers.
     """
 
     def make() -> Tensor:
@@ -68,7 +68,7 @@ def _bias(
 
 
 def _visible(part: Part, window: int | None, chunk: int | None) -> Tensor:
-    """[S, Q, P] bool."""
+    """[S, Q, P] bool: whether a row sees a position."""
     sequences, nodes, at_SN = len(part.lengths), part.count, part.node_positions
     index_P = torch.arange(part.places.shape[1], device=at_SN.device)
     visible_SNP = (index_P < part.lengths[:, None, None]).expand(-1, nodes, -1).clone()
@@ -82,17 +82,17 @@ def _visible(part: Part, window: int | None, chunk: int | None) -> Tensor:
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:
-    """Attention under a mask, with grouped heads: the g query heads of one key head become g * N rows of it.
+    """Attention with a mask and grouped heads: the g query heads of a key head become g * N rows.
 
     Args:
-        query: [B, H, N, D].
-        key: [B, Hkv, S, D].
-        value: [B, Hkv, S, Dv].
-        bias: [B, 1, g * N, S], 0 or -inf; windows are part of it.
-        scoring: The layer's numbers.
+        query: [B, H, N, D] queries.
+        key: [B, Hkv, S, D] keys.
+        value: [B, Hkv, S, Dv] values.
+        bias: [B, 1, g * N, S] additive mask, 0 or -inf; it includes windows.
+        scoring: The scoring of the layer.
 
     Returns:
-        [B, H, N, Dv].
+        Output [B, H, N, Dv].
     """
     batch, heads, nodes, dim = query.shape
     rows, sinks, softcap = query.reshape(batch, key.shape[1], -1, dim), scoring.sinks, scoring.softcap

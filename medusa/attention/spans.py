@@ -1,10 +1,10 @@
-"""What each layer of a model may see: full attention, a sliding window, or chunks; asked of transformers, by layer.
+"""Finds what each layer of a transformers model may see: full attention, a sliding window, or chunks.
 
-Configs name windows that no layer applies, and layers apply windows under many names. What counts is the rule of the
-mask that a plain pass hands to a layer's attention, so a pass over two tokens notes these rules. A rule is a function
-of positions, which is evaluated for positions far behind those two tokens.
+Configs are not reliable: they name windows that no layer applies, and layers apply windows under many names. The truth
+is the mask rule that a layer's attention gets in a plain pass, so a pass over two tokens records these rules. A rule is
+a function of positions, and can be evaluated for positions far behind those two tokens.
 
-This file needs torch and transformers only: a copy of it travels with exported heads.
+This file needs only torch and transformers, because a copy of it is exported with heads.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "medusa_spans"
 MOST = 1 << 20
-"""Positions that are looked at, at most; a window of more tokens counts as full attention."""
+"""Most positions that are tested; a larger window counts as full attention."""
 
 
 class Span(NamedTuple):
-    """What the rows of a layer may see of the text before them.
+    """The part of the earlier text that rows of a layer may see.
 
     Attributes:
         window: Sliding window in tokens; None = no window.
-        chunk: Tokens of a chunk; a row sees its own chunk only; None = no chunks.
+        chunk: Tokens of a chunk; a row sees only its own chunk; None = no chunks.
     """
 
     window: int | None = None
@@ -33,18 +33,18 @@ class Span(NamedTuple):
 
 
 def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None, Span]:
-    """The span of every layer that gets its mask and its attention from transformers' interface.
+    """The spans of all layers that use transformers' interfaces for masks and attention.
 
     Args:
-        model: A causal language model of transformers; it comes back as it was.
-        decoder: What is between its token ids and its output layer.
-        length: Tokens of its context; what lies farther apart is not asked.
+        model: A causal language model of transformers; it is the same afterwards.
+        decoder: The layers between its token ids and its output layer.
+        length: Its context length; larger distances are not tested.
 
     Returns:
-        Spans by layer index. Layers with attention code of their own are missing: what they see is not known.
+        Spans by layer index, without layers that have their own attention code, because theirs are not known.
 
     Raises:
-        ValueError: A layer's mask follows another rule than a window or chunks.
+        ValueError: The mask rule of a layer is neither a window nor chunks.
     """
     before = model.config._attn_implementation
     if not model._can_set_attn_implementation():
@@ -80,11 +80,11 @@ def layer_spans(model: Any, decoder: nn.Module, length: int) -> dict[int | None,
 
 
 class UnknownSpanError(ValueError):
-    """A layer's mask follows a rule that masks over tree rows cannot express."""
+    """The mask rule of a layer cannot be applied to tree rows."""
 
 
 def _span(rule: Callable[..., Tensor], length: int) -> Span | None:
-    """The window or chunk that a rule describes up to ``length`` positions, None if it is something else."""
+    """The window or chunk that a rule describes up to ``length`` positions; None if it is another rule."""
     zero, positions_T = torch.zeros((), dtype=torch.int64), torch.arange(length)
 
     def sees(rows: Tensor, columns: Tensor) -> Tensor:

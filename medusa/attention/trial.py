@@ -1,4 +1,4 @@
-"""Backends are tried out with the layers of the base before one is chosen, up to the rows of a prefill."""
+"""Tests a backend with the layers of the base before it is chosen, with up to as many rows as a prefill has."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ from medusa.attention.contract import BlockTable, Scoring, TreeAttention, TreePl
 from medusa.tree import Draft
 
 TRIED_CONTEXT, TRIED_NODES, TRIED_BLOCK = 128, (1, 16, 64, 512), 32
-"""Cached positions of a trial, its tree sizes (blocks of rows of every size, up to those of a prefill), and positions
-of a block of the pool."""
+"""Cached positions of a test, its tree sizes (for blocks of rows of every size, up to a prefill's), and positions of a
+block of the pool."""
 
 
 class LayerShape(NamedTuple):
-    """What a kernel for a layer depends on, for a trial.
+    """The properties of a layer on which a kernel depends, for a test.
 
     Attributes:
         groups: Query heads per key head.
-        dim: D.
-        dim_v: Dv.
-        scoring: The layer's numbers.
+        dim: Head size D of queries and keys.
+        dim_v: Head size Dv of values.
+        scoring: The scoring of the layer.
     """
 
     groups: int = 1
@@ -31,7 +31,7 @@ class LayerShape(NamedTuple):
 
 
 def head_size(layer: nn.Module) -> int | None:
-    """D of an attention layer of transformers; None = it is another module."""
+    """Head size D of an attention layer of transformers; None = another kind of module."""
     # DeepSeek's latent attention, GPT-NeoX, and all others.
     sizes = (getattr(layer, name, None) for name in ("qk_head_dim", "head_size", "head_dim"))
     dim = next((size for size in sizes if size), None)
@@ -39,12 +39,12 @@ def head_size(layer: nn.Module) -> int | None:
 
 
 def layer_shapes(model: nn.Module, config: Any) -> tuple[LayerShape, ...]:
-    """The different shapes of a model's attention layers, with the scoring that its config names.
+    """The different shapes of a model's attention layers, with the scoring from its config.
 
-    A layer with a sliding window has two: a window that spans the whole text is none.
+    A layer with a sliding window has two shapes: a window that covers the whole text has no effect.
 
     Args:
-        model: A transformers model; what its layers are asked for is what all families call alike.
+        model: A transformers model; only attributes that all families share are read.
         config: Its text config.
     """
     windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
@@ -66,13 +66,14 @@ def try_out(
     dtype: torch.dtype,
     layers: Sequence[LayerShape] = (),
 ) -> str | None:
-    """Why a backend that could be built does not work here (no compiler, too old a GPU), None if it does.
+    """Why a backend that was built does not work here (no compiler, an old GPU); None if it works.
 
     Args:
-        backend: What is tried.
-        device: Where.
-        dtype: Of queries, keys and values.
-        layers: Each is tried, but those that the backend objects to, unless it objects to all; none = an ordinary one.
+        backend: The backend to test.
+        device: The device.
+        dtype: Dtype of queries, keys and values.
+        layers: Layers to test; those that the backend cannot compute are skipped, unless these are all.
+            Empty = one ordinary layer.
     """
     layers = layers or (LayerShape(),)
     if dtype not in backend.dtypes:
@@ -82,7 +83,7 @@ def try_out(
         for nodes in TRIED_NODES:
             try:
                 objection, right = _try_layer(backend, device, dtype, layer, nodes)
-            except Exception as error:  # noqa: BLE001  # every kernel's compiler and loader fails in its own way
+            except Exception as error:  # noqa: BLE001  # compilers and loaders of kernels raise many kinds of errors
                 return f"fails: {error}"
             if not right:
                 return "computes wrong numbers"
@@ -95,13 +96,13 @@ def try_out(
 def _try_layer(
     backend: TreeAttention, device: torch.device, dtype: torch.dtype, layer: LayerShape, nodes: int
 ) -> tuple[str | None, bool]:
-    """The backend's objection, or whether its numbers are right."""
+    """The backend's objection, and whether its results are right."""
     tokens, kv_heads = torch.zeros(1, nodes, dtype=torch.int64, device=device), 2
     lengths = tokens[:, 0] + TRIED_CONTEXT
     kv_length = TRIED_CONTEXT + nodes
     blocks = torch.arange(-(-kv_length // TRIED_BLOCK), device=device).flip(0)
     plan = TreePlan([Draft.chain(tokens)], lengths, kv_length, BlockTable(blocks[None], TRIED_BLOCK), backend)
-    # All rows are alike: whatever their weights, the result is their value.
+    # All values are equal, so the result is this value for any weights.
     numbers = torch.arange(max(layer.dim, layer.dim_v), device=device, dtype=dtype) / 256
     query = numbers[: layer.dim].repeat(nodes, kv_heads * layer.groups, 1)
     key = numbers[: layer.dim].repeat(len(blocks), TRIED_BLOCK, kv_heads, 1)

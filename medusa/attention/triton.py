@@ -17,19 +17,19 @@ from medusa.attention.kernels import merge_kernel, split_kernel
 MAX_DIM = 256
 MAX_SPLITS = 64
 WAVES = 2
-"""Programs per multiprocessor that the splits aim at: one computes while another waits for memory."""
+"""Intended number of programs per multiprocessor: one computes while another waits for memory."""
 HOPPER, AMPERE = 227 << 10, 99 << 10
-"""Bytes of shared memory that a program can have. From the one on tensor cores read operands from there (Hopper, large
-Blackwells); with less than the other Triton uses no tensor cores (Turing: 64 KiB)."""
+"""Bytes of shared memory that a program can have. From ``HOPPER`` on, tensor cores read operands from there (Hopper,
+large Blackwells); below ``AMPERE``, Triton uses no tensor cores (Turing: 64 KiB)."""
 REGISTERS = 1 << 13
-"""Numbers of a block of rows (rows x D) beyond which four warps' registers spill, where these hold operands too."""
+"""Elements of a block of rows (rows x D) beyond which four warps' registers spill, if they also hold operands."""
 READING = 64
-"""Rows that a block of rows costs beside its own, since it reads every key: mixed trees get blocks in between."""
+"""Fixed cost of a block of rows, in rows, because it reads every key; so mixed trees get blocks of medium size."""
 MOST_ROWS = 128
 
 
 class Tile(NamedTuple):
-    """How one program cuts its work.
+    """The block sizes of one program.
 
     Attributes:
         rows: Packed query rows of a block.
@@ -45,13 +45,13 @@ class Tile(NamedTuple):
 
 
 def choose_rows(rows: Sequence[int]) -> int:
-    """Rows of a block, a power of two: as many as cost all trees together least.
+    """Choose the number of rows of a block, a power of two, with the least total cost of all trees.
 
-    A large block reads keys for more rows at once; a small tree fills little of it. Trees of equal size get one that
-    holds all their rows, as far as there are such blocks.
+    A large block reads keys for more rows at once, but a small tree fills little of it. Trees of equal size get a block
+    that holds all their rows, up to the largest block.
 
     Args:
-        rows: n * g of each tree, packed rows of a key head.
+        rows: n * g of each tree, the packed rows of a key head.
     """
     trees, sizes = Counter(rows), [MOST_ROWS >> shift for shift in range(4)]
     cost = {size: (size + READING) * sum(-(-n // size) * count for n, count in trees.items()) for size in sizes}
@@ -60,13 +60,13 @@ def choose_rows(rows: Sequence[int]) -> int:
 
 @lru_cache(maxsize=256)
 def choose_tile(rows: int, dim: int, itemsize: int, shared_memory: int = HOPPER, window: bool = False) -> Tile:
-    """A tile whose queries and blocks in flight fit the device's shared memory, and whose numbers fit its registers.
+    """Choose a tile that fits the device's shared memory (queries and blocks in flight) and registers.
 
-    Every block of rows reads all keys, so blocks are as large as they can be. Products without tensor cores (float32,
-    old cards) hold their operands in registers: small blocks.
+    Every block of rows reads all keys, so blocks are as large as possible. Products without tensor cores (float32, old
+    cards) hold their operands in registers, so their blocks are small.
 
     Args:
-        rows: Of a block, at most (``choose_rows``).
+        rows: Most rows of a block (``choose_rows``).
         dim: The larger of D and Dv.
         itemsize: Bytes of an element.
         shared_memory: Bytes that a program can have on the device.
@@ -95,27 +95,27 @@ def _tiles(block: int, dim: int, wide: bool) -> Iterator[Tile]:
 
 
 def shared_bytes(tile: Tile, dim: int, itemsize: int, shared_memory: int = HOPPER, window: bool = False) -> int:
-    """At most so much shared memory does a program use: of queries, keys and values in flight, weights, a mask.
+    """An upper bound on a program's shared memory in bytes: queries, keys and values in flight, weights, a mask.
 
     Args:
-        tile: Of half precision.
+        tile: A tile in half precision.
         dim: The larger of D and Dv, a power of two.
         itemsize: Bytes of an element.
-        shared_memory: Of the device: operands that are read from registers leave shared memory a stage earlier.
-        window: The layer has a sliding window: masks of all blocks, positions and places stand there too.
+        shared_memory: Bytes of the device; operands that are read from registers leave shared memory a stage earlier.
+        window: The layer has a sliding window, so masks of all blocks, positions and places are there too.
     """
     in_flight = tile.stages if shared_memory >= HOPPER else max(1, tile.stages - 1)
     blocks = itemsize * (tile.rows * dim + 2 * in_flight * tile.keys * dim + tile.rows * tile.keys)
     mask = 4 * (tile.rows + 1 + 2 * tile.stages) * tile.keys if window else 0
-    return max(blocks + mask, 4 * tile.rows * dim)  # the result takes their place
+    return max(blocks + mask, 4 * tile.rows * dim)  # the result reuses their memory
 
 
 def choose_splits(programs: int, key_blocks: int, processors: int) -> int:
-    """Into how many parts, a power of two, sequences are split so that its programs fill the device.
+    """Choose the number of splits of a sequence, a power of two, so that the programs fill the device.
 
     Args:
         programs: Programs per split.
-        key_blocks: Blocks of keys; a split gets at least two of them.
+        key_blocks: Blocks of keys; a split gets at least two.
         processors: Multiprocessors.
     """
     splits = min(WAVES * processors // programs, key_blocks // 2, MAX_SPLITS)
@@ -123,10 +123,10 @@ def choose_splits(programs: int, key_blocks: int, processors: int) -> int:
 
 
 class TritonAttention:
-    """Split-K flash decoding with bit-packed tree masks. On a CPU only in Triton's interpreter, for tests.
+    """Split-K flash decoding with bit-packed tree masks. On a CPU it runs only in Triton's interpreter, for tests.
 
     Attributes:
-        processors: Multiprocessors to fill.
+        processors: Number of multiprocessors.
         shared_memory: Bytes that a program can have.
     """
 
@@ -146,7 +146,7 @@ class TritonAttention:
         self._refused: dict[tuple[object, ...], str] = {}
 
     def objection(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> str | None:
-        """Head sizes that do not fit, dtypes that the kernel does not know, and what could not be launched before."""
+        """Head sizes that do not fit, dtypes without support, and kernels that could not be launched before."""
         if query.dtype not in self.dtypes:
             return f"its kernel does not compute in {query.dtype}"
         dim, size = max(query.shape[-1], value.shape[-1]), key.shape[1]
@@ -157,7 +157,7 @@ class TritonAttention:
         return self._refused.get(_kind(query, key, value, scoring))
 
     def attend(self, plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """One launch for all trees, and a merge of its splits."""
+        """See ``TreeAttention``: one launch for all trees, and a merge of the splits."""
         groups, dim = query.shape[1] // key.shape[2], max(query.shape[-1], value.shape[-1])
         rows = plan.once(("block of rows", groups), lambda: choose_rows([size * groups for size in plan.sizes]))
         tile = choose_tile(rows, dim, query.element_size(), self.shared_memory, scoring.window is not None)
@@ -206,9 +206,9 @@ class TritonAttention:
 
 
 def row_blocks(plan: TreePlan, block: int, groups: int) -> Tensor:
-    """[blocks of rows, 4] int32: the sequence of each, its first packed row, its tree's first row and nodes.
+    """[blocks of rows, 4] int32: sequence, first packed row, first row of the tree, and number of its nodes.
 
-    Of equally large trees it is computed on the device, so that a graph can hold it; else it comes from the host.
+    For trees of equal size it is computed on the device, so that a graph can capture it; otherwise on the host.
     """
     device = plan.lengths.device
     if plan.uniform is None:
@@ -226,12 +226,12 @@ def row_blocks(plan: TreePlan, block: int, groups: int) -> Tensor:
 
 
 def _kind(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[object, ...]:
-    """What compiled kernels of a layer depend on."""
+    """The properties of a layer on which its compiled kernels depend."""
     groups, sizes = query.shape[1] // key.shape[2], (query.shape[-1], value.shape[-1])
     return query.dtype, groups, sizes, scoring.window is None, scoring.softcap is None, scoring.sinks is None
 
 
 def _shared_memory(device: torch.device) -> int:
-    """What Triton holds a kernel's shared memory against when it loads it."""
+    """Triton's limit on a kernel's shared memory when it loads one."""
     with torch.cuda.device(device):
         return int(driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
