@@ -1,7 +1,7 @@
 """Small C++ kernels, called through ctypes.
 
-A wheel brings them compiled (``medusa.cpu.flavours``). Elsewhere the system's compiler builds them once, and they are
-kept in the user's cache.
+A wheel contains them compiled (``medusa.cpu.flavours``). Otherwise the system's compiler builds them once, into the
+user's cache.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
 """The kernels of ``medusa.cpu.native``."""
 COMPILERS = ("g++", "clang++", "c++")
-"""Where ``$CXX`` names none."""
+"""Compilers to try if ``$CXX`` is not set."""
 EXTRA_FLAGS = "MEDUSA_CXXFLAGS"
-"""Environment variable with more flags for the compiler, which then builds in any case; "-march=x86-64-v3" hides what a
-processor has beyond AVX2."""
+"""Environment variable with more flags for the compiler. If it is set, kernels are always built, even with a wheel.
+Example: "-march=x86-64-v3" excludes instructions beyond AVX2."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-w")
 TIMEOUT = 600
-"""Seconds; a quick machine needs ten."""
+"""Time limit of the compiler in seconds; a fast machine needs ten."""
 
 
 class NativeUnavailableError(RuntimeError):
@@ -42,10 +42,10 @@ class NativeUnavailableError(RuntimeError):
 
 @cache
 def load(source: Path) -> ctypes.CDLL:
-    """The library that a source file compiles to: the wheel's, or one built here.
+    """Load the compiled library of a source file: the wheel's, or one that is built here.
 
     Raises:
-        NativeUnavailableError: There is neither a wheel's nor a compiler, the compiler fails, or loading fails.
+        NativeUnavailableError: There is neither a library in the wheel nor a compiler, or compiling or loading fails.
     """
     try:
         library = None if os.environ.get(EXTRA_FLAGS) else flavours.shipped(source)
@@ -58,7 +58,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def _built(source: Path) -> Path:
-    """The library in the cache, built where there is none yet for this source, compiler and processor."""
+    """The library in the cache; built if there is none yet for this source, compiler and processor."""
     compiler = find_compiler()
     version = _run([*compiler, "--version"])
     flags = _flags(version)
@@ -66,7 +66,7 @@ def _built(source: Path) -> Path:
     library = _writable(cache_directory(), name) / f"{name}.so"
     if not library.exists():
         with library.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
+            fcntl.flock(lock, fcntl.LOCK_EX)  # if several processes start together, one builds
             if not library.exists():
                 logger.info("kernel %s: compiling it for this processor, once; this takes half a minute", source.name)
                 replace_file(library, lambda beside: compile_library(source, compiler, flags, beside))
@@ -75,10 +75,10 @@ def _built(source: Path) -> Path:
 
 
 def compiler_version() -> str:
-    """What the compiler calls itself, in a line.
+    """The compiler's own description of its version, in one line.
 
     Raises:
-        NativeUnavailableError: There is none, or it does not run.
+        NativeUnavailableError: There is no compiler, or it does not run.
     """
     command = [*find_compiler(), "--version"]
     try:
@@ -91,7 +91,7 @@ def find_compiler() -> list[str]:
     """The command of the compiler, ``$CXX`` first.
 
     Raises:
-        NativeUnavailableError: There is none.
+        NativeUnavailableError: There is no compiler.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     if named and shutil.which(named[0]):
@@ -103,7 +103,7 @@ def find_compiler() -> list[str]:
 
 
 def _writable(directory: Path, name: str) -> Path:
-    """The directory, or one of this user's among temporary files where nothing can be kept in it, nor is."""
+    """This directory if it holds the file or is writable; otherwise a temporary directory of this user."""
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
     if (directory / f"{name}.so").exists() or os.access(directory, os.W_OK | os.X_OK):
@@ -123,9 +123,9 @@ def compile_library(
 
     Args:
         source: The file.
-        compiler: Its command.
+        compiler: The command of the compiler.
         flags: For compiling; linking needs none.
-        library: What is written.
+        library: The file to write.
         timeout: Seconds; None = no limit.
 
     Raises:
@@ -134,16 +134,17 @@ def compile_library(
     objects = library.with_name(f"{library.name}.o")
     try:
         _run([*compiler, *flags, "-c", str(source), "-o", str(objects)], timeout)
-        # Linked without OpenMP: it shares the threads of torch's, which is loaded; two sets would wait for each other.
+        # Linked without OpenMP: torch's OpenMP is loaded and shared, because two sets of threads slow each other down.
         _run([*compiler, "-shared", str(objects), "-o", str(library)])
     finally:
         objects.unlink(missing_ok=True)
 
 
 def _flags(version: str) -> list[str]:
-    """For a compiler that says this of itself."""
+    """The flags for a compiler with this version line."""
     here = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    # GCC's OpenMP is torch's own on Linux. Another one would be a second set of threads; then the kernels have theirs.
+    # On Linux torch uses GCC's OpenMP, which is shared. Another OpenMP would be a second set of threads beside torch's,
+    # so the kernels then use threads of their own.
     openmp = [] if "clang" in version or sys.platform != "linux" else ["-fopenmp"]
     return [*FLAGS, here, *openmp, *os.environ.get(EXTRA_FLAGS, "").split()]
 
@@ -153,7 +154,7 @@ def _run(command: list[str], timeout: float | None = TIMEOUT) -> str:
 
 
 def _fingerprint(source: Path, compiler: list[str], flags: list[str], version: str) -> str:
-    """A name that changes with the source, the compiler, its flags and the CPU that "native" means."""
+    """A name that changes with the source, the compiler, its flags and the CPU for which "native" compiles."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = (
         *(file.read_bytes() for file in files),

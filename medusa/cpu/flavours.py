@@ -1,7 +1,7 @@
-"""Kinds of processors that a wheel holds compiled kernels for, and the choice among them where it is installed.
+"""The kinds of processors for which a wheel contains compiled kernels, and the choice among them on a machine.
 
-They differ in what the kernels distinguish: the width of vectors, products of 8-bit numbers (VNNI), bfloat16, a matrix
-unit. ``tools/wheel.py`` compiles for them.
+They differ in the features that the kernels use: the width of vectors, products of 8-bit integers (VNNI), bfloat16, a
+matrix unit. ``tools/wheel.py`` compiles for them.
 """
 
 import platform
@@ -11,18 +11,21 @@ from typing import NamedTuple
 
 V3 = "abm avx avx2 bmi1 bmi2 cx16 f16c fma lahf_lm movbe pni popcnt sse4_1 sse4_2 ssse3 xsave"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-"""Levels of x86-64 (its psABI, section 3.1.1), as Linux names their instructions."""
+"""Levels of x86-64 (psABI, section 3.1.1), by Linux's names of their instructions."""
 
 
 class Flavour(NamedTuple):
-    """A kind of processor: its name, what the compiler may use, and how Linux names that, both separated by spaces."""
+    """A kind of processor: its name, the compiler's target options, and Linux's names of its instructions.
+
+    Options and names are separated by spaces.
+    """
 
     name: str
     flags: str
     needs: str
 
     def library(self, source: Path) -> Path:
-        """Where a wheel holds what a source compiles to, beside it."""
+        """The path of a source's compiled library in a wheel, beside the source."""
         return source.with_name(f"{source.stem}-{self.name}.so")
 
 
@@ -45,11 +48,11 @@ FLAVOURS = {
         Flavour("neon", "-march=armv8-a", "asimd"),
     ),
 }
-"""By ``platform.machine()``, the most able first."""
+"""Flavours by ``platform.machine()``; those with more features come first."""
 
 
 def linux_says(*names: str) -> str | None:
-    """The first line of /proc/cpuinfo that begins with one of these names; None where there is none."""
+    """The first line of /proc/cpuinfo that begins with one of these names; None if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -58,16 +61,16 @@ def linux_says(*names: str) -> str | None:
 
 
 def processor() -> str:
-    """What Linux says of this processor's instructions in one line; on other systems its name."""
+    """Linux's line about this processor's instructions; on other systems the processor's name."""
     return linux_says("flags", "Features") or platform.processor() or platform.machine()
 
 
 def able() -> Iterable[Flavour]:
-    """The flavours that this processor can execute, the most able first."""
+    """The flavours that this processor can execute; those with more features come first."""
     has = set(processor().split())
     return (flavour for flavour in FLAVOURS.get(platform.machine(), ()) if has.issuperset(flavour.needs.split()))
 
 
 def shipped(source: Path) -> Path | None:
-    """The library of a source that a wheel has brought and that suits this processor best; None = there is none."""
+    """The best library of a source in the wheel for this processor; None = there is none."""
     return next((library for flavour in able() if (library := flavour.library(source)).is_file()), None)

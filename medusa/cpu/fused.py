@@ -1,7 +1,6 @@
-"""A decoder's pass over tree rows as one C++ call, for families whose layers are the usual block (Llama's).
+"""A decoder's pass over tree rows as one C++ call, for families with the usual transformer block (Llama's).
 
-A family is recognised by its modules; that it computes what they do is for the load-time check to find out
-(``medusa.loading.self_test``).
+A family is recognised by its modules. A test at load checks that the results are equal (``medusa.loading.self_test``).
 """
 
 import ctypes
@@ -24,15 +23,15 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm",
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose angles follow from the position alone."""
+"""Kinds of rotary positions whose angles depend only on the position."""
 POSITIONS = 1024
-"""Rows of the table of angles at first; it doubles."""
+"""First number of rows of the table of angles; it doubles."""
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class _Weights(NamedTuple):
-    """A linear layer, or outputs of one."""
+    """A linear layer, or some outputs of one."""
 
     weight: Tensor | Packed
     bias: Tensor | None
@@ -42,18 +41,18 @@ class _Weights(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """What must not move."""
+        """The tensors, which must not move."""
         return [self.weight.parts if isinstance(self.weight, Packed) else self.weight, self.bias, self.scales]
 
     @property
     def struct(self) -> LinearStruct:
-        """For the kernels."""
+        """The struct for the kernels."""
         if isinstance(self.weight, Packed):
             return self.weight.struct(self.bias)
         return LinearStruct.of(self.weight, self.bias, self.scales, self.inputs, self.outputs)
 
     def parts(self, sizes: Sequence[int]) -> "list[_Weights]":
-        """Its outputs as layers of their own."""
+        """Split its outputs into separate layers of these sizes."""
         if isinstance(self.weight, Packed) and any(size % PANEL for size in sizes):
             raise UnusualBlockError("several layers are packed as one, and one of them ends within a panel")
         weights, biases, scales = (
@@ -94,20 +93,20 @@ class _Pass(ctypes.Structure):
 
 
 class UnusualBlockError(ValueError):
-    """A decoder is not built of the usual block; it runs as transformers does."""
+    """A decoder does not consist of the usual block, so transformers runs it."""
 
 
 class FusedPass:
-    """The pass of one decoder. All its weights are read where they are; they must not move.
+    """The pass of one decoder. Weights are read in place and must not move.
 
     Args:
-        decoder: What is between token ids and the output layer, on a CPU.
-        taps: Layers, counted from 1, whose outputs stand behind the last hidden state.
-        spans: What each layer sees, by its index; a layer that is missing sees all that stands before.
-        context_length: Positions behind it (drafts that can no longer be emitted) become its last one.
+        decoder: The layers between token ids and the output layer, on a CPU.
+        taps: Layers, counted from 1, whose outputs follow the last hidden state.
+        spans: Windows and chunks by layer index; a layer that is missing sees all earlier positions.
+        context_length: Positions beyond it, of drafts that can no longer be emitted, are replaced by its last one.
 
     Raises:
-        UnusualBlockError: Its layers are something else, or hold something that the kernel does not know.
+        UnusualBlockError: The layers are of another kind, or contain parts that the kernel does not support.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class FusedPass:
         """Hidden states [R, F] of a pass's rows; their keys and values go into the pool.
 
         Raises:
-            IndexError: A token that the base does not have.
+            IndexError: A token is not in the vocabulary.
         """
         return _run(self._fixed, self._dtype, plan, self._angles_of(plan.kv_length), *self._arenas(pool))
 
@@ -160,7 +159,7 @@ class FusedPass:
         return _Weights(layer.weight.detach(), None, None, layer.embedding_dim, layer.num_embeddings)
 
     def _read(self, layer: Any) -> _Block:
-        """The pointers of a layer's weights."""
+        """Pointers to a layer's weights."""
         attention, mlp = layer.self_attn, layer.mlp
         activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
         if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
@@ -208,11 +207,11 @@ class FusedPass:
         )
 
     def _keep(self, tensors: Sequence[Tensor | None]) -> None:
-        """The memory itself: where a module moves, it stays."""
+        """Keep the memory of these tensors alive, even if the module moves."""
         self._alive += [tensor.detach() for tensor in tensors if tensor is not None]
 
     def _angles_of(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [positions, rotated], for so many positions at least."""
+        """Cosines and sines [positions, rotated], for at least this number of positions."""
         if self._angles is None or len(self._angles[0]) < rows:
             count = POSITIONS
             while count < rows:
@@ -224,13 +223,13 @@ class FusedPass:
 
 
 class LayerWeights(NamedTuple):
-    """A layer over states that are given.
+    """The weights of a layer that reads given hidden states.
 
     Attributes:
-        linears: Query, key, value, output, gate, up and down projection; or key and value alone.
-        norm: Weight of the norm of states.
-        mlp_norm: Of that in front of the MLP.
-        token_norm: Of that of embeddings, where queries, keys and values read [norm(embedding); norm(state)].
+        linears: Query, key, value, output, gate, up and down projections; or only key and value.
+        norm: Weight of the norm of hidden states.
+        mlp_norm: Weight of the norm before the MLP.
+        token_norm: Weight of the norm of embeddings, if queries, keys and values read [norm(embedding); norm(state)].
     """
 
     linears: Sequence[nn.Linear]
@@ -240,14 +239,14 @@ class LayerWeights(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors."""
         weights = [linear.weight for linear in self.linears]
         norms = (self.norm, self.mlp_norm, self.token_norm)
         return [tensor.detach() for tensor in (*weights, *norms) if tensor is not None]
 
     @property
     def struct(self) -> _Block:
-        """For the kernel."""
+        """The struct for the kernel."""
         structs = [LinearStruct.of(linear.weight) for linear in self.linears]
         if len(structs) == 2:
             structs = [LinearStruct(), *structs, *[LinearStruct()] * 4]
@@ -258,17 +257,17 @@ class LayerWeights(NamedTuple):
 
 
 class FusedLayers:
-    """Layers over states that are given, one behind the other.
+    """A sequence of layers over given hidden states.
 
     Args:
-        layers: Their weights. Where they have keys and values alone, these are made of the states by each of them, and
-            the states come out again.
+        layers: Their weights. If layers have only key and value projections, each makes its keys and values from the
+            given states, and the states are returned unchanged.
         embeddings: [vocabulary, D], packed or not.
-        last_norm: Weight of a norm behind them.
+        last_norm: Weight of a norm after the last layer.
         shape: ``heads``, ``kv_heads``, ``dim`` and ``epsilon``.
 
     Raises:
-        UnusualBlockError: The kernel does not know such weights.
+        UnusualBlockError: The kernel does not support such weights.
     """
 
     def __init__(
@@ -298,33 +297,33 @@ class FusedLayers:
         )  # fmt: skip
 
     def __call__(self, pool: BlockPool, plan: TreePlan, angles: tuple[Tensor, Tensor], states_RD: Tensor) -> Tensor:
-        """Outputs [R, D]; keys and values go into the pool.
+        """Outputs [R, D]; keys and values are written into the pool.
 
         Args:
-            pool: Of these layers.
-            plan: Its tokens are embedded where a layer reads them.
+            pool: The pool of these layers.
+            plan: The plan of the pass; its tokens are embedded if a layer reads embeddings.
             angles: Cosines and sines [positions, dim].
-            states_RD: In the weights' dtype.
+            states_RD: The hidden states, in the weights' dtype.
         """
         return _run(self._fixed, self._dtype, plan, angles, *self._arenas(pool), states_RD.contiguous())
 
 
 class _Arenas:
-    """Where the keys and values of a pool's layers begin.
+    """The addresses of the keys and values of a pool's layers.
 
     Args:
-        layers: How many.
-        kv_heads: Of each.
-        dim: Of a head.
-        dtype: Of numbers.
+        layers: Number of layers.
+        kv_heads: Key heads of a layer.
+        dim: Head size.
+        dtype: Dtype of keys and values.
     """
 
     def __init__(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         self._layers, self._like = layers, torch.empty(1, kv_heads, 1, dim, dtype=dtype)
-        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # of the pool of the last pass
+        self._found: tuple[weakref.ref[Tensor], tuple[Any, Any]] | None = None  # for the pool of the last pass
 
     def __call__(self, pool: BlockPool) -> tuple[Any, Any]:
-        """Addresses by layer. All layers move when the first one does."""
+        """Addresses by layer. They are looked up again if the first layer has moved, since all layers move together."""
         arenas, found = pool.arenas[: self._layers], self._found
         first = arenas[0].keys
         if found is not None and first is not None and found[0]() is first:
@@ -343,7 +342,7 @@ def _run(
     fixed: _Pass, dtype: torch.dtype, plan: TreePlan, angles: tuple[Tensor, Tensor], keys: Any, values: Any,
     states: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """A pass with what is fixed of it; keys and values are addresses by layer."""
+    """Run a pass with these fixed arguments; keys and values are addresses by layer."""
     firsts = (_INT * (len(plan.sizes) + 1))(*plan.firsts)
     tokens, parents, lengths = plan.tokens.contiguous(), plan.parents.contiguous(), plan.lengths.contiguous()
     at, (cosines, sines) = _Pass.from_buffer_copy(fixed), angles  # several threads may decode
@@ -361,7 +360,7 @@ def _run(
 
 
 def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
-    """The numbers that all layers share."""
+    """The sizes that all layers share."""
     attention, norm, config = layer.self_attn, decoder.norm, decoder.config
     dim, rotary = getattr(attention, "head_dim", 0), decoder.rotary_emb
     if getattr(rotary, "rope_type", None) not in ROTARY:
@@ -384,7 +383,7 @@ def _shape(decoder: Any, layer: Any) -> dict[str, Any]:
 
 
 def _know(module: nn.Module, parts: set[str], what: str) -> None:
-    """Refuse a module with parts or parameters that the kernel does not know."""
+    """Raise an error if a module has parts or parameters that the kernel does not support."""
     own = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     strange = (own | {name for name, _ in module.named_parameters(recurse=False)}) - parts
     if strange:

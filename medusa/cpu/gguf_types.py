@@ -1,4 +1,4 @@
-"""Types of weights in GGUF files, as llama.cpp lays them out (ggml-common.h): what a block of bytes is made of.
+"""Types of weights in GGUF files: the layout of a block of bytes, as in llama.cpp (ggml-common.h).
 
 Legend: P panels of 16 outputs, K runs of 32 inputs, B blocks, F factors, C codes.
 """
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """What a weight is made of.
+    """The parts of a weight.
 
     Attributes:
         packing: A key of ``medusa.cpu.packed.FORMS``.
-        factors: [P, 16, B, F].
-        numbers: uint8 [P, 16, K, 32], or int8 where they have 8 bits.
-        codes: [P, 16, K, C].
+        factors: [P, 16, B, F] factors of the blocks.
+        numbers: uint8 [P, 16, K, 32] integers; int8 if they have 8 bits.
+        codes: [P, 16, K, C] codes of the runs.
     """
 
     packing: int
@@ -27,17 +27,17 @@ class Parts(NamedTuple):
 
 
 def _half(blocks: Tensor, *places: int) -> Tensor:
-    """float16 [..., F] at places of blocks [..., bytes]."""
+    """Read float16 [..., F] at these offsets of blocks [..., bytes]."""
     return torch.cat([blocks[..., place : place + 2] for place in places], -1).contiguous().view(torch.float16)
 
 
 def _nibbles(x: Tensor) -> Tensor:
-    """Numbers [..., 2 n] of bytes [..., n], which hold number i and number i + n."""
+    """Unpack integers [..., 2 n] from bytes [..., n]; byte i holds integers i and i + n."""
     return torch.cat([x & 15, x >> 4], -1)
 
 
 def _fifth(bits: Tensor) -> Tensor:
-    """uint8 [..., 32], 16 where a bit of 4 bytes [..., 4] is set."""
+    """Unpack the fifth bits: uint8 [..., 32], 16 if the bit in 4 bytes [..., 4] is set."""
     return (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
 
 
@@ -72,7 +72,7 @@ def _six_bits(blocks: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Numbers [..., 8, 32] of 4 bits: each 32 of 128 bytes hold two runs."""
+    """Unpack 4-bit integers [..., 8, 32]: each 32 of 128 bytes hold two runs."""
     both = x.unflatten(-1, (4, 32))
     return torch.stack([both & 15, both >> 4], -2).flatten(-3, -2)
 
@@ -105,4 +105,4 @@ KINDS: dict[str, tuple[Callable[[Tensor], Parts], int, int]] = {
     "Q5_K": (_q5_k, 256, 176),
     "Q6_K": (_q6_k, 256, 210),
 }
-"""What reads blocks [P, 16, B, bytes] of a type, and the numbers and the bytes of one."""
+"""By type: the function that reads blocks [P, 16, B, bytes], and the numbers of weights and bytes of a block."""

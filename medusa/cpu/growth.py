@@ -1,4 +1,4 @@
-"""Trees that grow from the heads' logits in C++ (kernels/grow.h), as ``HeadsDrafter`` grows them in Python."""
+"""Growth of trees from the heads' logits in C++ (kernels/grow.h); the result is that of ``HeadsDrafter`` in Python."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Growth(NamedTuple):
-    """How trees grow.
+    """The parameters of growth.
 
     Attributes:
-        levels: Heads that are asked, at most.
-        width: Children that a node can have.
-        nodes: N, the root included.
-        beam: Nodes of a level that get children, at most.
+        levels: Most heads that are used.
+        width: Most children of a node.
+        nodes: N, number of nodes including the root.
+        beam: Most nodes of a level that get children.
         level_floor: A level is drafted if a node above it has this log-probability.
         node_floor: A node is kept if it has more than this log-probability.
         lowest: Bound on a log-probability.
-        edge_cost: Is taken off every log-probability.
-        picks: Of a static tree: candidates of each level but the last that get children.
-        columns: Of a static tree: [N] which of all candidates are its nodes.
+        edge_cost: Subtracted from every log-probability.
+        picks: For a static tree: the candidates that get children, for each level but the last.
+        columns: For a static tree: [N] indices of its nodes among all candidates.
     """
 
     levels: int
@@ -41,7 +41,7 @@ class Growth(NamedTuple):
 
     @property
     def parents(self) -> list[int]:
-        """Nodes of each level that get children; the first is the root's."""
+        """Number of nodes of each level that get children; the first level is the root."""
         each = [1]
         for level in range(self.levels - 1):
             each.append(len(self.picks[level]) if self.columns is not None else min(self.beam, each[-1] * self.width))
@@ -49,7 +49,7 @@ class Growth(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What has grown: tokens, parents and scores [B, N], nodes of each tree, and their largest depth."""
+    """The grown trees: tokens, parents and scores [B, N], number of nodes of each tree, and the largest depth."""
 
     tokens: Tensor
     parents: Tensor
@@ -69,7 +69,7 @@ class GrowthStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, growth: Growth) -> "GrowthStruct":
-        """The same for the kernels; the growth must outlive it."""
+        """The struct of a growth for the kernels; the growth must outlive it."""
         struct = cls(*growth[: growth._fields.index("picks")])
         if growth.columns is not None:
             struct.of_picks = (_POINTER * len(growth.picks))(*(picks.data_ptr() for picks in growth.picks))
@@ -80,13 +80,13 @@ class GrowthStruct(ctypes.Structure):
 
 
 class GrownStruct(ctypes.Structure):
-    """``Grown`` of grow.h: room for drafts."""
+    """``Grown`` of grow.h: memory for drafts."""
 
     _fields_ = [(name, _POINTER) for name in ("tokens", "parents", "scores", "sizes", "depth")]
 
     @classmethod
     def room(cls, batch: int, nodes: int) -> "GrownStruct":
-        """For so many of so many nodes."""
+        """Memory for ``batch`` drafts of ``nodes`` nodes."""
         tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
         scores, sizes, depth = torch.empty(batch, nodes), (_INT * batch)(), _INT()
         struct = cls(
@@ -96,7 +96,7 @@ class GrownStruct(ctypes.Structure):
         return struct
 
     def read(self) -> Grown:
-        """What the kernel has left there."""
+        """The drafts that the kernel has written."""
         tokens, parents, scores, sizes, depth = self.there
         largest = max(sizes)
         return Grown(tokens[:, :largest], parents[:, :largest], scores[:, :largest], list(sizes), depth.value)
@@ -117,9 +117,9 @@ class NativeGrowth:
     """Grows trees level by level from logits that the heads' modules compute.
 
     Args:
-        growth: How.
-        columns: V, of logits.
-        ids: int64 [V] their tokens; None = the columns themselves.
+        growth: The parameters of growth.
+        columns: V, number of columns of the logits.
+        ids: int64 [V] tokens of the columns; None = the column indices.
     """
 
     def __init__(self, growth: Growth, columns: int, ids: Tensor | None) -> None:
@@ -127,16 +127,16 @@ class NativeGrowth:
         self.struct = GrowthStruct.of(growth)
 
     def plant(self, roots_B: Tensor, active_B: Tensor) -> "NativeTrees":
-        """Trees of these roots alone; those of sequences that are not active have no say in how far others grow."""
+        """New trees with only these roots; trees of inactive sequences do not affect how far others grow."""
         return NativeTrees(self, roots_B, active_B)
 
 
 class NativeTrees:
-    """Trees under way.
+    """Trees that are growing.
 
     Attributes:
         frontier: int64 [B, m] tokens of the nodes that get children next.
-        slots: int64 [B, m] where their parents stood among such nodes of the level before.
+        slots: int64 [B, m] index of their parents in the previous ``frontier``.
     """
 
     def __init__(self, how: NativeGrowth, roots_B: Tensor, active_B: Tensor) -> None:
@@ -154,7 +154,10 @@ class NativeTrees:
         native.kernels().medusa_plant(ctypes.byref(self._at), roots.data_ptr(), active.data_ptr())
 
     def grow(self, logits_BmV: Tensor) -> bool:
-        """A level more, [B, 1, V] where all nodes have the same children; whether another one is worth its time."""
+        """Grow one more level; returns whether another level is worth its time.
+
+        The logits are [B, 1, V] if all nodes have the same children.
+        """
         level, batch, logits = self._grown, len(self.frontier), logits_BmV.contiguous()
         self._grown += 1
         last = self._grown == self._how.growth.levels
@@ -169,6 +172,6 @@ class NativeTrees:
         return not last and highest.value >= self._how.growth.level_floor
 
     def draft(self) -> Grown:
-        """The best of what has grown."""
+        """The draft of the best nodes."""
         native.kernels().medusa_choose(ctypes.byref(self._at), self._grown)
         return self._room.read()

@@ -1,8 +1,8 @@
-"""LOSSY: linear layers with weights of 8 bits, for CPUs. The model that they make is another one than its base.
+"""LOSSY: linear layers with 8-bit weights, for CPUs. The result is another model than the base.
 
-Weights are rounded once, per output column; rows of activations when they come, every group of ``GROUP`` numbers by its
-own largest one (kernels/int8.h). Products of whole numbers are exact, so a row's result does not depend on the rows
-beside it: towards the rounded model itself, trees and batches are as lossless as with weights as they are.
+Weights are rounded once, with a scale per output column. Activations are rounded in each pass, with a scale per group
+of ``GROUP`` values of a row (kernels/int8.h). Products of integers are exact, so a row's result does not depend on
+other rows: with respect to the rounded model, trees and batches are as lossless as with plain weights.
 """
 
 import torch
@@ -12,20 +12,20 @@ from torch.nn.functional import pad
 from medusa.cpu.native import DTYPES, available, linear, replace_linears
 
 GROUP = 128
-"""Numbers of a row that share a scale; as in kernels/int8.h."""
+"""Values of a row that share a scale; as in kernels/int8.h."""
 LARGEST = 127
 ZERO = 128
-"""Weights travel as unsigned bytes with this offset, the form that the processor's dot products take."""
+"""Weights are stored as unsigned bytes with this offset, the form that the processor's dot products need."""
 
 
 class Int8Linear(nn.Module):
-    """A frozen ``nn.Linear`` rounded to 8 bits: half the bytes of bfloat16 to read, and products several times as fast.
+    """A frozen ``nn.Linear`` rounded to 8 bits: half the bytes of bfloat16, and products several times as fast.
 
     Attributes:
-        in_features: Numbers in a row.
-        out_features: Columns of the output.
-        rounded: uint8 [out, in], ``ZERO`` for 0; whole groups.
-        scales: float32 [out], what 1 stands for in each column.
+        in_features: Number of inputs.
+        out_features: Number of outputs.
+        rounded: uint8 [out, in] weights, ``ZERO`` for 0; padded to whole groups.
+        scales: float32 [out], the value of 1 in each column.
         bias: [out] or None.
     """
 
@@ -39,19 +39,19 @@ class Int8Linear(nn.Module):
         self.bias: Tensor | None = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` for x [..., in] of the bias's dtype, in it."""
+        """``x @ weight.T + bias`` for x [..., in] of the bias's dtype; the result has the same dtype."""
         return linear(x, self.rounded, self.bias, self.scales)
 
 
 def round_linears(module: nn.Module, keep: nn.Module | None = None) -> int:
-    """Round every ``nn.Linear`` below ``module`` in place; returns how many.
+    """Round every ``nn.Linear`` below ``module`` in place; returns their number.
 
     Args:
-        module: Any model on a CPU, in a dtype of the kernels.
-        keep: A layer that stays as it is: the output layer, where errors of rounding would reach the text unfiltered.
+        module: Any model on a CPU, in a dtype that the kernels support.
+        keep: A layer that is not rounded: the output layer, whose rounding errors would directly change the text.
 
     Raises:
-        ValueError: This machine has no kernels for it, or there is no such layer.
+        ValueError: The kernels do not run on this machine, or there is no linear layer.
     """
     if not available():
         raise ValueError("weights of 8 bits (int8) need the C++ kernels, which are not available here; leave int8 out")

@@ -1,4 +1,4 @@
-"""Trees of what stood in a text before as one C++ call (kernels/lookup.h)."""
+"""Drafts trees from earlier parts of the same text, as one C++ call (kernels/lookup.h)."""
 
 import ctypes
 from typing import NamedTuple
@@ -13,17 +13,17 @@ _INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class Search(NamedTuple):
-    """What counts, and how much is drafted.
+    """The parameters of the search and of the draft.
 
     Attributes:
-        nodes: N, the root included.
-        chain: A node has one child, the likeliest.
-        places: Of a text that count, the best ones.
-        longest: Tokens of a match that count.
-        shares: Parts that shares are told apart by.
-        floor: Nodes are left out below this log-probability.
-        edge_cost: Is taken off every log-probability.
-        keep: What is left of a judgement when the next one of its kind comes.
+        nodes: N, number of nodes including the root.
+        chain: Each node has one child, the likeliest.
+        places: Most places of a text that are used; the best ones.
+        longest: Most tokens of a match that count.
+        shares: Number of classes of shares.
+        floor: Nodes with less than this log-probability are left out.
+        edge_cost: Subtracted from every log-probability.
+        keep: Factor on earlier counts of a kind of guess when a new one is judged.
     """
 
     nodes: int
@@ -37,7 +37,7 @@ class Search(NamedTuple):
 
     @property
     def kinds(self) -> tuple[int, int]:
-        """Of guesses: by the tokens that agree before them, and by their share of what followed there."""
+        """Shape of the kinds of guesses: number of matching tokens before them, and class of their share."""
         return self.longest + 1, self.shares + 1
 
 
@@ -61,16 +61,16 @@ def look_up(
     tried: Tensor,
     search: Search,
 ) -> Draft:
-    """Trees below the roots of these texts, see ``medusa.drafters.continuations``.
+    """Draft trees below the roots of these texts, see ``medusa.drafters.continuations``.
 
     Args:
-        history: int64 [B, T].
-        positions: int64 [B] of the roots.
-        before: int64 [B] of the roots of the draft that is judged first; None = none is.
-        active: bool [B].
-        right: float64 ``search.kinds``, guesses of each kind that were right, and is brought forward.
-        tried: The same of all guesses.
-        search: What counts.
+        history: int64 [B, T] tokens of the texts.
+        positions: int64 [B] positions of the roots.
+        before: int64 [B] positions of the roots of the previous draft, which is judged first; None = no draft.
+        active: bool [B], whether a sequence still grows.
+        right: float64 of shape ``search.kinds``: number of right guesses of each kind; it is updated.
+        tried: The number of all guesses of each kind, in the same form; it is updated.
+        search: The parameters.
     """
     assert history.stride(1) == 1, "the tokens of a text stand side by side"
     batch, positions, active = len(history), positions.contiguous(), active.contiguous()

@@ -1,6 +1,6 @@
 """The C++ kernels of ``medusa/cpu/kernels``: a linear layer, and a decoder's whole pass in one call.
 
-Both read weights where torch has them. A row's numbers are equal bit by bit whatever rows stand beside it.
+Both read torch's weights in place. A row's results are equal bit by bit, whatever the other rows are.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from medusa.cpu import build
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What they compute in, in the order of ``NumberType`` of vectors.h."""
+"""Dtypes of the kernels, in the order of ``NumberType`` of vectors.h."""
 
 LinearFunction = Callable[[Tensor], Tensor]
 
@@ -42,16 +42,16 @@ class LinearStruct(ctypes.Structure):
         packing: int = 0,
         runs: int = 0,
     ) -> "LinearStruct":
-        """The layer of these tensors, which must outlive it.
+        """The struct of a layer with these tensors, which must outlive it.
 
         Args:
-            weight: Contiguous.
-            bias: Of its outputs.
-            scales: Of weights rounded to 8 bits (``medusa.cpu.int8``).
-            inputs: None = columns of the weight.
-            outputs: None = rows of the weight.
-            packing: How the weight is packed (``medusa.cpu.packed``).
-            runs: Of its blocks.
+            weight: The weight; contiguous.
+            bias: Bias of the outputs.
+            scales: Scales of weights that are rounded to 8 bits (``medusa.cpu.int8``).
+            inputs: Number of inputs; None = columns of the weight.
+            outputs: Number of outputs; None = rows of the weight.
+            packing: Packing of the weight (``medusa.cpu.packed``).
+            runs: Runs of a block.
         """
         assert weight.is_contiguous(), "rows of a weight follow each other"
         bias_at, scales_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, scales))
@@ -61,10 +61,10 @@ class LinearStruct(ctypes.Structure):
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """The library, built where that has not been done yet.
+    """The library; built at the first call if necessary.
 
     Raises:
-        NativeUnavailableError: It cannot be built or loaded.
+        NativeUnavailableError: The library cannot be built or loaded.
     """
     library = build.load(build.SOURCE)
     number, pointer = ctypes.c_int64, ctypes.c_void_p
@@ -91,7 +91,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def declare(function: Any, arguments: Sequence[Any]) -> None:
-    """Set the types of a kernel, which answers how it went (``Outcome`` of kernels.cpp)."""
+    """Set the argument types of a kernel, and check its returned ``Outcome`` (kernels.cpp)."""
     function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _check
 
 
@@ -103,7 +103,7 @@ def _check(outcome: int, *_: object) -> None:
 
 
 def number_type(dtype: torch.dtype) -> int:
-    """A dtype of ``DTYPES`` as the kernels number it."""
+    """The kernels' number of a dtype of ``DTYPES``."""
     return DTYPES.index(dtype)
 
 
@@ -115,13 +115,13 @@ def has_tiles() -> bool:
 
 @cache
 def expands_quickly() -> bool:
-    """Whether packed weights (``medusa.cpu.packed``) are met faster than expanded ones: vectors of 512 bits do that."""
+    """Whether packed weights (``medusa.cpu.packed``) are faster than expanded ones: true with vectors of 512 bits."""
     return available() and kernels().medusa_flavour().startswith((b"AMX", b"AVX512", b"AVX-512"))
 
 
 @cache
 def available() -> bool:
-    """Whether the kernels run here; why not is logged once."""
+    """Whether the kernels run here; if not, the reason is logged once."""
     try:
         kernels()
     except build.NativeUnavailableError as error:
@@ -131,7 +131,7 @@ def available() -> bool:
 
 
 class NativeLinear(nn.Linear):
-    """A frozen ``nn.Linear``, computed by the kernel. It shares the other's weights."""
+    """A frozen ``nn.Linear``, computed by the kernel. It shares the weights of the original layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -144,7 +144,7 @@ class NativeLinear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for x [..., in], by the kernel; of 8 bits with ``scales`` (``medusa.cpu.int8``)."""
+    """``x @ weight.T + bias`` for x [..., in], by the kernel; with ``scales``, 8-bit weights (``medusa.cpu.int8``)."""
     if scales is None and (x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]):
         raise RuntimeError(
             f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
@@ -159,12 +159,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None
 
 
 class LinearKernel:
-    """``linear`` with one layer's weights, which must not move: what can be said beforehand is said once.
+    """``linear`` with fixed weights, which must not move; arguments that do not change are prepared once.
 
     Args:
-        layer: What the kernel reads.
-        dtype: Of rows and outputs.
-        alive: Its tensors.
+        layer: The struct that the kernel reads.
+        dtype: Dtype of rows and outputs.
+        alive: The layer's tensors, which are kept alive.
     """
 
     def __init__(self, layer: LinearStruct, dtype: torch.dtype, alive: Sequence[Tensor | None]) -> None:
@@ -178,7 +178,7 @@ class LinearKernel:
         return cls(LinearStruct.of(weight, bias), weight.dtype, [weight, bias])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., out] of x [..., in] of the layer's dtype."""
+        """Outputs [..., out] for x [..., in] of the layer's dtype."""
         *rows, inputs = x.shape
         layer = self._layer
         if x.dtype != self.dtype or inputs != layer.inputs:
@@ -190,22 +190,22 @@ class LinearKernel:
 
 
 def native_linear(weight: Tensor, bias: Tensor | None = None) -> LinearFunction:
-    """``x -> x @ weight.T + bias`` for frozen weights [out, in], by the kernel where it can."""
+    """``x -> x @ weight.T + bias`` for frozen weights [out, in]; by the kernel if it supports them."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
     module = NativeLinear(linear) if _plain(linear) and available() else linear
-    return module.forward  # a function: assigned to a module's attribute it adds nothing to its state
+    return module.forward  # a function: as a module's attribute it adds nothing to the module's state
 
 
 def use_kernels(module: nn.Module) -> int:
-    """Let the kernel compute every plain ``nn.Linear`` below ``module``, in place; returns how many there are."""
+    """Let the kernel compute every plain ``nn.Linear`` below ``module``, in place; returns their number."""
     return replace_linears(module, lambda linear: NativeLinear(linear) if available() else linear)
 
 
 def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> int:
-    """Replace every plain ``nn.Linear`` below ``module`` in place; returns how many were replaced."""
+    """Replace every plain ``nn.Linear`` below ``module`` in place; returns their number."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -216,37 +216,37 @@ def replace_linears(module: nn.Module, replacement: Callable[[nn.Linear], nn.Mod
 
 
 def is_plain(layer: object) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer of plain weights: a subclass of either (quantised, say) computes something else."""
+    """Whether this is a linear layer with plain weights; subclasses, for example quantised ones, are not."""
     return type(layer) in (nn.Linear, NativeLinear) and type(layer.weight) is nn.Parameter  # type: ignore[attr-defined]
 
 
 def _plain(linear: nn.Linear) -> bool:
-    """Whether the kernel can take its place."""
+    """Whether the kernel can replace this layer."""
     weight = linear.weight
     known = type(linear) is nn.Linear and is_plain(linear) and weight.is_contiguous()
     return known and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
 def reads(x: Tensor) -> bool:
-    """Whether the kernels know such a tensor, and there are kernels."""
+    """Whether the kernels support such a tensor, and run here."""
     return x.is_cpu and x.dtype in DTYPES and available()
 
 
 def reads_indices(*tensors: Tensor) -> bool:
-    """Whether the kernels walk trees of these indices: int64 on a CPU."""
+    """Whether the kernels support trees with these indices: int64 on a CPU."""
     return all(x.is_cpu and x.dtype == torch.int64 for x in tensors) and available()
 
 
 def keep_rows(
     buffers: Sequence[Tensor], path_SA: Tensor, counts_S: Tensor, lengths_S: Tensor, table_SW: Tensor, size: int
 ) -> None:
-    """Move keys and values of accepted paths to where their texts end, see ``medusa.cache.commit``.
+    """Move keys and values of accepted paths to the ends of their texts, see ``medusa.cache.commit``.
 
     Args:
         buffers: Keys and values of all layers, on a CPU: [blocks, size, ...].
-        path_SA: int64, the node at each place of a path; none stands before its place.
-        counts_S: int64, nodes of each path.
-        lengths_S: int64, cached positions before them.
+        path_SA: int64, nodes of the paths; entry i is at least i.
+        counts_S: int64, number of nodes of each path.
+        lengths_S: int64, number of cached positions before them.
         table_SW: int64, blocks of each sequence.
         size: Positions of a block.
     """

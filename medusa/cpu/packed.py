@@ -1,7 +1,7 @@
-"""Linear layers whose weights stay packed as files hold them: a quarter or half of the bytes of bfloat16 to read.
+"""Linear layers whose weights stay packed as in their files: a quarter or half of the bytes of bfloat16.
 
-Nothing is lost by it: where a weight is met it becomes the number of bfloat16 that an expanded model has, and sums are
-the same bit by bit (kernels/weights.h).
+This is lossless: the kernel expands each weight to the same bfloat16 value that an expanded model has, and sums are
+equal bit by bit (kernels/weights.h).
 
 Legend: O outputs, I inputs, P panels of 16 outputs, K runs of 32 inputs, B blocks of runs, F factors, C codes.
 """
@@ -18,15 +18,15 @@ from medusa.cpu.gguf_types import KINDS, Parts
 from medusa.cpu.native import LinearKernel, LinearStruct
 
 PANEL, RUN = 16, 32
-"""Outputs that stand together, and inputs that share a scale; as in kernels/weights.h."""
+"""Outputs of a panel, and inputs that share a scale; as in kernels/weights.h."""
 DTYPE = torch.bfloat16
-"""Of the numbers that packed weights stand for."""
+"""Dtype of expanded weights."""
 SLICE = 1 << 24
-"""Numbers that are expanded at a time, about."""
+"""About how many weights are expanded at a time."""
 
 
 class Form(NamedTuple):
-    """What stands in a panel, as ``Form`` of kernels/weights.h."""
+    """The layout of a panel, as ``Form`` of kernels/weights.h."""
 
     factor: torch.dtype
     factors: int
@@ -45,7 +45,7 @@ FORMS = {
     7: Form(torch.float32, 1, torch.uint8, 1, 4),
     8: Form(torch.float32, 1, torch.int8, 0, 8),
 }
-"""By ``Packing`` of kernels/weights.h."""
+"""Layouts by ``Packing`` of kernels/weights.h."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Packed:
     """A packed weight [O, I].
 
     Attributes:
-        parts: uint8 [P, bytes], as kernels/weights.h reads them.
-        packing: What they are: a key of ``FORMS``.
-        outputs: O; what is behind it in the last panel is 0.
-        inputs: I.
-        runs: Of a block, which shares its factors.
+        parts: uint8 [P, bytes] panels in the layout of kernels/weights.h.
+        packing: Their layout: a key of ``FORMS``.
+        outputs: O, number of outputs; the rest of the last panel is 0.
+        inputs: I, number of inputs.
+        runs: Runs of a block; they share its factors.
     """
 
     parts: Tensor
@@ -68,11 +68,11 @@ class Packed:
 
     @classmethod
     def of(cls, blocks: Tensor, kind: str) -> "Packed":
-        """A weight of a GGUF file.
+        """Pack a weight of a GGUF file.
 
         Args:
-            blocks: uint8 [O, bytes], rows as the file holds them.
-            kind: The type's name there, one of ``KINDS``.
+            blocks: uint8 [O, bytes] rows of the file.
+            kind: Name of the type in the file, one of ``KINDS``.
         """
         read, numbers, size = KINDS[kind]
         blocks = blocks.view(len(blocks), -1, size)
@@ -80,13 +80,13 @@ class Packed:
 
     @classmethod
     def of_groups(cls, numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> "Packed | None":
-        """The weight (numbers - zeros) * scales; None where no packing holds exactly that.
+        """Pack the weight (numbers - zeros) * scales; None if no packing represents it exactly.
 
         Args:
-            numbers: uint8 [O, I].
-            scales: [O, G], of groups of inputs that are of one size and in order.
-            zeros: uint8 [O, G].
-            bits: Of a number, 4 or 8.
+            numbers: uint8 [O, I] integers.
+            scales: [O, G] scales of groups of inputs of equal size, in order.
+            zeros: uint8 [O, G] zero points.
+            bits: Bits of an integer, 4 or 8.
         """
         (outputs, inputs), groups, scales = numbers.shape, scales.shape[1], scales.float()
         if inputs % (RUN * groups):
@@ -119,7 +119,7 @@ class Packed:
         return cls(whole, parts.packing, outputs, inputs, inputs // RUN // parts.factors.shape[2])
 
     def expand(self) -> Tensor:
-        """bfloat16 [O, I], as a model whose weights are expanded when it is loaded has it."""
+        """Expand to bfloat16 [O, I], the weight of a model that is expanded when it is loaded."""
         whole = torch.empty(len(self.parts) * PANEL, self.inputs, dtype=DTYPE)
         some = max(1, SLICE // (PANEL * self.inputs))
         for part, to in zip(self.parts.split(some), whole.split(some * PANEL), strict=True):
@@ -127,7 +127,7 @@ class Packed:
         return whole[: self.outputs]
 
     def rows(self, indices: Tensor) -> Tensor:
-        """bfloat16 [..., I] of outputs int64 [...]."""
+        """Expand the rows of these outputs, int64 [...], to bfloat16 [..., I]."""
         found = []
         for some in indices.flatten().split(SLICE // (PANEL * self.inputs) + 1):
             panels = self._expand(self.parts[some // PANEL]).unflatten(0, (-1, PANEL))
@@ -135,12 +135,12 @@ class Packed:
         return torch.cat(found).view(*indices.shape, self.inputs)
 
     def split(self, counts: Sequence[int]) -> "list[Packed]":
-        """Its outputs as weights of their own, so many each; each but the last must end with a panel."""
+        """Split its outputs into weights with these numbers of outputs; each but the last must end with a panel."""
         parts = self.parts.split([-(-count // PANEL) for count in counts])
         return [replace(self, parts=part, outputs=count) for part, count in zip(parts, counts, strict=True)]
 
     def _expand(self, parts: Tensor) -> Tensor:
-        """bfloat16 [16 P, I] of panels."""
+        """Expand panels to bfloat16 [16 P, I]."""
         form, panels, runs = FORMS[self.packing], len(parts), self.inputs // RUN
         blocks, found, at = runs // self.runs, [], 0
         for kind, rows, count in ((form.factor, blocks, form.factors), (form.code, runs, form.codes)):
@@ -169,12 +169,12 @@ class Packed:
         return weight
 
     def struct(self, bias: Tensor | None = None) -> LinearStruct:
-        """For the kernels; no tensor must move."""
+        """The struct for the kernels; the tensors must not move."""
         return LinearStruct.of(self.parts, bias, None, self.inputs, self.outputs, self.packing, self.runs)
 
 
 def struct_of(weight: Tensor | Packed, bias: Tensor | None = None) -> LinearStruct:
-    """A linear layer for the kernels; no tensor must move."""
+    """The struct of a linear layer for the kernels; the tensors must not move."""
     return weight.struct(bias) if isinstance(weight, Packed) else LinearStruct.of(weight, bias)
 
 
@@ -182,8 +182,8 @@ class PackedLinear(nn.Module):
     """A frozen linear layer with a packed weight, computed by the kernel.
 
     Args:
-        packed: Its weight; the tensor must not move.
-        bias: [O] of bfloat16, or None.
+        packed: The weight; its tensor must not move.
+        bias: bfloat16 [O], or None.
     """
 
     def __init__(self, packed: Packed, bias: Tensor | None = None) -> None:
@@ -194,20 +194,20 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[O, I] expanded: it takes its time and memory."""
+        """The weight [O, I], expanded at each call; this takes time and memory."""
         return self.packed.expand()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` for x [..., I] of bfloat16; no gradient passes through."""
+        """``x @ weight.T + bias`` for bfloat16 x [..., I]; no gradient passes through."""
         return self.kernel(x)
 
 
 class PackedEmbedding(nn.Module):
-    """Frozen embeddings of which only the rows that are read are expanded.
+    """Frozen packed embeddings; only the rows that are read are expanded.
 
     Args:
-        packed: Their weight, an output for each token.
-        scale: What rows are multiplied by, as some families do; None = nothing.
+        packed: The weight, with one output per token.
+        scale: Factor on rows, in some families; None = 1.
     """
 
     def __init__(self, packed: Packed, scale: Tensor | None = None) -> None:
@@ -216,23 +216,23 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[V, D] expanded: it takes its time and memory."""
+        """The weight [V, D], expanded at each call; this takes time and memory."""
         return self.packed.expand()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """bfloat16 [..., D] of token ids [...]."""
+        """Embeddings, bfloat16 [..., D], of token ids [...]."""
         rows = self.packed.rows(tokens)
         return rows if self.scale is None else rows * self.scale
 
 
 def _panels(x: Tensor) -> Tensor:
-    """[P, 16, ...] of [O, ...]; zeros behind the last output."""
+    """Reshape [O, ...] to panels [P, 16, ...], padded with zeros."""
     whole: Tensor = pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % PANEL))
     return whole.view(-1, PANEL, *x.shape[1:])
 
 
 def held_bits(kind: str) -> float:
-    """Of a packed weight of a type, its share of scales included."""
+    """Bits of a packed weight of this type, including its share of scales."""
     _, numbers, size = KINDS[kind]
     packed = Packed.of(torch.zeros(PANEL, size, dtype=torch.uint8), kind)
     return 8 * packed.parts.numel() / (PANEL * numbers)

@@ -1,4 +1,4 @@
-"""A draft of recurrent heads as one C++ call (kernels/heads.h): the tree grows there level by level."""
+"""A draft of recurrent heads as one C++ call (kernels/heads.h), which grows the tree level by level."""
 
 import ctypes
 from collections.abc import Iterable
@@ -29,15 +29,15 @@ class _Drafting(ctypes.Structure):
 
 
 class RecurrentWeights:
-    """Frozen heads with both ends of their base, as the kernel reads them.
+    """Weights of frozen heads, of the base's embeddings and of its output layer, in the layout of the kernel.
 
     Args:
         blocks: ``ResidualBlock``s: ``inner`` [I, 2 D] and ``outer`` [D, I].
-        fusion: [D, F - D], or None without feature layers.
+        fusion: [D, F - D]; None if there are no feature layers.
         embeddings: [vocabulary, D], packed or not.
-        weight: [V, D] of the output layer, packed or not.
-        bias: [V] or None.
-        ids: int64 [V] tokens of its columns.
+        weight: Weight [V, D] of the output layer, packed or not.
+        bias: Bias [V] of the output layer, or None.
+        ids: int64 [V] tokens of the output layer's columns.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RecurrentWeights:
         inside = [parameter for pair in pairs for layer in pair for parameter in layer.parameters()]
         tables = [one.parts if isinstance(one, Packed) else one for one in (embeddings, weight)]
         tensors = [*tables, bias, fusion, ids, *inside]
-        # The memory itself: a module that is moved gets new one.
+        # Keep the memory alive: a module that is moved gets new memory.
         self._alive = [tensor.detach() for tensor in tensors if tensor is not None]
         self._drafting = _Drafting(
             number_type=native.number_type(inside[0].dtype), hidden=pairs[0][1].out_features,
@@ -68,19 +68,19 @@ class RecurrentWeights:
 
     @classmethod
     def fits(cls, tables: Iterable[Tensor | Packed], *tensors: Tensor | None) -> bool:
-        """Whether the kernel knows such weights."""
+        """Whether the kernel supports such weights."""
         known = [one for one in (*tables, *tensors) if isinstance(one, Tensor)]
         dtypes = {tensor.dtype for tensor in known} | {DTYPE for table in tables if isinstance(table, Packed)}
         same = len(dtypes) == 1 and dtypes <= set(native.DTYPES)
         return same and all(x.device.type == "cpu" and x.is_contiguous() for x in known) and native.available()
 
     def drafts(self, growth: Growth) -> "RecurrentDrafts":
-        """What drafts with them."""
+        """A drafting function with these weights."""
         return RecurrentDrafts(self, self._drafting, growth)
 
 
 class RecurrentDrafts:
-    """Grows trees as ``HeadsDrafter.propose`` does."""
+    """Grows the same trees as ``HeadsDrafter.propose``."""
 
     def __init__(self, weights: RecurrentWeights, drafting: _Drafting, growth: Growth) -> None:
         self._weights, self._growth = weights, growth  # alive
@@ -90,14 +90,15 @@ class RecurrentDrafts:
     def __call__(
         self, hidden_BF: Tensor, roots_B: Tensor, active_B: Tensor, keys_BK: Tensor | None, temperature: float
     ) -> Grown:
-        """Trees below these roots.
+        """Grow trees below these roots.
 
         Args:
-            hidden_BF: What ``DraftHeads.fuse`` reads, in the weights' dtype.
-            roots_B: int64.
-            active_B: bool.
-            keys_BK: int64, ``medusa.noise.keys`` of the draws that each level's tokens should follow; None = of none.
-            temperature: Of these draws.
+            hidden_BF: Hidden states that ``DraftHeads.fuse`` reads, in the weights' dtype.
+            roots_B: int64 tokens of the roots.
+            active_B: bool, whether a sequence still grows.
+            keys_BK: int64 ``medusa.noise.keys`` of the draws at each level, which the drafted tokens should match; None
+                = no draws.
+            temperature: Temperature of these draws.
         """
         hidden, roots, active = (x.contiguous() for x in (hidden_BF, roots_B, active_B))
         keys = None if keys_BK is None else keys_BK.contiguous()

@@ -1,4 +1,4 @@
-"""Kernels that select: likeliest tokens, draws, the accepted path of a tree (kernels/draw.h, kernels/tree.h)."""
+"""Kernels for selection: argmax, sampling, the accepted path of a tree (kernels/draw.h, kernels/tree.h)."""
 
 import ctypes
 
@@ -32,7 +32,7 @@ class _Accepting(ctypes.Structure):
 
 
 def argmax(x: Tensor) -> Tensor:
-    """``x.argmax(-1)`` of x [..., V]: the first of the largest; by the kernel where it can, several times as fast."""
+    """``x.argmax(-1)`` of x [..., V], the first maximum; several times as fast if the kernel supports x."""
     if not reads(x):
         return x.argmax(-1)
     x = x.contiguous()
@@ -44,18 +44,18 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """One token per row of logits [..., V] that the kernels read: the best after filters and Gumbel noise, int64 [...].
+    """Sample one token per row of logits [..., V]: the best after filters and Gumbel noise, int64 [...].
 
-    The noise is that of ``medusa.noise`` and the filters are those of ``medusa.acceptance.logits.Warper``; tokens that
-    are equally likely stay or go together.
+    The noise is that of ``medusa.noise``, and the filters are those of ``medusa.acceptance.logits.Warper``; equally
+    likely tokens are kept or removed together.
 
     Args:
-        logits: [..., V] in a dtype that ``reads`` knows, on a CPU.
+        logits: [..., V] for which ``reads`` is true.
         keys: int64 [...], ``medusa.noise.keys`` of each row.
         temperature: Above 0.
-        top_k: 0 = all.
-        top_p: 1 = all.
-        min_p: 0 = all.
+        top_k: Number of tokens to keep; 0 = all.
+        top_p: Probability mass to keep; 1 = all.
+        min_p: Smallest probability to keep, relative to the largest; 0 = all.
     """
     logits, keys, out = logits.contiguous(), keys.contiguous(), torch.empty(logits.shape[:-1], dtype=torch.int64)
     drawing = _Drawing(
@@ -68,7 +68,7 @@ def draw(logits: Tensor, keys: Tensor, temperature: float, top_k: int, top_p: fl
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Noise [B, V] float32 of keys [B] and token ids [V], as ``medusa.noise.gumbel_of`` but for the last bits."""
+    """Noise [B, V] float32 for keys [B] and token ids [V]; equals ``medusa.noise.gumbel_of`` up to the last bits."""
     if not reads_indices(keys, tokens):
         return gumbel_of(keys[:, None], tokens)
     keys, tokens, out = keys.contiguous(), tokens.contiguous(), torch.empty(len(keys), len(tokens))
@@ -77,7 +77,7 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def depths(parents: Tensor) -> Tensor:
-    """Edges from the root to each node, [B, N] like the parents, which stand before their children."""
+    """Depth of each node [B, N], the number of edges from the root; parents [B, N] come before their children."""
     parents = parents.contiguous()
     out = torch.empty_like(parents)
     kernels().medusa_depths(*parents.shape, parents.data_ptr(), out.data_ptr())
@@ -96,7 +96,7 @@ def accept(
     history: Tensor,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``medusa.acceptance.path.accept``: the fields of what it returns, for paths of ``width`` nodes at most."""
+    """See ``medusa.acceptance.path.accept``; returns the fields of its result, for paths of at most ``width`` nodes."""
     assert history.stride(1) == 1, "the tokens of a text stand side by side"
     tokens, parents, bonus, hidden = tokens.contiguous(), parents.contiguous(), bonus.contiguous(), hidden.contiguous()
     active, positions = active.contiguous(), positions.contiguous()
