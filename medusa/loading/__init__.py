@@ -1,1 +1,1 @@
-"""Loading a model, and what is checked when it is loaded."""
+"""Loading a model, and the tests at load."""

@@ -1,7 +1,8 @@
-"""Would a base that runs as transformers does be faster in another dtype than its checkpoint's? Timed at load.
+"""Chooses the dtype of a base that transformers runs, by timing a layer at load.
 
-Our kernels read 16 bits faster than 32 on any CPU, so a pass that is theirs stays as it is stored. What torch computes
-itself (norms, activations, experts) may take several times as long in 16 bits where the CPU has no instructions for it.
+Our kernels read 16 bits faster than 32 on any CPU, so a pass that they compute completely keeps the checkpoint's dtype.
+The parts that torch computes (norms, activations, experts) may take several times as long in 16 bits, if the CPU has no
+instructions for them.
 """
 
 import logging
@@ -22,26 +23,26 @@ from medusa.cpu import native
 logger = logging.getLogger(__name__)
 
 OTHERS = {torch.bfloat16: (torch.float32,), torch.float16: (torch.float32, torch.bfloat16)}
-"""What a checkpoint's dtype may give way to."""
+"""Dtypes that may replace a checkpoint's dtype."""
 ROWS, ROUNDS = 4, 5
-"""Rows of the pass that is timed: trees begin with so many nodes on a CPU."""
+"""Rows of the timed pass, which is the first tree size on a CPU, and the number of repetitions."""
 GAIN = 1.1
-"""Another dtype must be faster by so much: text should not change with the noise of a clock."""
+"""Another dtype must be faster by this factor, so that noise in the times does not change text."""
 CACHES = 128 << 20
-"""Bytes that are written between two passes: in a model, a layer's weights come from memory."""
+"""Bytes that are written between two passes to clear the caches, since in a model weights come from memory."""
 FAILURES = (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError)
-"""Errors of a layer that cannot be called alone."""
+"""Errors of a layer that cannot be called by itself."""
 
 
 def faster_dtype(base: BaseModel) -> torch.dtype:
-    """The dtype in which to load this base, which was loaded in its checkpoint's; the log says why it is that one.
+    """The dtype in which to load this base, which was loaded in its checkpoint's dtype; the log gives the reason.
 
-    Another one than the base's own only where our kernels compute its linear layers, but not all of its pass.
+    It differs from the checkpoint's only if our kernels compute the linear layers, but not the whole pass.
     """
     own = base.dtype
     placed = hasattr(base.model.config, "quantization_config") or hasattr(base.model, "hf_device_map") or base.ranks > 1
     if own not in OTHERS or base.device.type != "cpu" or placed or not native.available():
-        return own  # choose_dtype has told why
+        return own  # choose_dtype has logged the reason
     if base.fused:
         logger.info("dtype %s: that of the checkpoint, since our kernels compute its pass", _name(own))
         return own
@@ -61,7 +62,7 @@ def faster_dtype(base: BaseModel) -> torch.dtype:
 
 @torch.inference_mode()
 def _layer_seconds(base: BaseModel, dtypes: tuple[torch.dtype, ...]) -> dict[torch.dtype, float]:
-    """What the last layer takes in each dtype; in some families the first ones are of another kind."""
+    """Seconds of the last layer in each dtype; in some families the first layers are of another kind."""
     layer = find_layers(base.decoder, base.num_layers)[1][-1]
     args, options = _inputs(base, layer)
     far = torch.empty(CACHES, dtype=torch.uint8)
@@ -76,7 +77,7 @@ def _layer_seconds(base: BaseModel, dtypes: tuple[torch.dtype, ...]) -> dict[tor
 
 
 def _inputs(base: BaseModel, layer: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a layer is called with in a small pass."""
+    """The arguments of a layer in a small pass."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = layer.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)
     try:

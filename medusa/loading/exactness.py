@@ -1,7 +1,7 @@
-"""Are passes over the same tokens equal bit by bit, whatever rows they are computed with? Tried out once at load.
+"""Tests at load whether a row is equal bit by bit in every pass, whatever other rows are computed with it.
 
-Where they are, what is decoded is plain decoding's in any dtype. Where they are not, it is so up to near ties: sums
-are rounded differently, and the two likeliest tokens may change places.
+If so, decoded text equals plain decoding's in any dtype. If not, it is equal up to near ties: sums are rounded
+differently, so the two likeliest tokens may change places.
 """
 
 import logging
@@ -17,17 +17,17 @@ from medusa.tree import Draft
 logger = logging.getLogger(__name__)
 
 LENGTH = 140
-"""Tokens of the text, fewer in a shorter context: more than a block of keys in the exact attention."""
+"""Tokens of the text, fewer if the context is shorter; more than a block of keys in the exact attention."""
 TREE_PARENTS = (0, 0, 0, 2, 2, 4, 3)
 TREE_PATH = (0, 2, 4, 5)
 """Nodes that continue the text; the others are wrong guesses, between them and behind them."""
 READ = 41
-"""Rows at the end of the text whose logits are compared: the output layer, which is slow where the vocabulary is large,
-reads this many at once, and 33, 27, 7, 5, 4, 3 and 1. Hidden states are compared in all rows."""
+"""Rows at the end of the text whose logits are compared, because the output layer is slow if the vocabulary is large.
+It reads this many rows at once, and 33, 27, 7, 5, 4, 3 and 1. Hidden states are compared in all rows."""
 
 
 def find_out(base: BaseModel) -> BaseModel:
-    """The base with what was found (``Traits.exact``), which is logged too; a few short passes."""
+    """Run a few short passes; returns the base with the result (``Traits.exact``), which is also logged."""
     reason = _known(base) or _difference(base)
     if reason is None:
         logger.info("base (%s): exact, rows are equal bit by bit in passes of any size", base.name)
@@ -47,7 +47,7 @@ def _known(base: BaseModel) -> str | None:
 
 @torch.inference_mode()
 def _difference(base: BaseModel) -> str | None:
-    """Which passes over one text differ from the pass over all of it at once; None where none does."""
+    """Which passes over a text differ from one pass over the whole text; None if none does."""
     length = min(LENGTH, base.context_length)
     text = [(7 * i * i + 13 * i + 3) % base.vocab_size for i in range(length)]
     other = [(token + 1) % base.vocab_size for token in text]
@@ -101,7 +101,7 @@ def _chain(base: BaseModel, sequences: Sequence[CachedSequence], tokens_BC: Tens
 
 
 def _tree(base: BaseModel, text: list[int]) -> tuple[Tensor, Tensor]:
-    """The same of the text's last tokens as a path of a tree that holds wrong guesses too."""
+    """Like ``_passes``, with the text's last tokens as a path of a tree that also has wrong guesses."""
     start, sequences = len(text) - len(TREE_PATH), _sequences(base, 1)
     _chain(base, sequences, torch.tensor([text[:start]]))
     tokens = [(text[start] + 5 * node) % base.vocab_size for node in range(len(TREE_PARENTS))]
@@ -115,5 +115,5 @@ def _tree(base: BaseModel, text: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _outcome(base: BaseModel, hidden_NF: Tensor, read: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of a sequence, and the logits of its last ``read`` rows, of which there may be fewer."""
+    """Hidden states of a sequence, and the logits of its last rows, at most ``read``."""
     return hidden_NF, base.logits(hidden_NF[max(0, len(hidden_NF) - max(0, read)) :])

@@ -1,10 +1,10 @@
-"""Each layer of a model by itself: what it does over cached rows, from the inputs that it had over plain text.
+"""Tests each layer of a model by itself over cached rows, with the inputs that it had in a pass over plain text.
 
-Over a whole model, two equally right passes in half precision differ by more than a layer that is wrong: rounding
-grows from layer to layer. So each layer is handed the rows that it had over plain text, and what its attention gives is
-compared at once. Nothing grows, and a fault shows in the layer where it is.
+Rounding errors grow from layer to layer: over a whole model in half precision, two correct passes can differ more than
+a pass with a wrong layer. So each layer gets the rows that it had over plain text, and the output of its attention is
+compared directly. Errors do not grow, and a fault appears in the layer that causes it.
 
-This file needs torch only: a copy of it travels with exported heads.
+This file needs only torch, because a copy of it is exported with heads.
 
 Legend: P texts, T tokens, B sequences, N rows of a pass over cached rows, D hidden size.
 """
@@ -18,24 +18,24 @@ import torch
 from torch import Tensor, nn
 
 LIMITS = {torch.float64: 1e-4, torch.float32: 5e-3}
-"""Largest difference / size of what a layer gives, and of the logits; coarser dtypes get ``COARSE``."""
+"""Largest relative difference of a layer's output and of the logits; ``COARSE`` for coarser dtypes."""
 COARSE = 0.05
 COARSE_WHOLE = 0.25
-"""For the logits of a pass whose layers are not looked into: rounding grows in it."""
+"""Limit for the logits of a pass whose layers are not compared, since rounding errors grow in it."""
 SPREADS = 3
-"""What a layer's attention gives may differ by so many times the spread between two equally right passes."""
+"""The output of a layer's attention may differ by this multiple of the difference between two correct passes."""
 LEAST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-3}
-"""But by so much in any case; coarser dtypes get ``COARSE_LEAST``."""
+"""Smallest limit for the output of attention; ``COARSE_LEAST`` for coarser dtypes."""
 COARSE_LEAST = 0.015
 
 
 class LayerCheck:
-    """Records the rows of every layer over plain texts, and holds the layers to them over cached rows.
+    """Records the rows of every layer over plain texts, and compares the layers with them over cached rows.
 
     Args:
-        decoder: What is between token ids and the output layer; it is called with ``position_ids`` over cached rows.
-        num_layers: How many layers it has. Where they cannot be found, the logits alone are compared.
-        dtype: What it computes in; None = with rounded activations.
+        decoder: The layers between token ids and the output layer; it gets ``position_ids`` over cached rows.
+        num_layers: Number of its layers. If they cannot be found, only the logits are compared.
+        dtype: Dtype of its computation; None = with rounded activations.
     """
 
     def __init__(self, decoder: nn.Module, num_layers: int, dtype: torch.dtype | None) -> None:
@@ -50,7 +50,7 @@ class LayerCheck:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A pass over texts [P, T] is what later passes are compared with."""
+        """A context for the pass over texts [P, T] with which later passes are compared."""
 
         def note_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             self._inputs[layer] = _rows(args, options)
@@ -59,7 +59,7 @@ class LayerCheck:
 
     @contextmanager
     def rounding(self) -> Iterator[None]:
-        """The same pass again, each layer from its recorded rows rounded otherwise: how far right passes lie apart."""
+        """A context for the same pass with differently rounded inputs: it measures how much correct passes differ."""
 
         def round_input(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             rows = self._inputs[layer]
@@ -71,11 +71,11 @@ class LayerCheck:
 
     @contextmanager
     def replaying(self, texts: int | Sequence[int], compared: bool) -> Iterator[None]:
-        """A pass over cached rows whose layers get the recorded rows of their positions.
+        """A context for a pass over cached rows whose layers get the recorded rows of their positions.
 
         Args:
-            texts: Which text all rows belong to, or each of them, of one decoder call after the other.
-            compared: Hold what attention gives against what it gave over plain text.
+            texts: The text of all rows, or of each row, in the order of the decoder calls.
+            compared: Compare the outputs of attention with those over plain text.
         """
         left = None if isinstance(texts, int) else list(texts)
 
@@ -94,7 +94,7 @@ class LayerCheck:
                 number = self._layers.index(layer)
                 name = f"the output of layer {number} differs" if number else "its embeddings differ"
                 errors_BN, limit = _difference(rows, expected), self._limit(LIMITS, COARSE)
-                # An expert more or less is rounding; what is wrong between rows shows in their attention.
+                # Rounding may change a few choices of experts; faults between rows appear in attention.
                 self._errors.append((name, errors_BN.median() if number else errors_BN.max(), limit))
             return _with_rows(expected, args, options)
 
@@ -113,7 +113,7 @@ class LayerCheck:
         yield from _until_end(hooks)
 
     def objection(self, ours_BNV: Tensor, theirs_BNV: Tensor) -> str | None:
-        """What differed most for its limit in compared passes, or in the logits at their end; None if all is right."""
+        """The difference in compared passes or logits that is largest for its limit; None if all are within limits."""
         errors_BN = (ours_BNV - theirs_BNV).pow(2).mean(-1).sqrt() / theirs_BNV.std(-1)
         found = [
             *self._errors,
@@ -124,7 +124,7 @@ class LayerCheck:
         return None if error <= limit else f"{name} from plain text by {error:.2g} (limit {limit:.2g})"
 
     def _noting(self, before: Callable[..., Any], outputs: dict[nn.Module, Tensor]) -> Iterator[None]:
-        """Calls ``before`` with the inputs of each layer, and keeps what the mixers give."""
+        """Call ``before`` with the inputs of each layer, and keep the outputs of the mixers."""
 
         def note_output(part: nn.Module, _: Any, output: Any) -> None:
             outputs[part] = _first(output)
@@ -143,7 +143,7 @@ class LayerCheck:
 
 
 def _mixers(layer: nn.Module) -> list[nn.Module]:
-    """The outermost parts of a layer that are handed masks, so that they can look at other rows; else the layer."""
+    """The outermost parts of a layer that get masks, so that they can read other rows; otherwise the layer."""
 
     def below(module: nn.Module) -> Iterator[nn.Module]:
         for part in module.children():
@@ -156,7 +156,7 @@ def _mixers(layer: nn.Module) -> list[nn.Module]:
 
 
 def _difference(rows_BND: Tensor, expected_BND: Tensor) -> Tensor:
-    """[B, N]: the size of the difference in each row / the size of the row, or of the mean row where that is larger."""
+    """[B, N]: norm of each row's difference, relative to the norm of the row or of the mean row if that is larger."""
     difference_BN = (rows_BND.float() - expected_BND.float()).flatten(2).norm(dim=-1)
     size_BN = expected_BND.float().flatten(2).norm(dim=-1)
     errors_BN: Tensor = difference_BN / size_BN.maximum(size_BN.mean()).clamp(min=1e-30)

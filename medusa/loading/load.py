@@ -1,4 +1,4 @@
-"""Load heads and the base that they were trained on, and find out what that base can verify."""
+"""Loads heads and the base that they were trained on, and tests which drafts the base can verify."""
 
 import logging
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ def load_base_and_heads(
     revision: str | None = None,
     **how: Any,
 ) -> tuple[BaseModel, DraftHeads | None, Mapping[str, Any] | None]:
-    """The base, its heads and where these come from: what ``MedusaModel.from_pretrained`` loads, see there.
+    """Load the base, its heads and their provenance; see ``MedusaModel.from_pretrained``.
 
-    ``how`` goes on to ``BaseModel.load``.
+    ``how`` is passed on to ``BaseModel.load``.
     """
     directory, base = _told_apart(heads, base, revision)
     alone = heads is not None and directory is None
@@ -45,7 +45,7 @@ def load_base_and_heads(
 
     base_model = load(dtype)
     if dtype is None and (faster := faster_dtype(base_model)) != base_model.dtype:
-        del base_model  # its memory goes before the other comes
+        del base_model  # free its memory before the next one is loaded
         base_model = load(faster)
     base_model = lead_or_follow(exactness.find_out(base_model))
     if config.base_source and config.base_source != base_model.source:
@@ -83,6 +83,6 @@ def load_draft_model(name: str | Path, base: BaseModel) -> BaseModel:
 
     Raises:
         FileNotFoundError: A directory is missing.
-        ValueError: It cannot be loaded or decoded.
+        ValueError: The model cannot be loaded or decoded.
     """
     return fuse(choose_decoding(BaseModel.load(resolve_base(str(name)), base.dtype, base.device, pack=True)))

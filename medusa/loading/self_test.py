@@ -1,4 +1,4 @@
-"""What can this base verify? Asked once at load, so that no family of models ever writes wrong text silently."""
+"""Tests at load which drafts a base can verify, so that no family of models silently generates wrong text."""
 
 import inspect
 import logging
@@ -18,39 +18,39 @@ from medusa.tree import Draft, Tree
 logger = logging.getLogger(__name__)
 
 LENGTHS = (40, 3)
-"""Tokens of the prompts: one longer than small windows, one so short that every node weighs much in attention."""
+"""Tokens of the prompts: one longer than small windows, one so short that each node has a large attention weight."""
 OWN_PLACES = 4096
-"""Places that attention sees, at most, where layers with attention code of their own are tried out."""
+"""Most places that attention sees in tests of layers with their own attention code."""
 CHUNK = 16
-"""Tokens of a prompt that a pass computes."""
+"""Tokens of a prompt per pass."""
 LEAVES = (3, 4)
-"""Of ``TREE``: each sequence has a text for each of them."""
+"""Leaves of ``TREE``: each sequence has a text for each of them."""
 TREE = Tree.full([2, 1])
 PATHS = [0, 0, 1, 0, 1]
-"""The leaf, of two, below or above which a node of ``TREE`` stands."""
+"""Index of the leaf on whose path a node of ``TREE`` is."""
 DRAFTS: dict[Decoding, list[int]] = {"tree": [0, 1, 2, 3, 4], "chain": [0, 1, 3], "plain": [0]}
-"""Nodes of ``TREE`` that are verified, the most demanding way to decode first."""
+"""Nodes of ``TREE`` that are verified; the most demanding way to decode comes first."""
 
 
 class UnsupportedBaseError(ValueError):
-    """The base computes something else over cached rows than over plain text."""
+    """The base's results over cached rows differ from those over plain text."""
 
 
 def choose_decoding(base: BaseModel) -> BaseModel:
-    """The base with the first way to decode that is exact (``Traits.decoding`` and ``Traits.explicit_mask``).
+    """Find the first exact way to decode; returns the base with ``Traits.decoding`` and ``Traits.explicit_mask`` set.
 
-    A few small passes over a small tree, a chain and single rows, behind cached prompts of different lengths, are held
-    to the base's own pass over each path as plain text: every layer by itself (``LayerCheck``), then the logits. A
-    family that drops the step's plan on its way to the attention gets the whole mask with each call instead, unless it
-    has sliding windows, which one mask for all layers cannot express. Trees fail where attention sees rows instead of
-    positions (ALiBi); all of it fails where a layer keeps a state of its own (recurrent layers).
+    A few small passes over a small tree, a chain and single rows, behind cached prompts of different lengths, are
+    compared with the base's own pass over each path as plain text: every layer by itself (``LayerCheck``), then the
+    logits. A family that does not pass the step's plan on to its attention gets the whole mask with each call instead,
+    unless it has sliding windows, which one mask for all layers cannot express. Trees fail if attention depends on rows
+    instead of positions (ALiBi); everything fails if a layer keeps its own state (recurrent layers).
 
-    What layers may see of a text is asked of transformers (``BaseModel.spans``). Where layers have attention code of
-    their own, it is not known: they get as many places as the context has, the last of which are empty, so that a
-    window over the last ones shows nothing.
+    transformers gives the windows and chunks of layers (``BaseModel.spans``). They are not known for layers with their
+    own attention code: such layers get as many places as the context has, the last of which are empty, so that a window
+    over the last ones sees nothing and the test fails.
 
     Raises:
-        UnsupportedBaseError: Not even single rows are exact.
+        UnsupportedBaseError: Even single rows are not exact.
     """
     reasons: dict[Decoding, str] = {}
     windows = _has_windows(base)
@@ -81,9 +81,9 @@ def _report(base: BaseModel, reasons: dict[Decoding, str]) -> None:
 
 @torch.inference_mode()
 def fuse(base: BaseModel) -> BaseModel:
-    """The base with its pass as one call of C++, where its layers are the usual block, held to the same comparison.
+    """The base with its pass as one C++ call, if its layers are the usual block and pass the same comparison.
 
-    Elsewhere the base as it is; why is logged.
+    Otherwise the base is returned unchanged, and the reason is logged.
     """
     try:
         fused = base.with_fused_pass()
@@ -108,14 +108,14 @@ def _has_windows(base: BaseModel) -> bool:
 
 @torch.inference_mode()
 def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGTHS) -> str | None:
-    """Why the base cannot verify these nodes as it is set now, None if it can."""
+    """Why the base cannot verify these nodes with its present traits; None if it can."""
     lengths = [max(1, min(length, base.context_length - TREE.nodes)) for length in lengths]
     prompts = [[(7 * i + 3) % base.vocab_size for i in range(length)] for length in lengths]
     drafted = [(11 * i + 5) % base.vocab_size for i in range(1, TREE.nodes)]
     tokens_BN = torch.tensor([[prompt[-1], *drafted] for prompt in prompts], device=base.device)
     parents_BN = torch.tensor([[nodes.index(int(TREE.parents[node])) for node in nodes]] * len(prompts))
     draft = Draft.of(tokens_BN[:, nodes], parents_BN, TREE.depth)
-    num_layers = 0 if base.fused else base.num_layers  # a fused pass shows its logits only
+    num_layers = 0 if base.fused else base.num_layers  # a fused pass gives only its logits
     layers = LayerCheck(base.decoder, num_layers, None if base.int8 else base.dtype)
     own_code = len(base.spans) < base.num_layers
     places = min(base.context_length, OWN_PLACES) if own_code else None
@@ -145,7 +145,7 @@ def _objection(base: BaseModel, nodes: list[int], lengths: Sequence[int] = LENGT
 
 
 def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -> Tensor:
-    """Logits [B, N, V] of every node of ``TREE``, its path as plain text, from the whole model as it was loaded."""
+    """Logits [B, N, V] of every node of ``TREE``, from the loaded model with each path as plain text."""
     left, right, below_left, below_right = drafted
     texts = [[*prompt, *path] for prompt in prompts for path in ([left, below_left], [right, below_right])]
     longest = max(map(len, texts))
@@ -153,7 +153,7 @@ def _sequential(base: BaseModel, prompts: list[list[int]], drafted: list[int]) -
     texts_B1 = 2 * torch.arange(len(prompts))[:, None]
     at_BN = torch.tensor([len(prompt) - 1 for prompt in prompts])[:, None] + torch.tensor([0, 1, 1, 2, 2])
     read_R = at_BN.unique()
-    # The output layer is most of the work where the vocabulary is large, and few of its rows are looked at.
+    # If the vocabulary is large, the output layer is most of the work, and only a few of its rows are read.
     narrowed = "logits_to_keep" in inspect.signature(base.model.forward).parameters
     options = {"logits_to_keep": read_R} if narrowed else {}
     logits_PRV = base.model(input_ids=padded, use_cache=False, **options).logits

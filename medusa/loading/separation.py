@@ -1,4 +1,4 @@
-"""Which way of keeping packed documents apart does this base need? Asked before training, with a row of its length."""
+"""Tests before training how packed documents must be kept apart for a base, with a row of the training length."""
 
 import logging
 from collections.abc import Callable
@@ -16,24 +16,24 @@ SEPARATIONS: dict[Separation, str] = {
     "masks": "masks that are passed with each call",
     "rows": "a row for each document, which takes longer",
 }
-"""How documents are kept apart, the cheapest way first, in words."""
+"""Descriptions of the ways to keep documents apart; the cheapest comes first."""
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
-"""Largest mean of |difference| / |hidden state| over a document; coarser dtypes get ``COARSE``."""
+"""Largest mean of |difference| / |hidden state| over a document; ``COARSE`` for coarser dtypes."""
 COARSE = 0.05
-"""For half precision. Measured at 5 and 30 layers: 0.01 where nothing leaks, 0.5 to 0.9 where everything does."""
+"""For half precision. Measured at 5 and 30 layers: 0.01 if nothing leaks, 0.5 to 0.9 if everything leaks."""
 EDGES = (2, 5, 7)
-"""Where the documents of the measured row end, in sevenths: not where windows or chunks do."""
+"""Ends of the documents in the test row, in sevenths, so that they differ from ends of windows and chunks."""
 REFUSALS = (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError)
-"""Errors of a family that takes no such masks."""
+"""Errors of a family that does not accept such masks."""
 
 
 def choose_separation(base: BaseModel, ids_T: Tensor, agreed: Callable[[bool], bool] = bool) -> BaseModel:
-    """The base with the first way in which packed documents are what they are alone (``Traits.separation``).
+    """Find the first way in which packed documents give the same results as alone; sets ``Traits.separation``.
 
     Args:
-        base: As training will use it.
-        ids_T: int64; a row as long as those that will be packed, since windows and chunks matter in long ones only.
-        agreed: (does it leak here) -> does it leak in any process of the run.
+        base: The base as training will use it.
+        ids_T: int64 tokens, as many as in a packed row, because windows and chunks have effects only in long rows.
+        agreed: (whether it leaks in this process) -> whether it leaks in any process of the run.
 
     Raises:
         ValueError: There is no such way.
@@ -56,20 +56,20 @@ def choose_separation(base: BaseModel, ids_T: Tensor, agreed: Callable[[bool], b
 
 @torch.no_grad()
 def _objection(base: BaseModel, ids_T: Tensor) -> str | None:
-    """Why packed documents are not what they are alone, None if they are."""
+    """Why packed documents differ from documents alone; None if they are equal."""
     ids_T = ids_T.to(base.device)
     documents = ids_T.tensor_split([edge * len(ids_T) // EDGES[-1] for edge in EDGES[:-1]])
     positions_1T = torch.cat([torch.arange(len(document), device=base.device) for document in documents])[None]
     alone_TD = torch.cat([base.hidden_states(document[None])[0] for document in documents])[
         :, : base.hidden_size
     ].float()
-    refusals = REFUSALS if base.separation == "masks" else ()  # what fails without them would fail in training too
+    refusals = REFUSALS if base.separation == "masks" else ()  # other errors would also occur in training
     try:
         packed_TD = base.hidden_states(ids_T[None], positions_1T)[0, :, : base.hidden_size].float()
     except refusals as error:
         return f"its forward pass refuses masks: {(str(error).splitlines() or [type(error).__name__])[0]}"
     size_T = alone_TD.norm(dim=-1)
-    size_T = size_T.where(size_T > 0, size_T.mean())  # of a padding token, whose embedding may be zero, all of it is
+    size_T = size_T.where(size_T > 0, size_T.mean())  # the embedding of a padding token may be zero
     error_T = (packed_TD - alone_TD).norm(dim=-1) / size_T.clamp(min=torch.finfo(size_T.dtype).tiny)
     means = torch.stack([part.mean() for part in error_T.split([len(document) for document in documents])])
     worst = means.max().item()  # nan where any is

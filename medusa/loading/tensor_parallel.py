@@ -1,4 +1,4 @@
-"""Ranks of tensor parallel part: 0 decides what is computed, the others follow it to its end."""
+"""The roles of ranks in tensor parallelism: rank 0 decides what is computed, and the others follow until it ends."""
 
 import logging
 import signal
@@ -22,14 +22,14 @@ from medusa.tree import Draft
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(days=365)
-"""How long other ranks wait for work. That rank 0 has gone they see at once."""
+"""How long other ranks wait for work. They notice at once if rank 0 has ended."""
 
 
 def lead_or_follow(base: BaseModel) -> BaseModel:
-    """The base as rank 0 uses it, or as it is where it is whole; other ranks do not come back from here.
+    """The base for rank 0, or unchanged if it is not divided; on other ranks this function does not return.
 
     Raises:
-        SystemExit: On other ranks, when rank 0 has ended.
+        SystemExit: On other ranks, when rank 0 ends.
     """
     if base.ranks == 1:
         return base
@@ -41,10 +41,10 @@ def lead_or_follow(base: BaseModel) -> BaseModel:
 
 
 class Follower:
-    """Makes the passes that rank 0 makes, with this rank's share of the base.
+    """Repeats the passes of rank 0 with this rank's share of the base.
 
     Args:
-        base: As it was loaded; all ranks have found out the same about it.
+        base: The loaded base; tests at load have given the same results on all ranks.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -55,9 +55,9 @@ class Follower:
 
     @torch.inference_mode()
     def follow(self, group: dist.ProcessGroup) -> int:
-        """Do what is announced until the end; the exit status, 1 where rank 0 has gone without a word."""
+        """Run announced commands until the end; returns the exit status, 1 if rank 0 ended without a message."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):  # they reach all ranks, and rank 0 may be at work
+            for number in (signal.SIGTERM, signal.SIGINT):  # signals reach all ranks, and rank 0 may still compute
                 signal.signal(number, signal.SIG_IGN)
         while True:
             try:
@@ -85,15 +85,15 @@ class Follower:
         base.run(pool, plan)
 
     def commit(self, number: int, path: Any, counts: Any) -> None:
-        """Accepted paths of the pool's last plan."""
+        """See ``Leader``: accepted paths of the pool's last plan."""
         self._base.commit(self._pools[number], self._plans[number], self._tensor(path), self._tensor(counts))
 
     def hidden_states(self, layers: int, ids: Any, positions: Any) -> None:
-        """A plain pass."""
+        """See ``Leader``: a plain pass."""
         self._of(layers).hidden_states(self._tensor(ids), None if positions is None else self._tensor(positions))
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Nobody uses these pools any more."""
+        """Delete pools that are no longer used."""
         for number in numbers:
             self._pools.pop(number, None)
             self._plans.pop(number, None)
@@ -104,7 +104,7 @@ class Follower:
         return self._bases[layers]
 
     def _pool(self, number: int, blocks: int) -> BlockPool:
-        """The pool that keeps this rank's share of that one; it has as many blocks."""
+        """This rank's share of a pool of rank 0; it has the same number of blocks."""
         if number not in self._pools:
             self._pools[number] = self._base.new_pool((blocks - 1) * BlockPool.size)
         cache = self._pools[number].cache
