@@ -1,4 +1,4 @@
-"""Formats that heads are stored in: every one can be loaded, and written where it can hold the heads."""
+"""Formats of stored heads: all can be loaded, and each can be written if it supports the heads."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ _MEDUSA = (MedusaV1(), MedusaV2(), Tgi(), Lorax(), Vllm(), Universal())
 FORMATS: dict[str, Format] = {
     each.name: each for each in (Native(), *_MEDUSA, CustomGenerate(), Eagle3(), Speculators(), Dspark())
 }
-"""By name; a directory that is of several formats counts as the first of them."""
+"""Formats by name; a directory that matches several counts as the first of them."""
 
 __all__ = [
     "FORMATS",
@@ -40,7 +40,7 @@ def find_format(directory: str | Path) -> Format:
 
     Raises:
         FileNotFoundError: There is no such directory, or no heads in it.
-        ValueError: It is of no known format.
+        ValueError: The format is not known.
     """
     directory = Path(directory)
     read_config_file(directory)
@@ -58,12 +58,12 @@ def load_heads(directory: str | Path, dtype: torch.dtype | None = torch.float32)
     """Read heads of any format.
 
     Args:
-        directory: Of the heads.
-        dtype: To compute in; None = the one that they are stored in.
+        directory: Directory of the heads.
+        dtype: Dtype of computation; None = the stored dtype.
 
     Raises:
         FileNotFoundError: The directory or one of its files is missing.
-        ValueError: It is of no known format, or damaged.
+        ValueError: The format is not known, or the files are damaged.
     """
     return find_format(directory).load(Path(directory)).to(dtype=dtype).eval()
 
@@ -72,8 +72,8 @@ def export_heads(export: Export, name: str, directory: str | Path) -> Path:
     """Write heads in the format of this name; returns the directory, which is created if missing.
 
     Raises:
-        ValueError: There is no such format, it cannot hold these heads, the base that it ships is not given, or the
-            directory is of another format.
+        ValueError: There is no such format, it does not support these heads, it needs the base and none is given, or
+            the directory holds heads of another format.
     """
     if reason := refusal(name, export.heads.config):
         raise ValueError(reason)
@@ -97,12 +97,12 @@ def named_format(name: str) -> Format:
 
 
 def holders(config: HeadsConfig) -> list[str]:
-    """Names of the formats that can hold heads of this shape."""
+    """Names of the formats that support heads of this shape."""
     return [name for name, each in FORMATS.items() if not each.obstacle(config)]
 
 
 def refusal(name: str, config: HeadsConfig) -> str:
-    """Why heads of this shape cannot be stored in the format of this name, and which formats can; "" = they can."""
+    """Why this format does not support heads of this shape, and which formats do; "" = it does."""
     if reason := named_format(name).obstacle(config):
         return f"format {name!r} {reason}; formats that can hold these heads: {', '.join(holders(config))}"
     return ""

@@ -1,4 +1,4 @@
-"""What a format of stored heads is: recognise a directory, read heads from it, write heads to one."""
+"""The interface of formats of stored heads: recognise a directory, read heads from it, write heads to it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from medusa.files import peek_object, read_object
 from medusa.heads import DraftHeads, HeadsConfig
 
 CONFIG = "config.json"
-"""In every format: what the heads are."""
+"""The file that describes the heads, in every format."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What an export writes: the heads, and what some formats ship of the base."""
+    """The content of an export: the heads, and the parts of the base that some formats include."""
 
     heads: DraftHeads
-    """Written in the dtype they have. Their config names the base as it is found from here: a path or a Hub id."""
+    """The heads, written in their dtype. Their config names the base as it is found from here: a path or a Hub id."""
     base: BaseModel | None = None
-    """Its output layer and tokenizer are shipped by formats whose readers do not take them from the base itself."""
+    """The base, whose output layer and tokenizer some formats include; their readers do not take them from the base."""
     provenance: Mapping[str, Any] | None = None
-    """Where the heads come from, for formats that hold it."""
+    """The origin of the heads, for formats that store it."""
 
 
 class Format(ABC):
@@ -31,9 +31,9 @@ class Format(ABC):
 
     Attributes:
         name: Its key in ``medusa.formats.FORMATS``.
-        summary: One line: who reads it.
-        ships_base: Whether it ships parts of the base, so that ``Export.base`` is needed.
-        architectures: Of heads that it can hold, on bases that training left as they were; None = all heads there are.
+        summary: One line: the programs that read it.
+        ships_base: Whether it includes parts of the base, so that ``Export.base`` is needed.
+        architectures: Supported architectures of heads, on bases that training did not change; None = all heads.
     """
 
     name: str
@@ -43,30 +43,30 @@ class Format(ABC):
 
     @abstractmethod
     def matches(self, directory: Path) -> bool:
-        """Whether a directory is of this format, by file names and config keys; damaged files are no error here."""
+        """Whether a directory has this format, by file names and config keys; damaged files raise no error here."""
 
     @abstractmethod
     def read_config(self, directory: Path) -> HeadsConfig:
         """The shape of the heads, without reading their weights.
 
-        Where tensors tell another number of heads than ``config.json``, tensors are right, and a warning is logged.
+        If the tensors and ``config.json`` differ in the number of heads, the tensors are right and a warning is logged.
 
         Raises:
             FileNotFoundError: A file is missing.
-            ValueError: A file is damaged, or files do not fit each other.
+            ValueError: A file is damaged, or the files do not match.
         """
 
     @abstractmethod
     def load(self, directory: Path) -> DraftHeads:
-        """The heads, on the CPU and in the dtype they are stored in.
+        """Load the heads, on the CPU and in their stored dtype.
 
         Raises:
             FileNotFoundError: A file is missing.
-            ValueError: A file is damaged, or files do not fit each other.
+            ValueError: A file is damaged, or the files do not match.
         """
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Why heads of this shape cannot be stored in this format, a clause without remedy; "" = they can."""
+        """Why heads of this shape cannot be stored in this format, as a clause without remedy; "" = they can."""
         if self.architectures is not None and config.architecture not in self.architectures:
             return f"cannot hold heads of the architecture {config.architecture!r}"
         if self.architectures is not None and config.base_adapter:
@@ -75,10 +75,10 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, export: Export, directory: Path) -> None:
-        """Write heads without an obstacle into a directory that is there; every file appears whole or not at all.
+        """Write heads that have no ``obstacle`` into an existing directory; every file appears whole or not at all.
 
         Raises:
-            ValueError: The base that the format ships is not given.
+            ValueError: The format includes parts of the base, and none is given.
         """
 
 
@@ -87,7 +87,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such directory, or no such file in it.
-        ValueError: It is damaged.
+        ValueError: The file is damaged.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"heads directory ({directory}) does not exist; train heads first or give another path")
@@ -98,5 +98,5 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 
 
 def peek_config(directory: Path) -> dict[str, Any]:
-    """The object in ``config.json``; an empty one where that cannot be read."""
+    """The object in ``config.json``; an empty one if it cannot be read."""
     return peek_object(directory / CONFIG) or {}

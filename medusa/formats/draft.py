@@ -1,4 +1,4 @@
-"""Drafts of others that read layers of the base: weights in one file, and a config of their readers' beside it."""
+"""Formats of other projects for draft models that read layers of the base: one file of weights, and a config."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,23 +18,23 @@ from medusa.heads import DraftHeads, HeadsConfig
 WEIGHTS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 DEFAULT_LAYERS = (2, 0, -3)
-"""As ``HeadsConfig.feature_layers``."""
+"""The default, in the form of ``HeadsConfig.feature_layers``."""
 OF_PACKAGE = {"eagle3": "speculators", "dspark": "dspark"}
-"""Formats by what the speculators package calls the drafts."""
+"""Names of formats by the speculators package's names of the drafts."""
 
 
 class DraftFormat(Format):
-    """What is the same for all of them.
+    """The common part of these formats.
 
     Attributes:
-        title: Of such a draft, for errors.
+        title: Name of such a draft, for errors.
     """
 
     title: ClassVar[str]
     ships_base = True
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """What the readers have no code for."""
+        """See ``Format``: the features that the readers do not support."""
         if reason := super().obstacle(config):
             return reason
         if not config.feature_layers:
@@ -43,20 +43,20 @@ class DraftFormat(Format):
         return "" if rising else "holds feature layers in rising order only, and these heads read them in another"
 
     def matches(self, directory: Path) -> bool:
-        """By the config."""
+        """See ``Format``; decided by the config."""
         return is_draft(peek_config(directory)) == self.name
 
     def read_config(self, directory: Path) -> HeadsConfig:
-        """From the config, and the tensors' shapes where they tell more."""
+        """See ``Format``: read from the config, and from the tensors' shapes if they tell more."""
         return self._read(directory)[0]
 
     def load(self, directory: Path) -> DraftHeads:
-        """The heads; embeddings beside them are the base's and are left out."""
+        """See ``Format``; embeddings in the file are the base's and are left out."""
         config, state = self._read(directory)
         return fill_heads(config, state, directory / WEIGHTS)
 
     def write(self, export: Export, directory: Path) -> None:
-        """Weights with what they need of the base, and config."""
+        """See ``Format``: writes the weights with the parts of the base that they need, and the config."""
         values, tensors = self.values(export), self.tensors(export)
         write_tensors(directory / WEIGHTS, tensors)
         (directory / PICKLE).unlink(missing_ok=True)
@@ -65,18 +65,18 @@ class DraftFormat(Format):
 
     @abstractmethod
     def tensors(self, export: Export) -> dict[str, Tensor]:
-        """The weights."""
+        """The tensors to write."""
 
     @abstractmethod
     def values(self, export: Export) -> dict[str, Any]:
-        """The config."""
+        """The values of the config to write."""
 
     @abstractmethod
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
-        """Shape and state of the heads that a config and tensors are.
+        """Shape and state of the heads with this config and these tensors.
 
         Raises:
-            ValueError: Heads here cannot be them; KeyError and its like where something is missing.
+            ValueError: This package cannot represent them. Missing keys raise KeyError or similar errors.
         """
 
     def _read(self, directory: Path) -> tuple[HeadsConfig, dict[str, Tensor]]:
@@ -92,7 +92,7 @@ class DraftFormat(Format):
 
 
 def is_draft(values: Mapping[str, Any]) -> str:
-    """The name of the format that a ``config.json`` is of; "" = it is no draft."""
+    """The name of the format of a ``config.json``; "" = not a draft."""
     if kind := values.get("speculators_model_type"):
         return OF_PACKAGE.get(str(kind), "")
     names = values.get("architectures")
@@ -104,10 +104,10 @@ def is_draft(values: Mapping[str, Any]) -> str:
 
 
 def layers_read(export: Export) -> list[int]:
-    """Feature layers, counted from 1.
+    """Feature layers of an export, counted from 1.
 
     Raises:
-        ValueError: They depend on the base, and it is not given.
+        ValueError: They depend on the base, and none is given.
     """
     config = export.heads.config
     if export.base is not None:
@@ -118,10 +118,10 @@ def layers_read(export: Export) -> list[int]:
 
 
 def base_of(export: Export, name: str) -> BaseModel:
-    """The base, for a format of this name that cannot be written without it.
+    """The base of an export to a format that needs it.
 
     Raises:
-        ValueError: It is not given.
+        ValueError: No base is given.
     """
     if export.base is None:
         raise ValueError(f"format {name!r} needs the base and no base is given; give it too")
@@ -129,7 +129,7 @@ def base_of(export: Export, name: str) -> BaseModel:
 
 
 def vocabulary_tensors(heads: DraftHeads) -> dict[str, Tensor]:
-    """Which tokens are drafted: ``d2t`` int64 [V], token id minus place, and ``t2d`` bool [vocabulary]."""
+    """The draft vocabulary: ``d2t`` int64 [V], token id minus index, and ``t2d`` bool [vocabulary]."""
     if (ids_V := heads.draft_ids) is None:
         return {}
     known = torch.zeros(heads.config.vocab_size, dtype=torch.bool, device=ids_V.device)
@@ -138,6 +138,6 @@ def vocabulary_tensors(heads: DraftHeads) -> dict[str, Tensor]:
 
 
 def ids_and_order(offsets_V: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids, ascending, and where each stood, of ``d2t``."""
+    """Ascending token ids of ``d2t``, and the index of each in it."""
     ids, order = (torch.arange(len(offsets_V)) + offsets_V).sort()
     return ids, order

@@ -1,12 +1,12 @@
-"""DSpark drafts as the ``speculators`` package writes them, for itself and for vLLM; DeepSpec's are read too.
+"""DSpark drafts in the format of the ``speculators`` package, for itself and for vLLM; DeepSpec's can be read too.
 
 Tensors, with D the hidden size, n the number of the base's layers that are read, R the rank of the correction, V the
-tokens that are drafted: ``fc.weight`` [D, n D], ``hidden_norm``, ``layers.{i}`` with the names of Qwen 3's, ``norm``,
-``markov_head.markov_w1.weight`` [vocabulary, R], ``markov_head.markov_w2.weight`` [V, R]; where V is a part of the
+size of the draft vocabulary: ``fc.weight`` [D, n D], ``hidden_norm``, ``layers.{i}`` with Qwen 3's names, ``norm``,
+``markov_head.markov_w1.weight`` [vocabulary, R], ``markov_head.markov_w2.weight`` [V, R]; if V is a part of the
 vocabulary also ``lm_head.weight`` [V, D], ``d2t`` and ``t2d``.
 
 Source: speculators/models/dspark and models/dflash of 0.9; vllm/model_executor/models/qwen3_dspark.py of 0.32. The two
-take another value where a config of the package has no ``sample_from_anchor``: it is refused.
+have different defaults for ``sample_from_anchor``, so a config of the package without this key is an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from medusa.heads.markov import behind_output
 
 TAPS = "aux_hidden_state_layer_ids"
 NAMES = {"fusion": "fc", "text_norm": "hidden_norm", "output_norm": "norm"}
-"""Our modules by theirs."""
+"""The format's names of our modules."""
 LAYER_NAMES = {
     "input_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -36,7 +36,7 @@ LAYER_NAMES = {
     **{f"{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
     **{f"{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-"""Those of a layer."""
+"""The format's names of a layer's modules."""
 BEFORE, AFTER = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 OUTPUT = "lm_head.weight"
 NOT_READ = ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -44,7 +44,7 @@ CONFIDENCE = "confidence_head."
 
 
 class Dspark(DraftFormat):
-    """A block of rows, and a correction by the token before."""
+    """A block of rows, and a correction by the previous token."""
 
     name = "dspark"
     title = "DSpark draft"
@@ -52,7 +52,7 @@ class Dspark(DraftFormat):
     architectures = ("block",)
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Rows, layers and norms are theirs or they are not."""
+        """See ``Format``: rows, layers and norms that the format does not support."""
         if reason := super().obstacle(config):
             return reason
         layer = config.layer
@@ -63,7 +63,7 @@ class Dspark(DraftFormat):
         return ""
 
     def tensors(self, export: Export) -> dict[str, Tensor]:
-        """The weights; what heads multiply the base's output layer by is their last norm's here."""
+        """The weights; the heads' gain on the base's output layer becomes a part of the last norm."""
         heads, base = export.heads, base_of(export, self.name)
         output = base_output(export, self.name)
         if base.matrices is None:
@@ -82,7 +82,7 @@ class Dspark(DraftFormat):
         return tensors | vocabulary_tensors(heads)
 
     def values(self, export: Export) -> dict[str, Any]:
-        """The config."""
+        """The values of the config to write."""
         config = export.heads.config
         return package_values(export, "dspark", self.name) | {
             "architectures": ["DSparkSpeculator"],
@@ -98,7 +98,7 @@ class Dspark(DraftFormat):
         }
 
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
-        """Block heads with a correction of their own; what tells how sure a draft is of itself is left out."""
+        """Block heads with their own correction; the confidence head is left out."""
         if "speculators_model_type" not in values:
             values = _as_the_package_has_it(values)
         for right, what in (
@@ -131,7 +131,7 @@ class Dspark(DraftFormat):
 
 
 def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of DeepSpec: one of a decoder with more keys, and layers counted from 0."""
+    """Convert a DeepSpec config, a decoder's config with more keys and layers counted from 0, to the package's form."""
     defaults = {"sample_from_anchor": True, "markov_head_type": "vanilla", "draft_vocab_size": values["vocab_size"]}
     layers = {TAPS: [index + 1 for index in values["target_layer_ids"]]}
     return defaults | dict(values) | layers | {
@@ -140,7 +140,7 @@ def _as_the_package_has_it(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(config: HeadsConfig) -> Iterator[tuple[str, str]]:
-    """Our tensors that they have too, and their names for them."""
+    """Names of our tensors that the format has too, and its names of them."""
     for ours, theirs in NAMES.items():
         yield f"{ours}.weight", f"{theirs}.weight"
     assert isinstance(config.layer, LayerConfig), "block heads have one"
@@ -152,7 +152,7 @@ def _names(config: HeadsConfig) -> Iterator[tuple[str, str]]:
 
 
 def _correction(heads: DraftHeads, export: Export) -> tuple[Tensor, Tensor]:
-    """Both matrices; made of the base's embeddings and output layer where they are not the heads' own."""
+    """Both matrices; computed from the base's embeddings and output layer if the heads have none of their own."""
     down, up = heads.state_dict()["down.weight"], heads.state_dict()["up.weight"]
     if heads.config.own_correction:
         return down, up
@@ -164,7 +164,7 @@ def _correction(heads: DraftHeads, export: Export) -> tuple[Tensor, Tensor]:
 
 
 def _state(config: HeadsConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of ``BlockHeads``, columns in the order of tokens."""
+    """The state dict of ``BlockHeads``, with columns in the order of tokens."""
     known = {name: tensor.clone() for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
     for name in NOT_READ:
         known.pop(name, None)

@@ -1,9 +1,9 @@
-"""EAGLE-3 drafts as SafeAILab, SpecForge and Model Optimizer write them; vLLM, SGLang, OpenVINO and others read them.
+"""EAGLE-3 drafts in the format of SafeAILab, SpecForge and Model Optimizer; vLLM, SGLang, OpenVINO and others read it.
 
-Which layers of the base a draft reads is told in two ways that differ by one. ``eagle_config`` has indices of layers,
-counted from 0, whose outputs are read (SpecForge trains so, SGLang adds 1). vLLM takes a key of the same name at the
-top for indices of hidden states, of which 0 are the embeddings. We write both, and each reader finds its own. Without
-either they are the hidden states 2, half of the layers, and the last but three.
+A config gives the layers of the base that a draft reads in two ways, whose numbers differ by one. ``eagle_config`` has
+indices of layers, counted from 0, whose outputs are read (SpecForge trains with these; SGLang adds 1). vLLM reads a key
+of the same name at the top level as indices of hidden states, where 0 is the embeddings. We write both, so each reader
+finds its own. Without either, the hidden states are 2, half of the layers, and the number of layers minus 3.
 
 Source: vllm/model_executor/models/llama_eagle3.py and v1/worker/gpu_model_runner.py of 0.32; sgl-project/SpecForge;
 sglang/srt/models/llama.py, ``set_eagle3_layers_to_capture``.
@@ -24,22 +24,22 @@ MODELS = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
 DEPTH = "num_speculative_tokens"
 PASSES = 5
-"""Depth of a draft where the config does not say."""
+"""Depth of a draft if the config does not give it."""
 NORMS = {
     "norm_jointly": "norm_before_fc", "norm_output": "norm_output", "norm_before_residual": "norm_before_residual",
 }  # fmt: skip
-"""Options of the layer by their names for them."""
+"""Options of our layer by the format's names."""
 
 
 class Told(NamedTuple):
-    """What a config says.
+    """The content of a config.
 
     Attributes:
-        decoder: Of the layer, as transformers has it.
-        norms: By their names.
+        decoder: The layer, as a config of transformers.
+        norms: Options of norms, by the format's names.
         layers: Feature layers, counted from 1.
-        depth: Of a draft.
-        base: Name of the base, "" = it does not say.
+        depth: Depth of a draft.
+        base: Name of the base; "" = not given.
     """
 
     decoder: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Told(NamedTuple):
 
 
 class Eagle3(DraftFormat):
-    """One decoder layer behind some layers of the base."""
+    """One decoder layer that reads some layers of the base."""
 
     name = "eagle3"
     title = "EAGLE-3 draft"
@@ -58,15 +58,15 @@ class Eagle3(DraftFormat):
     architectures = ("attention",)
 
     def tensors(self, export: Export) -> dict[str, Tensor]:
-        """The weights."""
+        """The tensors to write."""
         named = tensors_of(export, self.name)
         return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in named.items()}
 
     def values(self, export: Export) -> dict[str, Any]:
-        """The config."""
+        """The values of the config to write."""
         config, decoder, layers = export.heads.config, decoder_values(export), layers_read(export)
         rope = decoder["rope_parameters"]
-        older = {"rope_theta": rope["rope_theta"]}  # who reads these keys does not read rope_parameters
+        older = {"rope_theta": rope["rope_theta"]}  # readers of these keys do not read rope_parameters
         if rope["rope_type"] != "default":
             older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
         own = {
@@ -80,7 +80,7 @@ class Eagle3(DraftFormat):
         return shape_values(export) | decoder | older | norm_values(config) | own
 
     def told(self, values: Mapping[str, Any]) -> Told:
-        """What a config says."""
+        """Read a config."""
         inner = values.get("eagle_config") or {}
         layers = values.get(TAPS) or [index + 1 for index in inner.get(TAPS) or ()]
         return Told(
@@ -92,7 +92,7 @@ class Eagle3(DraftFormat):
         )
 
     def heads(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[HeadsConfig, dict[str, Tensor]]:
-        """One layer, and no more."""
+        """See ``DraftFormat``; drafts with more than one layer are an error."""
         told = self.told(values)
         if 0 in told.layers and told.layers != DEFAULT_LAYERS:
             raise ValueError("it reads the base's embeddings as a layer, which heads here do not support")
@@ -119,7 +119,7 @@ class Eagle3(DraftFormat):
 
 
 def norm_values(config: HeadsConfig) -> dict[str, bool]:
-    """What the layer norms, by their names; vLLM and speculators read these keys."""
+    """Options of norms by the format's names; vLLM and speculators read these keys."""
     layer = config.layer
     assert layer is not None, "attention heads have one"
     values: dict[str, bool] = {theirs: getattr(layer, ours) for ours, theirs in NORMS.items()}

@@ -1,10 +1,10 @@
-"""The decoder layer of EAGLE-3 drafts under the names of others: its tensors, and what configs say of its shape.
+"""The decoder layer of EAGLE-3 drafts in other projects' formats: names of its tensors, and config keys of its shape.
 
 D is the hidden size, n the number of the base's layers that it reads, V its vocabulary:
 
 ``fc.weight`` [D, n D]; ``layers.0`` with the names of a Llama or Qwen 3 layer, whose q, k and v projections read
-[``input_layernorm``(embedding); ``hidden_norm``(state)]; ``norm.weight``; ``lm_head.weight`` [V, D]; and where V is a
-part of the vocabulary, ``d2t`` int64 [V], token id minus place, and ``t2d`` bool [vocabulary]. With
+[``input_layernorm``(embedding); ``hidden_norm``(state)]; ``norm.weight``; ``lm_head.weight`` [V, D]; and if V is a
+part of the vocabulary, ``d2t`` int64 [V], token id minus index, and ``t2d`` bool [vocabulary]. With
 ``norm_before_fc``: ``input_norm.weight`` [n D]; with ``fc_norm``: n times ``fc_norm.{i}.weight`` [D].
 """
 
@@ -29,15 +29,15 @@ NAMES = {
     **{f"{name}_proj": f"layers.0.self_attn.{name}_proj" for name in "qkvo"},
     **{f"{name}_proj": f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-"""Our modules by theirs."""
+"""The format's names of our modules."""
 SIZES = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias",
 )  # fmt: skip
-"""Keys of the layer, the same in both configs."""
+"""Config keys of the layer that are the same in both configs."""
 
 
 def _names(layer: LayerConfig) -> Iterator[tuple[str, str]]:
-    """Our tensors that they have too, and their names for them."""
+    """Names of our tensors that the format has too, and its names of them."""
     for ours, theirs in NAMES.items():
         yield f"{ours}.weight", f"{theirs}.weight"
     if layer.norm_heads:
@@ -48,11 +48,11 @@ def _names(layer: LayerConfig) -> Iterator[tuple[str, str]]:
 
 
 def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
-    """The heads under their names; a vocabulary matrix of the base becomes the draft's own, times the heads' gain.
+    """The heads' tensors by the format's names; a copy of the base's output layer includes the heads' gain.
 
     Args:
         export: Attention heads that read layers of the base.
-        name: Of the format, for errors.
+        name: Name of the format, for errors.
     """
     heads, layer = export.heads, export.heads.config.layer
     assert layer is not None, "attention heads have one"
@@ -72,14 +72,14 @@ def tensors_of(export: Export, name: str) -> dict[str, Tensor]:
 
 
 def state_of(tensors: Mapping[str, Tensor], layer: LayerConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The state dict of ``AttentionHeads`` from their tensors.
+    """The state dict of ``AttentionHeads`` from the format's tensors.
 
-    Embeddings are those of the base, and left out. Without an output layer, heads share the base's. Columns are put in
-    the order of tokens.
+    Embeddings are the base's and are left out. Without an output layer, heads share the base's. Columns are sorted by
+    token id.
 
     Raises:
         KeyError: A tensor is missing.
-        ValueError: There are others than such a layer has.
+        ValueError: There are tensors that such a layer does not have.
     """
     known = {name.replace("midlayer.", "layers.0."): tensor.clone() for name, tensor in tensors.items()}
     for base in ("embed_tokens.weight", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
@@ -108,11 +108,11 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
     """The layer that a config of transformers describes, and that config with its defaults.
 
     Args:
-        values: Of the decoder.
-        norms: Options of ``LayerConfig`` that such a config does not know.
+        values: Values of the decoder's config.
+        norms: Options of ``LayerConfig`` that such a config does not have.
 
     Raises:
-        ValueError: It is of a kind that heads here cannot be.
+        ValueError: This package cannot represent such a layer.
     """
     kind = values.get("model_type", "llama")
     if kind not in ("llama", "qwen3"):
@@ -136,9 +136,9 @@ def layer_of(values: Mapping[str, Any], norms: Mapping[str, bool]) -> tuple[Laye
 
 
 def decoder_values(export: Export, layers: int = 1) -> dict[str, Any]:
-    """So many such layers as a config of transformers.
+    """A config of transformers for this number of such layers.
 
-    Positions go as far as the base's: engines do not draft behind ``max_position_embeddings``.
+    It has as many positions as the base, because engines do not draft beyond ``max_position_embeddings``.
     """
     config, layer = export.heads.config, export.heads.config.layer
     assert layer is not None, "heads with a memory have one"

@@ -1,4 +1,4 @@
-"""What formats of other engines have in common: plain Medusa heads, a tensor per head and layer."""
+"""The common part of other engines' formats: plain Medusa heads, with one tensor per head and layer."""
 
 import logging
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from medusa.heads import DraftHeads, HeadsConfig
 logger = logging.getLogger(__name__)
 
 PICKLE = "medusa_lm_head.pt"
-"""What the original writes; any reader may take it where there are no safetensors."""
+"""The file that the original writes; readers use it if there are no safetensors."""
 
 
 class Foreign(Format):
-    """Reading is the same for all of them; heads that are not plain Medusa heads fit none."""
+    """Formats of plain Medusa heads, which are all read in the same way."""
 
     architectures = ("medusa",)
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """What these engines have no code for."""
+        """See ``Format``: the features that these engines do not support."""
         if reason := super().obstacle(config):
             return reason
         if config.feature_layers:
@@ -34,23 +34,20 @@ class Foreign(Format):
         return "cannot hold a draft vocabulary" if config.draft_vocab_size else ""
 
     def files(self, directory: Path) -> list[Path]:
-        """The files that the heads' tensors are in: all safetensors there are, or else the original's pickle.
-
-        They may be missing.
-        """
+        """The files with the heads' tensors: all safetensors, otherwise the original's pickle, which may be missing."""
         return sorted(directory.glob("*.safetensors")) or [directory / PICKLE]
 
     def read_config(self, directory: Path) -> HeadsConfig:
-        """From the tensors' shapes; what only ``config.json`` tells is taken from there."""
+        """See ``Format``: read from the tensors' shapes, and all else from ``config.json``."""
         return self._read(directory)[0]
 
     def load(self, directory: Path) -> DraftHeads:
-        """The heads, out of all files."""
+        """See ``Format``: reads the heads from all files."""
         config, tensors = self._read(directory)
         return fill_heads(config, tensors.state(), self.files(directory)[0])
 
     def write_weights(self, directory: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write tensors by the names of their files, and remove what readers would take of the heads before them."""
+        """Write tensors by file name, and remove files of earlier heads that readers would use."""
         for name, tensors in files.items():
             write_tensors(directory / name, tensors)
         for path in [*self.files(directory), directory / PICKLE]:
@@ -68,7 +65,7 @@ class Foreign(Format):
 
 
 def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) -> HeadsConfig:
-    """The shape of the heads: the tensors', and where they do not tell it, the config's."""
+    """The shape of the heads: from the tensors, and if they do not tell it, from the config."""
     for keys, counted in (
         (("medusa_num_heads", "num_heads"), tensors.num_heads),
         (("medusa_num_layers", "num_hidden_layers"), tensors.num_layers),
@@ -94,11 +91,11 @@ def _config(tensors: HeadTensors, values: Mapping[str, Any], directory: Path) ->
 
 
 def shape_values(export: Export) -> dict[str, Any]:
-    """Config keys that all formats have: where the base is, and the sizes.
+    """Config keys that all formats have: the name of the base, and the sizes.
 
     Raises:
         FileNotFoundError: The heads name a directory that does not exist.
-        ValueError: The heads name no base, or are of another one.
+        ValueError: The heads name no base, or belong to another one.
     """
     config, base = export.heads.config, export.base
     if base is not None:
@@ -112,7 +109,7 @@ def shape_values(export: Export) -> dict[str, Any]:
 
 
 def _base_name(export: Export) -> str:
-    """Where engines find the base; a path that leads nowhere from here gives way to that of the base at hand."""
+    """The name by which engines find the base; a path that does not exist is replaced by that of the loaded base."""
     name, base = export.heads.config.base, export.base
     if not name and base is None:
         raise ValueError("heads name no base and other engines need one; give one: a directory or a Hub id")

@@ -1,7 +1,7 @@
-"""Tensors of Medusa heads under the names of other engines.
+"""Tensors of Medusa heads by the names of other engines.
 
 FasterDecoding/Medusa, for K heads of L layers, D the hidden size and V the vocabulary: ``{k}.{l}.linear.weight``
-[D, D], ``{k}.{l}.linear.bias`` [D], and the head's own output layer, where it has one, ``{k}.{L}.weight`` [V, D].
+[D, D], ``{k}.{l}.linear.bias`` [D], and the head's own output layer, if it has one, ``{k}.{L}.weight`` [V, D].
 
 vLLM: ``blocks.{k}.layers.{l}.weight``, ``blocks.{k}.layers.{l}.bias`` and ``lm_heads.{k}.weight``; beside them
 ``lm_head.weight`` [V, D], a copy of the base's output layer that all heads share, and ``token_map`` [V], the ids of the
@@ -24,7 +24,7 @@ OUTPUT = re.compile(r"(?:(\d{1,4})\.\d{1,4}|lm_heads\.(\d{1,4}))\.weight", re.AS
 
 @dataclass
 class HeadTensors:
-    """Tensors of Medusa heads, by what they are."""
+    """Tensors of Medusa heads, by their role."""
 
     directory: Path
     weights: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -32,29 +32,29 @@ class HeadTensors:
     biases: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """[D] by layer and head."""
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    """[V, D] by head, where each has its own."""
+    """Output layers [V, D] by head, if each has its own."""
     base_output: Tensor | None = None
-    """[V, D]: the base's."""
+    """The base's output layer [V, D]."""
     token_map: Tensor | None = None
-    """Token ids of the V rows, where these are not the whole vocabulary."""
+    """Token ids of the V rows, if these are not the whole vocabulary."""
 
     @property
     def num_heads(self) -> int:
-        """K."""
+        """K, the number of heads."""
         return len({head for _, head in self.weights})
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of layers of a head."""
         return len({layer for layer, _ in self.weights})
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """D, the hidden size."""
         return len(self.weights[0, 0])
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor where its name says.
+        """Add a tensor by its name.
 
         Raises:
             ValueError: The name is not one of Medusa heads.
@@ -76,13 +76,13 @@ class HeadTensors:
             )
 
     def share_output(self) -> None:
-        """The first head's output layer stands for the base's, which all share."""
+        """Use the first head's output layer as the base's, which all heads share."""
         if self.base_output is None:
             self.base_output = self.outputs.get(0)
         self.outputs.clear()
 
     def check(self) -> None:
-        """Raise ValueError unless every tensor is there and has the shape that it must have."""
+        """Raise ValueError if a tensor is missing or has a wrong shape."""
         grid = {(layer, head) for layer in range(self.num_layers) for head in range(self.num_heads)}
         if not grid or set(self.weights) != grid or not set(self.biases) <= grid:
             raise self._damaged("tensors of some layers or heads are missing")
@@ -113,11 +113,11 @@ class HeadTensors:
 
     @property
     def all_outputs(self) -> list[Tensor]:
-        """Every output layer there is."""
+        """All output layers."""
         return [*self.outputs.values(), *([] if self.base_output is None else [self.base_output])]
 
     def state(self) -> dict[str, Tensor]:
-        """The state dict of ``MedusaHeads``: a bias that is not there is 0, columns are in the order of tokens."""
+        """The state dict of ``MedusaHeads``: missing biases are 0, and columns are sorted by token id."""
         places, shape = sorted(self.weights), (self.num_layers, self.num_heads)
         no_bias = self.weights[0, 0].new_zeros(self.hidden_size)
         state = {
@@ -135,12 +135,12 @@ class HeadTensors:
 
 
 def head_tensors(heads: DraftHeads, layer_name: str, output_name: str) -> dict[str, Tensor]:
-    """The tensors of Medusa heads under the names of an engine, in the dtype they have.
+    """The tensors of Medusa heads by the names of an engine, in their dtype.
 
     Args:
-        heads: Of the architecture "medusa".
-        layer_name: Of a layer, with {head} and {layer}.
-        output_name: Of a head's own output layer, with {head} and {layer}.
+        heads: Heads of the architecture "medusa".
+        layer_name: Name of a layer, with {head} and {layer}.
+        output_name: Name of a head's own output layer, with {head} and {layer}.
     """
     state, config = heads.state_dict(), heads.config
     tensors = {}

@@ -1,6 +1,6 @@
-"""This project's own format: ``config.json``, ``heads.safetensors``; where known, provenance as JSON.
+"""This project's own format: ``config.json``, ``heads.safetensors``, and provenance as JSON if it is known.
 
-Heads that changed their base in training (Medusa-2) have its adapter beside them, in ``adapter/``.
+Heads of joint training (Medusa-2) also have the adapter of the base, in ``adapter/``.
 """
 
 import dataclasses
@@ -22,21 +22,22 @@ WEIGHTS = "heads.safetensors"
 PROVENANCE = "provenance.json"
 ADAPTER = "adapter"
 BASE_PATH = "base_path"
-"""Key in ``config.json``: where a base on this disk was when the heads were written; see ``save_heads``."""
+"""Key in ``config.json``: the path of a local base when the heads were written; see ``save_heads``."""
 FORMAT = header("heads")["format"]
 
 
 def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str, Any] | None = None) -> Path:
-    """Write heads, file by file; every file appears whole under its name or not at all.
+    """Write heads; every file appears whole under its name or not at all.
 
-    A base that is a local directory is stored by its place from ``directory`` and by its own: the two can move
-    together, and the heads alone. The base that ships with this package is stored by its name. An adapter is copied.
+    A base in a local directory is stored by its path relative to ``directory`` and by its absolute path, so both can
+    move together, or the heads alone. The base that ships with this package is stored by its name. An adapter is
+    copied.
 
     Args:
-        heads: The heads; their tensors are stored in the dtype they have.
+        heads: The heads; their tensors are stored in their dtype.
         directory: Created if missing.
-        provenance: Anything that tells where the heads come from (recipe, versions, figures); without it, what other
-            heads have left there is removed.
+        provenance: The origin of the heads (recipe, versions, figures); None removes the provenance of earlier heads
+            in the directory.
 
     Returns:
         The directory.
@@ -59,17 +60,17 @@ def save_heads(heads: DraftHeads, directory: str | Path, provenance: Mapping[str
 
 
 class Native(Format):
-    """This project's own format; it holds all heads there are."""
+    """This project's own format; it supports all heads."""
 
     name = "native"
     summary = "this project, in training and decoding"
 
     def matches(self, directory: Path) -> bool:
-        """By the config's own mark; a directory with code for transformers is a format of its own."""
+        """See ``Format``; decided by a key of the config. A directory with code for transformers has another format."""
         return peek_config(directory).get("format") == FORMAT and not (directory / "custom_generate").is_dir()
 
     def read_config(self, directory: Path) -> HeadsConfig:
-        """What ``config.json`` says; an adapter of the base becomes a path that can be opened."""
+        """See ``Format``; the name of an adapter becomes a path that can be opened."""
         path, values = directory / CONFIG, read_config_file(directory)
         if values.pop("format", None) != FORMAT:
             raise ValueError(
@@ -89,13 +90,13 @@ class Native(Format):
         return config
 
     def load(self, directory: Path) -> DraftHeads:
-        """Heads written by ``save_heads``."""
+        """See ``Format``: loads heads that ``save_heads`` wrote."""
         config, path = self.read_config(directory), directory / WEIGHTS
-        # Copies: tensors of a file may stand at addresses that vector instructions read slowly.
+        # Copies, because tensors of a file may be at addresses that vector instructions read slowly.
         return fill_heads(config, {name: tensor.clone() for name, tensor in read_tensors([path]).items()}, path)
 
     def write(self, export: Export, directory: Path) -> None:
-        """All there is of the heads; nothing of the base but an adapter."""
+        """See ``Format``: writes everything of the heads, and of the base only an adapter."""
         if not export.heads.config.base_adapter:
             shutil.rmtree(directory / ADAPTER, ignore_errors=True)
         save_heads(export.heads, directory, export.provenance)
@@ -109,7 +110,7 @@ def _local(base: Path, directory: Path) -> dict[str, str]:
 
 
 def _adapter_in(directory: Path, name: str) -> str:
-    """The path of an adapter; one elsewhere is refused, since an export copies it and a push publishes the copy."""
+    """The path of an adapter, which must be in the directory: an export copies it, and a push publishes the copy."""
     adapter = (directory / name).resolve()
     if not adapter.is_relative_to(directory.resolve()):
         raise ValueError(
@@ -120,15 +121,15 @@ def _adapter_in(directory: Path, name: str) -> str:
 
 
 def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Path) -> DraftHeads:
-    """Heads with these weights, in the dtype of each.
+    """Make heads with these weights, each in its dtype.
 
     Args:
-        config: Their shape.
+        config: The shape of the heads.
         state: Names and tensors as in the heads' ``state_dict``.
-        path: The file they come from, for errors.
+        path: The file of the weights, for errors.
 
     Raises:
-        ValueError: The weights do not fit the shape.
+        ValueError: The weights do not match the shape.
     """
     with torch.device("meta"):
         heads = build_heads(config)
@@ -146,10 +147,10 @@ def fill_heads(config: HeadsConfig, state: Mapping[str, torch.Tensor], path: Pat
 
 
 def _are_tokens(ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether token ids ascend, and are in the vocabulary."""
+    """Whether token ids are ascending and in the vocabulary."""
     return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 
 def load_provenance(directory: str | Path) -> dict[str, Any] | None:
-    """Where heads come from; None where that is not stored, or damaged: it is for people."""
+    """The stored origin of heads; None if it is missing or damaged, which is no error because no program needs it."""
     return peek_object(Path(directory) / PROVENANCE)

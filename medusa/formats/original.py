@@ -1,8 +1,8 @@
-"""Heads as FasterDecoding/Medusa stores them, and the engines that followed it; names as in ``head_tensors``.
+"""Formats of FasterDecoding/Medusa and of engines with similar formats; for names of tensors see ``head_tensors``.
 
-Version 1 has an output layer for every head, version 2 shares the base's. Text Generation Inference and LoRAX read
-either in safetensors; both compute heads that share the output layer by one matrix product for all, and so of one layer
-only. TGI takes a config with ``architectures`` for another kind of drafter.
+In version 1 every head has an output layer; in version 2 heads share the base's. Text Generation Inference and LoRAX
+read both in safetensors. They compute heads that share the output layer in one matrix product, so these may have only
+one layer. TGI treats a config with ``architectures`` as another kind of drafter.
 
 Source: text_generation_server/layers/medusa.py and speculative.py; lorax_server/adapters/medusa.py.
 """
@@ -22,18 +22,18 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 
 
 class Original(Foreign):
-    """Weights in one file of the original's name, and the original's config."""
+    """Weights in one file with the original's name, and the original's config."""
 
     weights: str
-    """The file that is written."""
+    """Name of the file that is written."""
 
     def files(self, directory: Path) -> list[Path]:
-        """The safe one of the two where both are there."""
+        """See ``Foreign``; if both files exist, the safetensors file."""
         path = directory / SAFETENSORS
         return [path if path.is_file() else directory / PICKLE]
 
     def write(self, export: Export, directory: Path) -> None:
-        """Weights and config."""
+        """See ``Format``: writes weights and config."""
         values = original_values(export)
         self.write_weights(directory, {self.weights: original_tensors(export)})
         write_json(directory / CONFIG, values)
@@ -44,16 +44,16 @@ class MedusaV1(Original):
 
     name = "medusa-v1"
     summary = "FasterDecoding/Medusa and TensorRT-LLM: an output layer per head"
-    weights = PICKLE  # the original's code reads no other
+    weights = PICKLE  # the original's code reads no other file
     own = True
     elsewise = "holds an output layer per head and these heads share the base's"
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads with output layers as the version has them."""
+        """See ``Format``: supports Medusa heads with the output layers of this version."""
         return super().obstacle(config) or ("" if config.own_lm_heads == self.own else self.elsewise)
 
     def matches(self, directory: Path) -> bool:
-        """By the config keys, the version, and the name of the weights."""
+        """See ``Format``; decided by the config keys, the version, and the name of the weights."""
         named = any((directory / name).is_file() for name in (PICKLE, SAFETENSORS))
         return named and _has_original_config(directory) and _is_version_2(directory) != self.own
 
@@ -69,44 +69,44 @@ class MedusaV2(MedusaV1):
 
 
 class Tgi(Original):
-    """TGI takes the directory for the model's: it serves the base that the config names."""
+    """TGI gets this directory as its model, and serves the base that the config names."""
 
     name = "tgi"
     summary = "Text Generation Inference: --model-id DIR"
     weights = SAFETENSORS
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads; those that share the output layer, of one layer."""
+        """See ``Format``: supports Medusa heads; heads that share the output layer must have one layer."""
         deep = config.num_layers > 1 and not config.own_lm_heads
         return super().obstacle(config) or ("holds shared heads of one layer only" if deep else "")
 
     def matches(self, directory: Path) -> bool:
-        """By the config keys, and the name of the weights."""
+        """See ``Format``; decided by the config keys and the name of the weights."""
         no_architectures = "architectures" not in peek_config(directory)
         return _has_original_config(directory) and no_architectures and (directory / SAFETENSORS).is_file()
 
     def files(self, directory: Path) -> list[Path]:
-        """The one file that is read."""
+        """See ``Foreign``; TGI reads only one file."""
         return [directory / SAFETENSORS]
 
 
 class Lorax(Tgi):
-    """LoRAX loads heads when it starts and, those that share the output layer, with a request."""
+    """LoRAX loads heads at its start, or with a request if they share the output layer."""
 
     name = "lorax"
     summary = "LoRAX: --adapter-id DIR at the start, or adapter_id in a request"
 
     def matches(self, directory: Path) -> bool:
-        """By the config keys; weights may have any name."""
+        """See ``Format``; decided by the config keys, because weights may have any name."""
         return _has_original_config(directory) and bool(self.files(directory))
 
     def files(self, directory: Path) -> list[Path]:
-        """All safetensors there are."""
+        """See ``Foreign``; all safetensors."""
         return sorted(directory.glob("*.safetensors"))
 
 
 def _has_original_config(directory: Path) -> bool:
-    """Whether a config is one that the original's code and the engines that followed it read."""
+    """Whether the original's code and engines with its format can read the config."""
     values = peek_config(directory)
     return "medusa_num_heads" in values and values.get("model_type") != "medusa"
 
@@ -119,7 +119,7 @@ def _is_version_2(directory: Path) -> bool:
 
 
 def original_tensors(export: Export) -> dict[str, Tensor]:
-    """The heads under the original's names."""
+    """The heads' tensors by the original's names."""
     return head_tensors(export.heads, "{head}.{layer}.linear", "{head}.{layer}")
 
 
@@ -127,7 +127,7 @@ def original_values(export: Export) -> dict[str, Any]:
     """The original's config for the heads.
 
     Raises:
-        ValueError: The heads name no base, or are of another one.
+        ValueError: The heads name no base, or belong to another one.
     """
     config = export.heads.config
     return shape_values(export) | {

@@ -1,7 +1,7 @@
-"""EAGLE-3 drafts as the ``speculators`` package writes them, for itself and for vLLM (``vllm serve DIR``).
+"""EAGLE-3 drafts in the format of the ``speculators`` package, for itself and for vLLM (``vllm serve DIR``).
 
 Source: speculators/models/eagle3 of 0.9, and vllm/transformers_utils/configs/speculators/algos.py of vLLM 0.32. The two
-take another value where ``norm_before_residual`` is not given: a config without it is refused.
+have different defaults for ``norm_before_residual``, so a config without this key is an error.
 """
 
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ from medusa.formats.foreign import shape_values
 
 
 class Speculators(Eagle3):
-    """The same layer under a config of its own."""
+    """The layer of ``Eagle3`` with the package's config."""
 
     name = "speculators"
     summary = "the speculators package, and vLLM: vllm serve DIR"
 
     def tensors(self, export: Export) -> dict[str, Tensor]:
-        """The weights, the base's embeddings among them: without these the package computes with any numbers."""
+        """The tensors to write, including the base's embeddings, which the package would not initialise otherwise."""
         tensors, base = tensors_of(export, self.name), base_of(export, self.name)
         embeddings = base.model.get_input_embeddings().weight
         return tensors | {"embed_tokens.weight": embeddings.to(tensors["fc.weight"])}
 
     def values(self, export: Export) -> dict[str, Any]:
-        """The config."""
+        """The values of the config to write."""
         config = export.heads.config
         return (
             norm_values(config)
@@ -43,7 +43,7 @@ class Speculators(Eagle3):
         )
 
     def told(self, values: Mapping[str, Any]) -> Told:
-        """What a config says."""
+        """Read a config."""
         if values.get("embed_requires_grad"):
             raise ValueError("its embeddings were trained, and heads here read the base's")
         if values.get("norm_before_residual") is None:
@@ -59,12 +59,12 @@ class Speculators(Eagle3):
 
 
 def package_values(export: Export, kind: str, name: str) -> dict[str, Any]:
-    """Keys that the package's configs have for all kinds of drafts.
+    """Config keys of the package for all kinds of drafts.
 
     Args:
         export: The heads and their base.
-        kind: The package's name of the drafts.
-        name: Of the format.
+        kind: The package's name of the kind of draft.
+        name: Name of the format.
     """
     config = export.heads.config
     return {

@@ -1,4 +1,4 @@
-"""Files of named tensors: safetensors, and the pickles of older tools as far as they hold tensors and nothing else."""
+"""Files of named tensors: safetensors, and pickles of older tools if they hold only tensors."""
 
 import pickle
 import struct
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa.files import replace_file
 
-# What torch's unpickler meets in bytes that are no state dict.
+# Errors of torch's unpickler for files that are not a state dict.
 DAMAGE = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
     TypeError, ValueError, pickle.UnpicklingError, struct.error,
@@ -20,11 +20,11 @@ DAMAGE = (
 
 
 def read_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
-    """The tensors of one or more files, on the CPU; large ones are mapped and not read until they are used.
+    """Read the tensors of one or more files, on the CPU; large ones are mapped and only read when they are used.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A file is damaged, or is a pickle of more than tensors: loading that could run code.
+        ValueError: A file is damaged, or is a pickle with other objects than tensors, which could run code.
     """
     tensors: dict[str, Tensor] = {}
     for path in paths:
@@ -45,7 +45,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     remedy = "copy it again, or get these heads as .safetensors"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except DAMAGE as error:  # its text is several lines, and one of them says how to load the file unsafely
+    except DAMAGE as error:  # its text has several lines, and one of them explains unsafe loading
         if "GLOBAL" in str(error):
             raise ValueError(
                 f"heads file ({path}) is a pickle of more than tensors and could run code: it is not loaded; get these"
@@ -61,11 +61,11 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors, or as a pickle where the name ends in .pt; the file appears whole or not at all.
+    """Write tensors as safetensors, or as a pickle if the name ends in .pt; the file appears whole or not at all.
 
     Args:
         path: The file.
-        tensors: None of them a part of another one.
+        tensors: Tensors by name; none may share memory with another.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if path.suffix == ".pt":
@@ -75,7 +75,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file that others may read as they may read any new file: safetensors makes it its owner's alone."""
+    """Write a file with the usual permissions of new files; safetensors itself makes it readable only by its owner."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})

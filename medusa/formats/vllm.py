@@ -1,8 +1,8 @@
-"""Heads for vLLM up to 0.32, which is the last with Medusa, and one directory that vLLM, TGI and LoRAX all read.
+"""Heads for vLLM up to 0.32, the last version with Medusa, and one directory that vLLM, TGI and LoRAX all read.
 
 Source: vllm/model_executor/models/medusa.py, transformers_utils/configs/medusa.py and config/speculative.py of 0.32.0.
-vLLM does not take the base's output layer from the base: ``original_lm_head`` says that a copy of it lies beside the
-heads. It leaves out biases unless ``medusa_fc_bias`` says that there are some.
+vLLM does not read the output layer from the base: ``original_lm_head`` means that the heads include a copy of it. It
+ignores biases unless ``medusa_fc_bias`` is set.
 """
 
 import dataclasses
@@ -27,26 +27,26 @@ BASE_OUTPUT = "lm_head.safetensors"
 
 
 class Vllm(Foreign):
-    """vLLM's own names; all versions with Medusa read them."""
+    """vLLM's own names of tensors; all versions with Medusa read them."""
 
     name = "vllm"
     summary = 'vLLM up to 0.32: speculative_config={"method": "medusa", "model": DIR, ..}'
     ships_base = True
 
     def obstacle(self, config: HeadsConfig) -> str:
-        """Medusa heads; a draft vocabulary where they share the output layer."""
+        """See ``Format``: supports Medusa heads, with a draft vocabulary if they share the output layer."""
         if config.draft_vocab_size and config.own_lm_heads:
             return "cannot hold a draft vocabulary of heads that have their own output layers"
         whole = dataclasses.replace(config, draft_vocab_size=0)
         return super().obstacle(whole)
 
     def matches(self, directory: Path) -> bool:
-        """By the model type; a config with the original's keys too is a universal one."""
+        """See ``Format``; decided by the model type. A config that also has the original's keys is ``Universal``."""
         values = peek_config(directory)
         return values.get("model_type") == "medusa" and "medusa_num_heads" not in values
 
     def write(self, export: Export, directory: Path) -> None:
-        """Weights with what they need of the base, and config."""
+        """See ``Format``: writes the weights with the parts of the base that they need, and the config."""
         config = export.heads.config
         values = shape_values(export) | vllm_values(config)
         values |= {"num_heads": config.num_heads, "num_hidden_layers": config.num_layers}
@@ -63,9 +63,9 @@ class Vllm(Foreign):
 
 
 class Universal(Tgi):
-    """The original's names, both kinds of config keys, and the copy of the base's output layer in a file of its own.
+    """The original's names, both kinds of config keys, and a copy of the base's output layer in a separate file.
 
-    vLLM reads all files, and TGI the one with the heads; LoRAX passes over names that it does not know.
+    vLLM reads all files; TGI reads only the file with the heads; LoRAX ignores names that it does not know.
     """
 
     name = "universal"
@@ -74,12 +74,12 @@ class Universal(Tgi):
     files = Foreign.files
 
     def matches(self, directory: Path) -> bool:
-        """By the model type and the original's keys."""
+        """See ``Format``; decided by the model type and the original's keys."""
         values = peek_config(directory)
         return values.get("model_type") == "medusa" and "medusa_num_heads" in values
 
     def write(self, export: Export, directory: Path) -> None:
-        """Weights, what they need of the base, the base's tokenizer where it is known, and config."""
+        """See ``Format``: writes weights, the needed parts of the base, its tokenizer if it is known, and config."""
         values = original_values(export) | vllm_values(export.heads.config)
         files = {SAFETENSORS: original_tensors(export)}
         if not export.heads.config.own_lm_heads:
@@ -96,10 +96,10 @@ def vllm_values(config: HeadsConfig) -> dict[str, Any]:
 
 
 def base_output(export: Export, name: str) -> Tensor:
-    """The base's output layer [V, D], as far as the format can hold it.
+    """The base's output layer [V, D], if the format can store it.
 
     Raises:
-        ValueError: There is no base, or its output layer is more than a matrix.
+        ValueError: No base is given, or its output layer is more than a matrix.
     """
     if export.base is None:
         raise ValueError(f"format {name!r} ships the output layer of the base and no base is given; give the base too")
@@ -114,7 +114,7 @@ def base_output(export: Export, name: str) -> Tensor:
 def _write_tokenizer(base: BaseModel, directory: Path) -> None:
     with tempfile.TemporaryDirectory() as beside:
         base.tokenizer.save_pretrained(beside)
-        for source in filter(Path.is_file, Path(beside).rglob("*")):  # more than one chat template is a folder
+        for source in filter(Path.is_file, Path(beside).rglob("*")):  # several chat templates are in a folder
             target = directory / source.relative_to(beside)
             target.parent.mkdir(exist_ok=True)
             replace_file(target, functools.partial(shutil.copyfile, source))
