@@ -1,4 +1,4 @@
-"""The model card of heads: what is known of them and of the run that trained them, and how to use them."""
+"""The model card of heads: known facts about them and their training run, and how to use them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ READERS = {
     "tgi": (TGI,), "lorax": (LORAX,), "vllm": (VLLM,), "universal": (VLLM, TGI, LORAX), "custom-generate": (CUSTOM,),
     "eagle3": (EAGLE3,), "speculators": (SPECULATORS,), "dspark": (SPECULATORS,),
 }  # fmt: skip
-"""How others than this project read a format."""
+"""How other programs read a format."""
 
 
 def write_card(
@@ -83,9 +83,9 @@ def write_card(
     provenance: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> None:
-    """Put the card of heads beside them, unless somebody has written one by hand.
+    """Write the card of heads into their directory, unless there is one that somebody wrote by hand.
 
-    The license of a base on the Hub is looked up there only when the heads are on their way there too.
+    The license of a base on the Hub is looked up only if the heads will be pushed to the Hub.
     """
     path = directory / CARD
     if path.is_file() and CARD_MARK not in path.read_text(encoding="utf-8"):
@@ -103,15 +103,15 @@ def model_card(
     report: Mapping[str, Any] | None = None,
     license_data: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a README.md: a metadata block, then what is known; what is not known is left out.
+    """The text of a README.md: a metadata block, then the known facts; unknown ones are left out.
 
     Args:
         config: The heads' shape and base.
         format_name: Key in ``FORMATS``.
-        repo: Where the heads will be found; "" = unknown, the card then says DIR.
-        provenance: What training wrote beside the heads, or others did: whatever it holds is no error.
+        repo: Hub id of the heads; "" = unknown, so the card says DIR.
+        provenance: The provenance that training or other programs wrote; any content is accepted.
         report: A report of the demo about these heads.
-        license_data: Of the base, see ``base_license``.
+        license_data: License of the base, see ``base_license``.
 
     Source:
         https://huggingface.co/docs/hub/model-cards
@@ -138,14 +138,14 @@ def model_card(
 
 
 def base_title(base: str) -> str:
-    """A base as readers elsewhere know it: its Hub id, or the last part of a path."""
+    """The name of a base for readers: its Hub id, or the last part of a path."""
     return base if base_repository(base) else f"{Path(base).name} (a local model)" if base else "an unnamed base"
 
 
 def base_license(base: str) -> dict[str, str]:
-    """What the base's own model card says of its license: ``license``, and for some ``license_name``, ``license_link``.
+    """The license in the base's model card: ``license``, and for some bases ``license_name`` and ``license_link``.
 
-    Empty where there is no card, none that can be read, or no Hub to ask.
+    Empty if the card is missing or damaged, or if the Hub cannot be reached.
     """
     if not base:
         return {}
@@ -176,7 +176,7 @@ def _shape(config: HeadsConfig, format_name: str, provenance: Mapping[str, Any])
 
 
 def _accuracy(told: Mapping[str, Any]) -> str:
-    """A table of held-out accuracies per head, and tokens per step."""
+    """A table of accuracies per head on held-out texts, and tokens per step."""
     columns = {rank: _at(told, "figures", f"heldout_top{rank}") for rank in (1, 5, 10)}
     columns = {rank: values for rank, values in columns.items() if _are_numbers(values)}
     texts = []
@@ -217,7 +217,7 @@ def _speed(report: Mapping[str, Any]) -> str:
 
 
 def _training(told: Mapping[str, Any]) -> list[Row]:
-    """What the run says of itself; a path of the machine that it ran on is cut to its last part."""
+    """Facts about the training run; paths of its machine are cut to their last part."""
     lora, versions = _at(told, "recipe", "lora", "rank"), _at(told, "versions")
     used = [f"{name} {version}" for name, version in versions.items() if version] if _is_object(versions) else []
     rows: list[Row] = [
@@ -253,7 +253,7 @@ def _use(config: HeadsConfig, format_name: str, name: str) -> str:
 
 
 def _at(values: Any, *keys: str) -> Any:
-    """What is behind a chain of keys; None where one is missing."""
+    """The value at a chain of keys; None if one is missing."""
     for key in keys:
         values = values.get(key) if _is_object(values) else None
     return values

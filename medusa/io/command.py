@@ -1,4 +1,4 @@
-"""``medusa export``: write heads in another format, put them on the Hub; ``medusa export inspect``: look at them."""
+"""``medusa export``: write heads in another format, or push them to the Hub; ``medusa export inspect``: check them."""
 
 import argparse
 import logging
@@ -139,7 +139,7 @@ def _shown(value: object) -> object:
 
 
 def _prepare(path: str | None) -> None:
-    """A wrong path is found before the work is done."""
+    """Check the path of the report before the work starts."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""Heads from one format to another, with a model card beside them."""
+"""Converts heads from one format to another, with a model card."""
 
 import contextlib
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from medusa.io.hub import fetch_heads
 from medusa.io.published import published, published_file
 
 REPORT = "report.json"
-"""What the demo writes into the run directory, beside the heads' own."""
+"""The demo's report in the run directory, beside the directory of the heads."""
 
 
 def export(
@@ -35,23 +35,23 @@ def export(
 ) -> Export:
     """Write heads in another format.
 
-    What they say of their training comes without places on this disk and command lines (`published`); the base that a
-    config names stays a path where it is one, since whoever serves the export here needs it.
+    Their provenance is written without local paths and command lines (`published`). A base that a config names by its
+    path stays a path, because a server on this machine needs it.
 
     Args:
         heads: A directory in any format, or a Hub id.
         format_name: Key in ``FORMATS``.
-        out: Directory; a new one, or one that holds heads of this format, which are replaced.
+        out: A new directory, or one with heads of this format, which are replaced.
         base: The base that the export names; "" = the one that the heads name.
-        dtype: Of the written weights; None = as they are stored.
-        repo: Where on the Hub the heads will be found, for the card; "" = not there.
+        dtype: Dtype of the written weights; None = the stored dtype.
+        repo: Hub id of the heads, for the card; "" = not on the Hub.
 
     Returns:
-        What was written.
+        The content that was written.
 
     Raises:
-        ValueError: There is no such format, it cannot hold these heads, they are of another base, or ``out`` holds
-            something else.
+        ValueError: There is no such format, it does not support these heads, they belong to another base, or ``out``
+            holds something else.
         OSError: The heads or their base are not found.
     """
     target, out = named_format(format_name), Path(out)
@@ -75,28 +75,28 @@ def export(
 
 
 def _clean(out: Path) -> None:
-    """Take private words out of the files that no program needs them in."""
+    """Remove private values from files in which no program needs them."""
     for path in (out / ADAPTER / "adapter_config.json", out / "tokenizer_config.json"):
         if path.is_file() and isinstance(text := published_file(path), bytes):
             replace_file(path, partial(Path.write_bytes, data=text))
 
 
 def _check_size(config: HeadsConfig) -> None:
-    """Refuse a base of other sizes; one on the Hub is not asked: an export needs no network."""
+    """Raise an error if the base has other sizes; a base on the Hub is not checked, so an export needs no network."""
     if config.base and Path(config.base).is_dir() and (base := _base_config(config.base)):
         sizes = base.get_text_config()
         config.check_fit(state_size(sizes), sizes.vocab_size, config.base)
 
 
 def _load_base(name: str, dtype: torch.dtype | None) -> BaseModel:
-    """The base as it is stored where no dtype is asked for: to compute in, a CPU would take another than float16."""
+    """Load the base; without a requested dtype in its stored dtype, since a CPU would convert float16 otherwise."""
     if dtype is None and (config := _base_config(name)):
         dtype = config.dtype
     return BaseModel.load(name, dtype, "cpu")
 
 
 def _base_config(name: str) -> PretrainedConfig | None:
-    """None where it cannot be read: who needs more of the base says so in our words."""
+    """The base's config; None if it cannot be read, because code that needs the base raises its own error."""
     with contextlib.suppress(OSError, ValueError):
         config: PretrainedConfig = AutoConfig.from_pretrained(smollm2.locate(name))
         return config
@@ -104,14 +104,14 @@ def _base_config(name: str) -> PretrainedConfig | None:
 
 
 def _base_name(given: str, own: str, heads: Path) -> str:
-    """The base as it is found from here: a path or a Hub id."""
+    """The name by which the base is found from here: a path or a Hub id."""
     if given:
         return resolve_base(given)
     return resolve_base(own, heads) if own else ""
 
 
 def _report(heads: Path, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The demo's report of these heads; one of heads that were trained before them there is left out."""
+    """The demo's report about these heads; None if it is about earlier heads in the same run directory."""
     report = peek_object(heads.resolve().parent / REPORT)
     figures = (provenance or {}).get("figures")
     known = isinstance(figures, dict) and figures.get("heldout_top1")

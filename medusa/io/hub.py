@@ -1,6 +1,6 @@
-"""Heads on the Hugging Face Hub: found by name, and pushed.
+"""Heads on the Hugging Face Hub: download by name, and push.
 
-Tokens are the business of huggingface_hub (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
+huggingface_hub handles access tokens (``hf auth login``, or HF_TOKEN); nothing here reads or shows one.
 """
 
 from fnmatch import fnmatch
@@ -21,16 +21,16 @@ from medusa.io.published import published_file
 CARD = "README.md"
 CARD_MARK = "<!-- Written by medusa export. The next push writes it again, unless this line is removed. -->"
 READ = ("*.json", "*.safetensors", "*.pt", "pytorch_model.bin", "custom_generate/*")
-"""What heads of any format consist of; a repository may also hold a base, in files that nobody needs here."""
+"""Files of heads in any format; a repository may also hold a base, whose files are not needed here."""
 WRITTEN = (
     "heads.safetensors", "medusa_lm_head.*", "model.safetensors", "lm_head.safetensors", "provenance.json",
     "calibration.json", "adapter/*", "custom_generate/*",
 )  # fmt: skip
-"""Files that pushes of any format write: one that a push does not bring any more is of heads that are replaced."""
+"""Files that pushes of any format write; a push deletes those that the new heads do not have."""
 
 
 def fetch_heads(name: str | Path, revision: str | None = None) -> Path:
-    """The directory of heads: a directory as it is, or the Hub's "user/heads", kept in huggingface_hub's cache.
+    """The directory of heads: a local directory, or "user/heads" of the Hub, downloaded to huggingface_hub's cache.
 
     Args:
         name: A directory, or a Hub id; a ``Path`` is always a directory.
@@ -53,10 +53,10 @@ def fetch_heads(name: str | Path, revision: str | None = None) -> Path:
 
 
 def is_model(name: str | Path, revision: str | None = None) -> bool:
-    """Whether a name means a whole model, and no heads: a directory, a GGUF file, a short name or a Hub id.
+    """Whether a name means a whole model and not heads: a directory, a GGUF file, a short name or a Hub id.
 
     Raises:
-        OSError: It is a Hub id with an owner, and the Hub does not tell; one sentence.
+        OSError: It is a Hub id with an owner, and the Hub does not answer; one sentence.
     """
     path, text = Path(name), str(name)
     if path.is_dir():
@@ -64,7 +64,7 @@ def is_model(name: str | Path, revision: str | None = None) -> bool:
         return any(path.glob(f"*{SUFFIX}")) or ("model_type" in config and not _is_of_heads(config))
     if path.suffix == SUFFIX or isinstance(name, Path) or is_path(text):
         return path.suffix == SUFFIX
-    if not is_repository(text) or "gguf" in text.lower():  # heads have an owner there
+    if not is_repository(text) or "gguf" in text.lower():  # heads on the Hub have an owner
         return True
     if (found := at_hand(text, "model", revision)) != text:
         return is_model(Path(found))
@@ -79,25 +79,25 @@ def push(
     revision: str | None = None,
     message: str | None = None,
 ) -> str:
-    """Make a repository of the Hub hold the heads of a directory, in one commit; it is created where it is missing.
+    """Push the heads of a directory to a repository of the Hub, in one commit; it is created if it does not exist.
 
-    Pushing again commits what has changed. Files that an earlier push has left and that these heads do not have are
-    deleted, other files stay, and so does a model card that somebody has written by hand. JSON files are sent without
-    places on this disk and command lines, see `published_file`.
+    Pushing again commits only changes. Files of an earlier push that these heads do not have are deleted; other files
+    stay, also a model card that somebody wrote by hand. JSON files are sent without local paths and command lines, see
+    `published_file`.
 
     Args:
-        directory: Heads in any format, with their card; hidden files are left out.
+        directory: Directory of heads in any format, with their card; hidden files are left out.
         repo: "user/heads".
-        private: Of a new repository; None = as its owner's settings say, which is public by default.
-        revision: Branch to commit to, created where it is missing; None = main.
-        message: Of the commit.
+        private: Whether a new repository is private; None = its owner's setting, which is public by default.
+        revision: Branch to commit to; it is created if it does not exist; None = main.
+        message: Message of the commit.
 
     Returns:
-        Address of the page.
+        Address of the repository's page.
 
     Raises:
-        ValueError: It must be private, and is there already for everyone to see; it holds something else than heads; or
-            its name lacks the owner.
+        ValueError: The repository must be private but exists and is public, it holds something else than heads, or its
+            name lacks the owner.
         OSError: The Hub refuses, or cannot be reached; one sentence.
     """
     if not is_repository(repo):
@@ -120,7 +120,7 @@ def push(
             raise ValueError(f"repository ({url}) holds another model, which heads would damage; push to another one")
         if CARD in theirs and CARD_MARK not in theirs[CARD].read_text(encoding="utf-8"):
             files.pop(CARD, None)
-        pushed = there if CONFIG in there else ()  # else no push was here: such files are somebody else's
+        pushed = there if CONFIG in there else ()  # without a config these are not files of a push
         stale = [name for name in pushed if name not in files and any(fnmatch(name, pattern) for pattern in WRITTEN)]
         api.create_commit(  # upload_folder may cut a push into several commits
             repo,
@@ -133,23 +133,23 @@ def push(
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name can be that of a repository, with its owner."""
+    """Whether a name can be a repository's, with its owner."""
     return "/" in name and bool(HUB_NAME.fullmatch(name))
 
 
 def base_repository(base: str) -> str:
-    """The repository of a base on the Hub, of which a GGUF file may be named behind a colon; "" for other bases."""
+    """The repository of a base on the Hub, without the type of a GGUF file after a colon; "" for other bases."""
     repository = base.partition(":")[0]
     return repository if is_hub_id(repository) else ""
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Files by their names in the repository; hidden ones stay here."""
+    """Files by their names in the repository, without hidden ones."""
     names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
     return {name.as_posix(): path for name, path in names.items() if not any(part[0] == "." for part in name.parts)}
 
 
 def _is_of_heads(config: dict[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of heads, in any format."""
+    """Whether a ``config.json`` belongs to heads, in any format."""
     known = "medusa_num_heads" in config or config.get("model_type") == "medusa" or config.get("format") == FORMAT
     return known or bool(is_draft(config))

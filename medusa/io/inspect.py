@@ -1,4 +1,4 @@
-"""What a directory of heads is, and what is wrong with it (``medusa export inspect``)."""
+"""Describes a directory of heads and its problems (``medusa export inspect``)."""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ WEIGHTS = ("*.safetensors", "*.pt")
 
 
 def inspect_heads(directory: Path) -> dict[str, Any]:
-    """Everything that can be told of a directory, however damaged it is.
+    """Describe a directory as far as possible, even if it is damaged.
 
     Returns:
         A report: ``files`` and ``tensors`` always; ``format``, ``heads`` and ``exports`` (for every format why it
@@ -75,7 +75,7 @@ def _base_problems(config: HeadsConfig, directory: Path) -> list[str]:
 
 
 def _tensors(directory: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Tensors as they are stored, of every file that can be read."""
+    """Stored tensors of every file that can be read."""
     found = []
     for path in sorted(path for pattern in WEIGHTS for path in directory.glob(pattern)):
         try:
@@ -103,7 +103,7 @@ def _tensors(directory: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def _warnings_in(messages: list[str]) -> Iterator[None]:
-    """What formats warn of goes to a list instead of the log."""
+    """Collect warnings of formats in a list instead of the log."""
     logger, handler = logging.getLogger("medusa.formats"), BufferingHandler(capacity=1000)
     logger.addHandler(handler)
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""What heads say of themselves when they leave the machine: no places on its disk, no users' names, no commands."""
+"""Removes private values from heads that leave the machine: local paths, users' names and commands."""
 
 import json
 import re
@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 PRIVATE = ("command", "base_path")
-"""Keys whose values stay: a command line may hold anything, and where a base lies here helps nobody elsewhere."""
+"""Keys that are removed: a command line may hold anything, and a local path of the base is useless elsewhere."""
 OWN = ("config.json", "provenance.json", "calibration.json", "adapter_config.json")
-"""Files of heads, all of whose values are looked at."""
+"""Files of heads in which all values are checked."""
 NAMES = ("base", "base_model_name_or_path", "name_or_path", "_name_or_path")
 """Keys of a model's name."""
 RELATIVE = re.compile(r"(?:\.\.[/\\])+.*?([^/\\]+)[/\\]?")
-"""A whole value that leads out of a directory: on the way may be anybody's home."""
+"""A whole value that is a path out of the directory, which may contain a home directory."""
 WHOLE = re.compile(r"(?:~[^/\\]*|[A-Za-z]:)?[/\\].*?([^/\\]+)[/\\]?")
-"""A whole value that is a place on a disk."""
+"""A whole value that is a local path."""
 INSIDE = re.compile(r"(?<![\w.~:/\\])(?:~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\'\",;:()]+[/\\])+([^\s/\\'\",;:()]*)")
-"""Such a place in a longer text; addresses (https://...) are none."""
+"""A local path inside a longer text; addresses (https://...) are not matched."""
 
 
 def published(values: Any) -> Any:
-    """Values of JSON without what is private: of a place on a disk its last name stays.
+    """JSON values without private ones; of a local path only the last part is kept.
 
-    A path that leads out of a directory becomes "./NAME", which is no address on the Hub.
+    A path out of the directory becomes "./NAME", which cannot be a Hub id.
 
     Example:
         {"source": "/home/ann/chats.jsonl", "command": "..."} -> {"source": "chats.jsonl"}
@@ -42,9 +42,9 @@ def published(values: Any) -> Any:
 
 
 def published_file(path: Path) -> bytes | Path:
-    """What is to be sent of a file: the file, or the text of a JSON file that holds something private.
+    """The content of a file for sending: the file itself, or new text for a JSON file with private values.
 
-    Of files that others wrote (a tokenizer's are full of text) only the keys of `NAMES` are looked at.
+    In files of other programs (a tokenizer's are full of text) only the keys of `NAMES` are checked.
     """
     if path.suffix != ".json":
         return path
@@ -60,6 +60,6 @@ def published_file(path: Path) -> bytes | Path:
 
 
 def _base_name(name: str) -> str:
-    """A base as programs look it up: one on this disk becomes "./NAME", which is no address on the Hub."""
+    """The name of a base for programs; a local path becomes "./NAME", which cannot be a Hub id."""
     found: str = published(name)
     return found if found == name or found.startswith("./") else f"./{found}"

@@ -14,9 +14,9 @@ def save_settings(speculation: Speculation, path: str | Path, details: Mapping[s
     """Write drafter and nodes as one JSON file, whole or not at all.
 
     Args:
-        speculation: With a drafter's name, or None.
+        speculation: The settings; the drafter must be a name or None.
         path: The file.
-        details: More keys, as how they were found. Nothing reads them.
+        details: Further keys, for example how the settings were found. Nothing reads them.
     """
     values = {"drafter": speculation.drafter, "nodes": speculation.nodes}
     write_json(Path(path), header("settings") | values | dict(details or {}))
@@ -27,7 +27,7 @@ def load_settings(path: str | Path) -> Speculation:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It holds no settings, or wrong ones.
+        ValueError: The file holds no settings, or invalid ones.
     """
     values = read_json(Path(path), "settings", REMEDY)
     drafter = values.get("drafter")

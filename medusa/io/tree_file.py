@@ -16,7 +16,7 @@ def save_tree(tree: Tree, path: str | Path, details: Mapping[str, Any] | None = 
     Args:
         tree: The tree.
         path: The file.
-        details: More keys, as the tree's origin and its expected acceptance. Nothing reads them.
+        details: Further keys, for example the tree's origin and expected acceptance. Nothing reads them.
     """
     values = {"nodes": tree.nodes, "depth": tree.depth, "paths": tree.paths}
     write_json(Path(path), header("tree") | values | dict(details or {}))
@@ -27,7 +27,7 @@ def load_tree(path: str | Path) -> Tree:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no tree.
+        ValueError: The file does not hold a tree.
     """
     values = read_json(Path(path), "tree", REMEDY)
     try:
