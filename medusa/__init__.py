@@ -1,6 +1,6 @@
 """Train extra decoding heads for a frozen language model and decode several tokens per step with them.
 
-Names are imported when they are used: options of a command line need no torch.
+Names are imported when they are used, so that parsing a command line does not import torch.
 """
 
 from importlib import import_module
@@ -63,11 +63,11 @@ _HOMES = {
     }.items()
     for name in names
 }
-"""Where each name is defined."""
+"""The module that defines each name."""
 
 
 def __getattr__(name: str) -> Any:
-    """A name of this package, imported now."""
+    """Import a name of this package."""
     if name not in _HOMES:
         raise AttributeError(f"module 'medusa' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -9,7 +9,7 @@ from medusa import __version__
 
 
 class Command(NamedTuple):
-    """One command: the module whose ``main`` runs it, the extra that installs what it needs, and what it does."""
+    """One command: the module whose ``main`` runs it, the extra with its requirements, and a description."""
 
     module: str
     extra: str
@@ -29,14 +29,14 @@ COMMANDS = {
     "doctor": Command("doctor.__main__", "", "show what this machine has, what runs fast on it, and what to fix"),
     "demo": Command("serve.demo.__main__", "train,demo,smollm2", "train heads for a small model, then compare speeds"),
 }
-"""By name, in the order of the help; a command's module is imported when it is called."""
+"""Commands by name, in the order of the help; a command's module is imported when it is called."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The command's exit status; 2 where there is no such command.
+        The command's exit status; 2 if there is no such command.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "--help"

@@ -1,4 +1,4 @@
-"""Clocks for a noisy machine: what is compared is measured alternately, and compared within a round."""
+"""Time measurement on a noisy machine: candidates are measured alternately and compared within a round."""
 
 import logging
 import os
@@ -14,29 +14,29 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's control groups, and a file with those of this process: lines of number:controllers:path."""
+"""Directory of Linux's control groups, and the file with this process's groups: lines of number:controllers:path."""
 CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Environment variables by which users choose a number of threads."""
+"""Environment variables with which users choose the number of threads."""
 TORCHS_THREADS = torch.get_num_threads()
-"""What torch chose; another number later is the user's choice."""
+"""Torch's default; if the number differs later, the user has chosen it."""
 
 
 def cores() -> int:
-    """Cores that this process may use: those it may run on, no more than its container's quota is worth."""
+    """Number of cores that this process may use, limited by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, int(min(_quotas(), default=allowed))))
 
 
 def machine_memory() -> int:
-    """Bytes of this machine."""
+    """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def limit_threads() -> None:
-    """Let torch, and with it our kernels, use no more threads than ``cores``, unless the user chose a number.
+    """Limit the threads of torch and our kernels to ``cores``, unless the user has chosen a number.
 
-    Threads beyond a quota use it up early in each period; then all of them stand still until the next one, also those
-    that the others wait for. What was chosen before this module was imported counts as torch's own choice.
+    With more threads than a quota allows, the quota is used up early in each period, and all threads stop until the
+    next one. A number that was chosen before this module was imported counts as torch's default.
     """
     threads, most = torch.get_num_threads(), cores()
     if threads > most and threads == TORCHS_THREADS and not any(name in os.environ for name in CHOICES):
@@ -45,7 +45,7 @@ def limit_threads() -> None:
 
 
 def _quotas() -> Iterator[float]:
-    """Cores' worth of time that the groups of this process and those around them may use, where that is limited."""
+    """Quotas, in cores, of this process's groups and their parent groups, if they are limited."""
     try:
         memberships = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()]
     except OSError:
@@ -53,7 +53,7 @@ def _quotas() -> Iterator[float]:
     for _, controllers, path in memberships:
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container the path may be the host's; what is not there is passed over, and the root is the container's.
+        # In a container the path may be the host's: missing groups are skipped, and the root is the container's group.
         group = Path(path.lstrip("/"))
         for place in (group, *group.parents):
             directory = GROUPS / controllers / place
@@ -69,7 +69,7 @@ def _quotas() -> Iterator[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given."""
+    """Wait until a GPU has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -84,14 +84,14 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def alternate(samples: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
-    """Take every sample once per round, after one round that does not count; each round begins with another one.
+    """Take every sample once per round, after one round for warm-up; each round starts with another sample.
 
     Args:
-        samples: By key, functions that measure once.
-        rounds: At least 1.
+        samples: Functions that measure once, by key.
+        rounds: Number of rounds, at least 1.
 
     Returns:
-        By key, one measurement per round.
+        One measurement per round, by key.
     """
     keys = list(samples)
     measured: dict[Key, list[float]] = {key: [] for key in keys}

@@ -1,4 +1,4 @@
-"""Files that appear whole under their name or not at all, and JSON files that say what they are."""
+"""Files that appear whole under their name or not at all, and JSON files with a header that names their format."""
 
 import contextlib
 import glob
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1
-"""Of every JSON file with a ``format`` that this package writes."""
+"""Version of every JSON file with a ``format`` that this package writes."""
 CLONE = Path(__file__).resolve().parents[1]
-"""Of the repository, where the package is not installed elsewhere."""
+"""Root of the repository, if the package is used from a clone."""
 ABANDONED = 3600.0
-"""Seconds without a change after which a temporary file is nobody's: who writes one does nothing else."""
+"""Seconds without a change after which a temporary file counts as abandoned."""
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside ``path``, flush to the disk, and rename over it.
+    """Write a temporary file beside ``path``, flush it to the disk, and rename it to ``path``.
 
-    What a killed process has left of an earlier try is removed.
+    Temporary files that killed processes have left are removed.
     """
     sweep(path.parent, f".{glob.escape(path.name)}.tmp*")
-    # Not its process: those of two machines may have the same number.
+    # A random name and not the process id, because processes of two machines may have the same id.
     temporary = path.with_name(f".{path.name}.tmp{secrets.token_hex(4)}")
     try:
         write(temporary)
@@ -38,15 +38,15 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def clones_cache() -> Path | None:
-    """The .cache of the clone that this package is run from, once launch.sh has set that up; None elsewhere."""
+    """The .cache of the clone from which this package runs, if launch.sh has set it up; otherwise None."""
     cache = CLONE / ".cache"
     return cache if (CLONE / "launch.sh").is_file() and os.access(cache, os.W_OK) else None
 
 
 def cache_directory() -> Path:
-    """Where this package keeps what it can make again: ``medusa`` in $XDG_CACHE_HOME, the clone's .cache, or ~/.cache.
+    """The cache directory of this package: ``medusa`` in $XDG_CACHE_HOME, the clone's .cache, or ~/.cache.
 
-    launch.sh names the clone's, so that nothing is made twice: for its commands, and for Python without it.
+    launch.sh sets the clone's, so that its commands and plain Python share one cache.
     """
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or clones_cache() or Path.home() / ".cache")
@@ -56,15 +56,15 @@ def cache_directory() -> Path:
 
 
 def sweep(directory: Path, pattern: str, age: float = ABANDONED) -> None:
-    """Remove what killed processes have left in a directory.
+    """Remove temporary files that killed processes have left in a directory.
 
     Args:
-        directory: It need not exist.
-        pattern: Of the names of temporary files and directories there.
-        age: Seconds since the last change of what is removed; 0 only for who holds the directory alone.
+        directory: The directory; it need not exist.
+        pattern: Pattern of the names of temporary files and directories.
+        age: Seconds since their last change; 0 only if no other process uses the directory.
     """
     for path in directory.glob(pattern):
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process has removed it
             if time.time() - path.stat().st_mtime < age:
                 continue
             if path.is_dir():
@@ -80,7 +80,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def header(name: str) -> dict[str, Any]:
-    """The keys that tell what a JSON file is: "tree", "settings"."""
+    """The keys that name the format of a JSON file: "tree", "settings"."""
     return {"format": f"medusa-{name}", "format_version": FORMAT_VERSION}
 
 
@@ -89,12 +89,12 @@ def read_object(path: Path, name: str, remedy: str) -> dict[str, Any]:
 
     Args:
         path: The file.
-        name: What it should be.
-        remedy: What to do where it is not; ends every error.
+        name: The expected content, for errors.
+        remedy: The remedy, which ends every error.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is not UTF-8, not JSON, or no object.
+        ValueError: The file is not UTF-8, not JSON, or not an object.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{name} ({path}) does not exist; {remedy}")
@@ -108,7 +108,7 @@ def read_object(path: Path, name: str, remedy: str) -> dict[str, Any]:
 
 
 def peek_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none, or one that cannot be read."""
+    """The JSON object in a file; None if it is missing or cannot be read."""
     try:
         return read_object(path, "file", "")
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def peek_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path, name: str, remedy: str) -> dict[str, Any]:
-    """``read_object``, of one that begins with ``header(name)``; another format or version is a ValueError too."""
+    """``read_object`` for a file with ``header(name)``; another format or version raises ValueError too."""
     values, expected = read_object(path, name, remedy), header(name)
     if values.get("format") != expected["format"]:
         raise ValueError(f"{name} ({path}) is not of the format {expected['format']!r}; {remedy}")

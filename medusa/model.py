@@ -106,8 +106,8 @@ class MedusaModel:
     ) -> "MedusaModel":
         """Load heads and the base that they were trained on, or a base alone.
 
-        Heads of joint training (Medusa-2) bring an adapter, which is merged into the base. Then the answers are no
-        longer those of the original, and lossless decoding is exact towards the changed base.
+        Heads of joint training (Medusa-2) have an adapter, which is merged into the base. Answers are then no longer
+        those of the original base, and lossless decoding is exact with respect to the changed base.
 
         Args:
             heads: Directory of the heads, in any format of ``medusa.formats``, or their Hub id ("user/heads"). The
@@ -116,7 +116,7 @@ class MedusaModel:
             base: The base: a directory, a GGUF file, a Hub id, "smollm2" or "embedded"; None = the one that the heads'
                 config names.
             dtype: None = the base checkpoint's dtype.
-            device: None = the GPU where there is one.
+            device: None = the GPU if there is one, otherwise the CPU.
             attention: "exact", "reference", "flash" or "triton"; "auto" = the first of triton and flash that works on
                 a GPU, exact on a CPU with the C++ kernels, otherwise the reference.
             int8: LOSSY, for CPUs: round the base's linear layers to 8 bits, all but the output layer. Decoding is
@@ -223,7 +223,7 @@ class MedusaModel:
     @overload
     def generate(self, prompts: Tensor, **options: Unpack[Options]) -> Output | list[Output]: ...
     def generate(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> Output | list[Output]:
-        """Complete one prompt or a batch of them; lossless towards ``base`` (after joint training: the changed base).
+        """Complete one prompt or a batch of prompts; the text is that of ``base`` (after joint training, changed).
 
         Args:
             prompts: A string, token ids (a list or a 1-D tensor), or a list (a 2-D tensor) of these. The base's
@@ -298,7 +298,7 @@ class MedusaModel:
 
 
 def _fitted(heads: DraftHeads, base: BaseModel) -> DraftHeads:
-    """Heads in the base's dtype on its device, with its vocabulary and layers: not all formats name these."""
+    """Heads in the base's dtype and on its device, with its vocabulary and layers, which not all formats store."""
     heads.config.check_fit(base.hidden_size, base.vocab_size, base.name)
     known = heads.with_config(vocab_size=base.vocab_size, feature_layers=heads.config.layers_of(base.num_layers))
     return known.to(device=base.device, dtype=base.dtype)
@@ -313,7 +313,7 @@ def _graphs(base: BaseModel, wanted: bool | None) -> StepGraphs | None:
 
 
 def _check_draft_model(model: BaseModel, base: BaseModel) -> None:
-    """Refuse a model with other tokens, or one that cannot take back what it has drafted."""
+    """Check that a draft model has the base's tokens, and that its drafts can be removed from its cache."""
     if model.tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise ValueError(
             f"draft model ({model.name}) has another vocabulary than the base ({base.name}), and drafts are token ids;"

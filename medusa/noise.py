@@ -28,7 +28,7 @@ def gumbel_noise(seeds_B: Tensor, positions_BN: Tensor, vocab_size: int, stream:
         seeds_B: [B] int64.
         positions_BN: [B, N] int64 absolute positions.
         vocab_size: V.
-        stream: Which of the independent streams.
+        stream: One of the independent streams.
     """
     tokens_V = torch.arange(vocab_size, device=positions_BN.device)
     return gumbel_of(keys(seeds_B, positions_BN, stream)[:, :, None], tokens_V)

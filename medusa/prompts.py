@@ -15,7 +15,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Prompt | Prompts) -> tup
     """Token ids of every prompt, and whether there was one prompt rather than a batch.
 
     Raises:
-        ValueError: They are neither text nor token ids, or there is none.
+        ValueError: The prompts are neither text nor token ids, or there is none.
     """
     values: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(values, str | list | tuple):

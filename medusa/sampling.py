@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
-if TYPE_CHECKING:  # this module is read without torch, for the options of a command line
+if TYPE_CHECKING:  # command lines import this module without torch
     from medusa.tree import Tree
 
 RULES = ("greedy", "sampling", "speculative", "typical")
@@ -143,7 +143,7 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty ({self.repetition_penalty}) must be above 0; give 1 to switch it off")
 
     def seeded(self) -> "SamplingParams":
-        """The same with a seed, where tokens are drawn."""
+        """The same parameters with a seed, if tokens are sampled."""
         if self.seed is not None or self.temperature == 0:
             return self
         import torch
@@ -152,7 +152,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """``logit_bias`` by token id."""
+        """``logit_bias`` as pairs in a fixed order."""
         return tuple(sorted((self.logit_bias or {}).items(), key=lambda pair: str(pair[0])))
 
 
@@ -214,12 +214,12 @@ SAMPLING, SPECULATION = (frozenset(field.name for field in fields(kind)) for kin
 
 
 def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[SamplingParams], list[Speculation]]:
-    """Keyword arguments as parameters of each of ``prompts`` prompts.
+    """Convert keyword arguments to the parameters of each prompt.
 
     Args:
         options: Fields of both classes, ``seed`` as one number or one per prompt; or ``sampling`` and ``speculation``
             as objects, one or one per prompt.
-        prompts: How many.
+        prompts: Number of prompts.
 
     Raises:
         TypeError: There is no such option.
@@ -243,7 +243,7 @@ def from_options(options: Mapping[str, Any], prompts: int) -> tuple[list[Samplin
 
 
 def _per_prompt(name: str, value: Any, prompts: int) -> list[Any]:
-    """A value for each prompt, from one of them or one for each."""
+    """One value per prompt, from a single value or a list."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * prompts
     if len(value) != prompts:
@@ -269,22 +269,22 @@ def sources(drafter: str) -> tuple[str, ...]:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse a value that is no whole number; None is allowed for limits that may be left out."""
+    """Check that a value is a whole number; None is allowed for limits that may be left out."""
     if not is_whole(value) and (value is not None or name not in NO_LIMIT):
         raise ValueError(f"{name} ({value}) must be a whole number; correct it")
 
 
 def check_range(name: str, value: object, low: float, high: float) -> None:
-    """Refuse a value that is out of its range or no finite number."""
+    """Check that a value is a finite number in its range."""
     if not is_number(value) or not low <= value <= high or value > LARGEST:
         raise ValueError(f"{name} ({value}) must be between {low} and {high}; correct it")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number, and not a truth value."""
+    """Whether a value is a number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, and not a truth value."""
+    """Whether a value is a whole number and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
