@@ -15,8 +15,8 @@ def load_tokenizer(base: str) -> "PreTrainedTokenizerBase":
     """The tokenizer of a base by its name.
 
     Raises:
-        OSError: The base is not on this machine, and the Hub does not give it.
-        ValueError: There is no tokenizer that can be read.
+        OSError: The base is not on this machine and cannot be downloaded from the Hub.
+        ValueError: The tokenizer is missing or cannot be read.
     """
     from transformers import AutoTokenizer
 

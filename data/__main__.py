@@ -1,4 +1,4 @@
-"""``medusa data regenerate ...``: make training data; ``prompts``, ``mix``: what to ask; ``inspect``: look at it."""
+"""``medusa data``: ``regenerate`` makes training data, ``prompts`` and ``mix`` make prompts, ``inspect`` shows data."""
 
 import argparse
 import json
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "heldout")
 CHAT: dict[str, "Split"] = {"chat": "train", "chat-heldout": "heldout"}
-"""Prompts of ``data.chat_prompts``, and their side of the split."""
+"""Names of prompts from ``data.chat_prompts``, and their side of the split."""
 
 
 class UsageError(ValueError):
-    """Options that are right alone and wrong together."""
+    """Options that are valid alone but not together."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
     logger = logging.getLogger("medusa.data")
     options = parser().parse_args(arguments)
     try:
@@ -91,7 +91,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _answerer(options: argparse.Namespace) -> "LocalAnswerer":
-    """The base, which runs in this process."""
+    """The base in this process, as answerer."""
     from transformers.utils.logging import disable_progress_bar
 
     from medusa import MedusaModel, load_settings
@@ -105,7 +105,7 @@ def _answerer(options: argparse.Namespace) -> "LocalAnswerer":
 
 
 def _local(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
-    """Prompts, who answers them, and the name of the base: it runs in this process."""
+    """Prompts, answerer and name of a base in this process."""
     from medusa.data.prompts import embedded_prompts, fitting
 
     answerer = _answerer(options)
@@ -119,7 +119,7 @@ def _local(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
 
 
 def _endpoint(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]:
-    """Prompts, who answers them, and the name of the base: a server runs it."""
+    """Prompts, answerer and name of a base behind a server."""
     from medusa.data.chat_completions import ChatClient
     from medusa.data.endpoint import EndpointAnswerer
 
@@ -132,7 +132,7 @@ def _endpoint(options: argparse.Namespace) -> tuple[list[Prompt], Answerer, str]
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise what is wrong with options that are right alone."""
+    """Raise an error for options that are valid alone but not together."""
     variable = options.api_key_env
     others = ("heads", "draft-model", "settings") if options.endpoint else ("model", "api-key-env")
     given = [f"--{name}" for name in others if getattr(options, name.replace("-", "_"))]

@@ -1,4 +1,4 @@
-"""What command lines have in common: values that several commands take, and where messages go."""
+"""Shared parts of command lines: types of values that several commands have, and the output of messages."""
 
 import argparse
 import logging
@@ -12,11 +12,11 @@ from typing import Any
 from medusa.data import resolve_base_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""Of a base's weights; auto = the checkpoint's, or what is faster here."""
+"""Dtypes of a base's weights; auto = the checkpoint's, or a faster one on this machine."""
 
 
 def add_base_flags(parser: Any) -> None:
-    """Flags of a base that runs in this process, beside ``--base``; ``base_arguments`` reads them."""
+    """Add the flags of a base in this process except ``--base``; ``base_arguments`` reads them."""
     add = parser.add_argument
     add("--heads", metavar="DIR", help="heads that guess; default: none")
     add("--draft-model", metavar="NAME", help="a smaller model with the base's tokenizer that guesses; default: none")
@@ -25,7 +25,7 @@ def add_base_flags(parser: Any) -> None:
 
 
 def base_arguments(options: Any) -> dict[str, Any]:
-    """What ``MedusaModel.from_pretrained`` takes for these flags, or fields of their names, after the heads."""
+    """Arguments of ``MedusaModel.from_pretrained`` for these flags, or for fields with their names, except heads."""
     import torch
 
     return {
@@ -37,7 +37,7 @@ def base_arguments(options: Any) -> dict[str, Any]:
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """A parser of whole numbers from ``low`` on."""
+    """A parser of whole numbers that are at least ``low``."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < low:
@@ -48,7 +48,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def memory_size(text: str) -> int:
-    """Bytes of a size as 80GB (1e9 bytes each), 24GiB (2^30 bytes each), or a plain number as 8e9."""
+    """Parse a size in bytes: 80GB (1e9 bytes each), 24GiB (2^30 bytes each), or a plain number such as 8e9."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"size ({text}) must be a positive number of bytes, as 80GB, 24GiB or 8e9")
@@ -56,7 +56,7 @@ def memory_size(text: str) -> int:
 
 
 def exit_status(action: Callable[[], object]) -> int:
-    """Run a command: 0 done, 1 a failure whose message is on stderr, 130 Ctrl-C."""
+    """Run a command; returns 0 for success, 1 for a failure with its message on stderr, 130 for Ctrl-C."""
     try:
         action()
     except (OSError, ValueError, RuntimeError) as error:
@@ -69,13 +69,13 @@ def exit_status(action: Callable[[], object]) -> int:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process on the spot, with the status of a signal; for loading.
+    """A context in which Ctrl-C ends the process at once, with the status of a signal; for loading.
 
-    As an exception it would wait for long calls of C++, and libraries that import lazily make other errors of it.
+    An exception would wait for long C++ calls, and libraries with lazy imports turn it into other errors.
     """
     before = signal.getsignal(signal.SIGINT)
     try:
-        if before is signal.default_int_handler:  # and not ignored, as in the background
+        if before is signal.default_int_handler:  # background processes ignore it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         yield
     finally:
@@ -83,6 +83,6 @@ def ending_at_once() -> Iterator[None]:
 
 
 def show_messages(form: str = "%(message)s") -> None:
-    """Warnings go to stderr in this form, and so does what a base that is downloaded says meanwhile."""
+    """Show warnings on stderr in this form, and also messages during the download of a base."""
     logging.basicConfig(format=form, level=logging.WARNING)
     logging.getLogger("medusa.base.smollm2").setLevel(logging.INFO)

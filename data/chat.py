@@ -1,12 +1,12 @@
-"""Renders conversations with the tokenizer's chat template and marks what the assistant said.
+"""Renders conversations with the tokenizer's chat template, and marks the assistant's tokens.
 
-A template that marks the assistant's text with `{% generation %}` is believed. Any other is asked twice per answer: for
-the conversation up to the answer with the prompt that asks for it, and for the conversation with the answer. What the
-second has more is what the assistant writes: its words and the special token after them that ends its turn.
+If a template marks the assistant's text with `{% generation %}`, these marks are used. Any other template is rendered
+twice per answer: the conversation up to the answer with the generation prompt, and the conversation with the answer.
+The additional text of the second is the assistant's: its words, and the special token after them that ends its turn.
 
 Templates may rewrite what came before (Qwen3 drops earlier reasoning, Mistral moves the system turn to the last
-question). An answer that does not stand in the whole conversation as it was given becomes a document of its own, which
-ends with it: exactly what the base saw when it answered.
+question). If an answer is not in the whole conversation in its original form, it gets a separate document that ends
+with it: exactly the text that the base saw when it answered.
 """
 
 import re
@@ -22,14 +22,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[int]]
-"""Token ids, and 1 for each token that the assistant wrote, else 0."""
+"""Token ids, and a mask: 1 for tokens of the assistant, otherwise 0."""
 Message = Mapping[str, Any]
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 class NoAnswerError(ValueError):
-    """A sample without a token that the assistant wrote: nothing is wrong with it, but nothing can be learnt."""
+    """A valid sample without a token of the assistant, so that it cannot be used for training."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class _Answer:
     """One turn of the assistant as text."""
 
     asked: str
-    """All that stands before it."""
+    """The text before the answer."""
     said: str
-    """What the assistant writes, the end of its turn included."""
+    """The assistant's text, including the end of its turn."""
 
     @property
     def text(self) -> str:
@@ -47,26 +47,26 @@ class _Answer:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Tokens:
-    """The document of `documents` that ends with the last answer."""
+    """The document of `documents` that ends with the last answer; for arguments and errors see there."""
     return documents(tokenizer, messages)[-1]
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Tokens]:
-    """Render a conversation: one document, or several where the template rewrites earlier turns.
+    """Render a conversation: as one document, or as several if the template rewrites earlier turns.
 
-    Turns after the last answer and answers that nobody asked for (before the first question) are left out.
+    Turns after the last answer and answers before the first question are left out.
 
     Args:
         tokenizer: a tokenizer with a chat template.
         messages: {"role", "content"} per turn.
 
     Returns:
-        Token ids and marks per document, in the order of their last answers; each answer is marked in one of them.
+        Token ids and mask per document, in the order of their last answers; each answer is marked in one document.
 
     Raises:
-        NoAnswerError: no turn of the assistant.
-        ValueError: no template, a conversation that the template refuses, answers that cannot be told from the rest, or
-            a mask that marks nothing or everything.
+        NoAnswerError: there is no turn of the assistant.
+        ValueError: there is no template, the template refuses the conversation, answers cannot be distinguished from
+            the rest, or the mask marks nothing or everything.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -87,9 +87,9 @@ def documents(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     return found
 
 
-@lru_cache(maxsize=2)  # large vocabularies hold hundreds, and every answer asks
+@lru_cache(maxsize=2)  # large vocabularies have hundreds, and every answer needs it
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches any one special token in a text; nothing where there is none."""
+    """A pattern that matches any special token in a text; if the tokenizer has none, it matches nothing."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longest_first = sorted({*added, *tokenizer.all_special_tokens}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -111,7 +111,7 @@ def _answered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Tokens:
-    quiet = {"verbose": False}  # rows are cut: a text that is longer than the base's context is no fault
+    quiet = {"verbose": False}  # rows are cut, so texts longer than the base's context are valid
     rendered: Any = _untrimmed(tokenizer).apply_chat_template(
         messages,
         chat_template=tokenizer.get_chat_template(),
@@ -135,7 +135,7 @@ def _compared(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> _Answer:
-    """The last turn of a conversation that ends with the assistant's."""
+    """The last turn of a conversation, which must be the assistant's."""
     asked = str(tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
     whole, said = _whole_and_said(tokenizer, messages, asked)
     if not said:
@@ -145,7 +145,7 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) 
             "{% generation %} ... {% endgeneration %} around them in the template"
         )
     marks = _last_marks(tokenizer, said)
-    if len(marks) > 1:  # the end of a tool call, say, before that of the turn: where does a plain answer end?
+    if len(marks) > 1:  # for example the end of a tool call before the end of the turn; a plain answer shows the latter
         _, plain = _whole_and_said(tokenizer, [*messages[:-1], {"role": "assistant", "content": "x"}], asked)
         ends = _last_marks(tokenizer, plain or "")
         marks = [mark for mark in marks if ends and mark[0] == ends[0][0]] or marks
@@ -155,7 +155,7 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) 
 def _whole_and_said(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], asked: str
 ) -> tuple[str, str | None]:
-    """A conversation that ends with an answer, and what it has more than the question."""
+    """The text of a conversation that ends with an answer, and its part after the question."""
     whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
     if whole.startswith(asked):
         return whole, whole.removeprefix(asked)
@@ -163,7 +163,7 @@ def _whole_and_said(
 
 
 def _last_marks(tokenizer: PreTrainedTokenizerBase, said: str) -> list[re.Match[str]]:
-    """The special tokens behind an answer's words, one of which ends the turn."""
+    """The special tokens after an answer's words; one of them ends the turn."""
     marks = list(special_tokens(tokenizer).finditer(said))
     first, words = len(marks), len(said)
     while first and not said[marks[first - 1].end() : words].strip():
@@ -173,18 +173,18 @@ def _last_marks(tokenizer: PreTrainedTokenizerBase, said: str) -> list[re.Match[
 
 
 def _after_opening(special: re.Pattern[str], asked: str, whole: str) -> str | None:
-    """What follows the last place where an answer is opened: the last special token of the question and the rest."""
+    """The text after the last opening of an answer, which is the question's last special token and all after it."""
     marks = list(special.finditer(asked))
     if not marks:
         return None
     opening = asked[marks[-1].start() :]
-    if whole.count(opening) != asked.count(opening):  # not there, or in the answer's own words too
+    if whole.count(opening) != asked.count(opening):  # missing, or also in the answer's words
         return None
     return whole.rpartition(opening)[2]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:
-    """Tokens of a text; those that lie inside a span of characters are marked, one across its edge is not."""
+    """Tokens of a text; tokens inside a span of characters are marked, tokens across its edge are not."""
     if not tokenizer.is_fast:
         return _tokens_by_length(tokenizer, text, spans)
     encoded = _untrimmed(tokenizer)(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -198,7 +198,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int
 
 @lru_cache(maxsize=2)
 def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy whose offsets count spaces: GPT-NeoX's and Cohere's leave them out, so indentation has no characters."""
+    """A copy whose offsets include spaces; GPT-NeoX's and Cohere's omit them, so indentation has no characters."""
     if not tokenizer.is_fast:
         return tokenizer
     exact: Any = deepcopy(tokenizer)
@@ -207,7 +207,7 @@ def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def _tokens_by_length(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[tuple[int, int]]) -> Tokens:
-    """The same without character offsets: the tokens before a cut are those of the text before it, or it is refused."""
+    """``_tokens`` without character offsets: the tokens before a cut must be those of the text before it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     mask = [0] * len(ids)
     for span in spans:

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible chat completions that outlasts a busy or restarting server."""
+"""A client of OpenAI-compatible chat completions that retries if the server is busy or restarts."""
 
 import asyncio
 import logging
@@ -17,26 +17,26 @@ from medusa.data.shapes import visible
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0
-"""Seconds; a server may ask for more."""
+"""Longest wait between tries in seconds; a server may ask for more."""
 CONNECT_TIMEOUT = 30.0
-"""Seconds."""
+"""Time limit for connecting, in seconds."""
 GIVE_UP_AFTER = 16
-"""Prompts in a row that fail in spite of all retries: the server is down, and the rest would fail too."""
+"""Number of successive prompts that fail after all retries, after which the server counts as down."""
 
 EXACT = "return_token_ids"
-"""Asks vLLM for the very tokens that the base read and wrote."""
+"""Field that makes vLLM return the exact tokens that the base read and wrote."""
 ENDED = ("stop", "eos_token")
-"""Reasons for an end that the base itself wrote; others (a limit, a filter, an abort) cut it off."""
+"""Finish reasons if the base itself ended its answer; with others (limit, filter, abort) the answer was cut off."""
 PROMPT_REFUSED = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class EndpointError(ValueError):
-    """Why the server will answer no prompt at all."""
+    """The server cannot answer any prompt."""
 
 
 class _BusyError(Exception):
-    """A request met a busy or broken server, which may ask for a pause of so many seconds."""
+    """The server was busy or failed; it may ask for a pause in seconds."""
 
     def __init__(self, reason: str, pause: float | None = None) -> None:
         super().__init__(reason)
@@ -44,31 +44,31 @@ class _BusyError(Exception):
 
 
 class Completion(NamedTuple):
-    """What the server answered."""
+    """The answer of the server."""
 
     text: str
     cut: bool
-    """The server ended it (a limit on tokens, mostly), not the base."""
+    """Whether the server ended it (usually by a limit on tokens) and not the base."""
     prompt_ids: list[int]
-    """Tokens that the base read; empty where the server does not tell them and the next ones."""
+    """Tokens that the base read; empty, like ``ids``, if the server does not return them."""
     ids: list[int]
     """Tokens that the base wrote."""
 
 
 class ChatClient:
-    """Asks one model of one server; an asynchronous context.
+    """A client for one model of one server; an asynchronous context.
 
     Args:
-        url: Of the API, up to its version: "http://localhost:8000/v1".
-        model: Name under which the server knows the base.
-        settings: How to answer.
-        endpoint: How to ask.
-        key: Sent as a bearer token.
-        first_wait: Seconds before a request is tried again; each further wait is twice as long.
-        longest_pause: Seconds that are waited at most where the server asks for more; then the request is tried again.
+        url: Address of the API, including its version: "http://localhost:8000/v1".
+        model: The server's name of the base.
+        settings: How answers are generated.
+        endpoint: Concurrency, retries and time limit.
+        key: API key, sent as a bearer token.
+        first_wait: Seconds before the first retry; each further wait is twice as long.
+        longest_pause: Longest wait in seconds if the server asks for a pause; then the request is tried again.
 
     Raises:
-        ValueError: The address is no http(s) address.
+        ValueError: The address is not an http(s) address.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ChatClient:
         self._reached, self._failures, self._warned = False, 0, False
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None),  # who asks decides how many requests run at a time
+            limits=httpx.Limits(max_connections=None),  # the caller limits the number of concurrent requests
             timeout=httpx.Timeout(endpoint.timeout, connect=min(endpoint.timeout, CONNECT_TIMEOUT)),
         )
 
@@ -106,11 +106,11 @@ class ChatClient:
         await self._http.aclose()
 
     async def complete(self, messages: Sequence[Message], seed: int) -> Completion:
-        """Answer a conversation, in spite of a busy server.
+        """Answer a conversation; retries if the server is busy.
 
         Raises:
-            UnansweredError: The server refuses this conversation, or was busy or broken at every try.
-            EndpointError: It cannot be reached, refuses the key, does not know the model, or is down.
+            UnansweredError: The server refuses this conversation, or was busy or failed at every try.
+            EndpointError: The server cannot be reached, refuses the key, does not have the model, or is down.
         """
         reason = ""
         for tried in range(self._tries):
@@ -129,7 +129,7 @@ class ChatClient:
         raise UnansweredError(f"{self._name} failed {self._tries} times, at last: {reason}")
 
     def _bounded(self, pause: float | None) -> float | None:
-        """The pause that a server asks for, as far as it is waited; the first longer one is said."""
+        """The pause that a server asks for, up to the longest; the first longer one is logged."""
         longest = self._longest_pause
         if pause is None or pause <= longest:
             return pause
@@ -151,12 +151,12 @@ class ChatClient:
         if response.status_code == HTTPStatus.OK:
             return self._completion(response)
         if response.status_code in PROMPT_REFUSED and EXACT in response.text and EXACT in request:
-            self._request.pop(EXACT, None)  # a strict server that does not know it
+            self._request.pop(EXACT, None)  # a strict server without this field
             return await self._try({name: value for name, value in request.items() if name != EXACT})
         raise self._failure(response)
 
     def _failure(self, response: httpx.Response) -> Exception:
-        """What an answer with another status than 200 means."""
+        """The error for an answer with another status than 200."""
         status = response.status_code
         message = f"{status} {response.reason_phrase}: {_excerpt(response.text)}"
         if status in PROMPT_REFUSED:
@@ -200,13 +200,13 @@ def _is_address(url: str) -> bool:
 
 
 def _wait(first: float, tried: int, pause: float | None) -> float:
-    """Seconds until the next try, spread so that requests which failed together do not come back together."""
+    """Seconds until the next try, randomised so that requests that failed together are not retried together."""
     backoff = min(LONGEST_WAIT, first * 2**tried) / 2
     return (backoff if pause is None else pause) + random.uniform(0, backoff)
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait: a number, or a date."""
+    """The pause in seconds that the server asks for, as a number or a date."""
     value = response.headers.get("retry-after", "")
     try:
         if value.strip().isdigit():
@@ -221,6 +221,6 @@ def _reason(error: Exception) -> str:
 
 
 def _excerpt(text: str) -> str:
-    """What a server says, on one line."""
+    """The start of a server's text, on one line."""
     line = visible(" ".join(text.split()))
     return line if len(line) <= 200 else f"{line[:197]}..."

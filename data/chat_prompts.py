@@ -1,8 +1,8 @@
-"""Chat prompts of many kinds, made from word lists and templates: what heads for a real chat model are trained on.
+"""Chat prompts of many kinds, made from word lists and templates, for training heads of a real chat model.
 
-Every prompt is a template whose ``{slots}`` are filled from lists, with numbers, or with small invented passages. The
+Every prompt is a template with ``{slots}`` that are filled from lists, with numbers, or with short invented texts. The
 lists are in ``data/chat``. Words that name a subject are divided into a training and a held-out side, so that no
-held-out prompt asks for what a training prompt asks for.
+held-out prompt has the subject of a training prompt.
 """
 
 import json
@@ -20,7 +20,7 @@ LISTS = Path(__file__).parent / "chat"
 SUBJECTS = frozenset(
     "topic list code request story advice country invention foreign english clumsy event object pair choice why".split()
 )
-"""Lists that are divided: every ``HELDOUT_EVERY``-th word is held out. The others fill in details."""
+"""Lists that are divided: every ``HELDOUT_EVERY``-th word is held out. Other lists only fill in details."""
 HELDOUT_EVERY = 8
 NUMBERS = {
     "n": (11, 60),
@@ -40,9 +40,9 @@ class ChatPrompt(NamedTuple):
     """One conversation without its answers."""
 
     kind: str
-    """Which templates it was made from, as "maths"."""
+    """The kind of its template, for example "maths"."""
     turns: tuple[str, ...]
-    """What the user says, turn by turn."""
+    """The user's turns."""
 
     @property
     def asked(self) -> tuple[tuple[Message, ...], ...]:
@@ -51,9 +51,9 @@ class ChatPrompt(NamedTuple):
 
 
 def chat_prompts(split: Split, count: int, seed: int = 0) -> list[ChatPrompt]:
-    """``count`` different conversations, the kinds in turn; a pure function of its arguments.
+    """``count`` different conversations, with alternating kinds; a pure function of its arguments.
 
-    Shorter lists are beginnings of longer ones. Held-out prompts have one turn.
+    A shorter list is the beginning of a longer one. Held-out prompts have one turn.
     """
     return [prompt for prompt, _ in zip(_all(split, seed), range(count), strict=False)]
 
@@ -71,9 +71,9 @@ def _all(split: Split, seed: int) -> Iterator[ChatPrompt]:
 
 
 def _fill(template: str, split: Split, rng: random.Random) -> str:
-    """The template with all its slots filled, and the slots of what fills them.
+    """Fill all slots of a template, and the slots in the inserted texts.
 
-    A slot that stands twice is filled twice with the same words; a slot with a number, as ``{name2}``, with others.
+    A slot that appears twice gets the same words twice; a slot with a number, such as ``{name2}``, gets other words.
     """
     filled: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""The base answers behind an OpenAI-compatible server (vLLM, SGLang, TGI, llama.cpp)."""
+"""Answers of the base through an OpenAI-compatible server (vLLM, SGLang, TGI, llama.cpp)."""
 
 import asyncio
 import random
@@ -14,16 +14,16 @@ from medusa.data.exchange import Answered, Exchange, Message, Prompt, Unanswered
 
 
 class EndpointAnswerer:
-    """Answers conversations through chat completions, many at a time.
+    """Answers many conversations concurrently through chat completions.
 
-    Token ids are the server's own where it returns them (vLLM does). Otherwise its text is tokenised with the base's
-    chat template, and an answer that the limit cut loses the end-of-turn token that only the template wrote.
+    Token ids are the server's own if it returns them (vLLM does). Otherwise its text is tokenised with the base's chat
+    template. The template then adds an end-of-turn token, which is removed if a limit cut the answer.
 
     Args:
-        connect: Makes the client; called where the answers are drawn.
-        tokenizer: The base's.
-        concurrency: Conversations under way at a time.
-        seed: Of sampled answers.
+        connect: Makes the client; called in the event loop of the requests.
+        tokenizer: The base's tokenizer.
+        concurrency: Number of concurrent conversations.
+        seed: Seed of sampled answers.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class EndpointAnswerer:
     ) -> None:
         self._connect, self._tokenizer, self._concurrency, self._seed = connect, tokenizer, concurrency, seed
         self._rendered = False
-        self._refused = 0  # conversations, before the first that the template takes
+        self._refused = 0  # conversations before the first that the template accepts
         self._ends: list[str] = []
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """Answer numbered prompts, which need no token ids; what ``Answerer`` promises.
+        """See ``Answerer``; prompts need no token ids.
 
         Raises:
-            EndpointError: The server cannot be reached, refuses the key, does not know the model, or is down.
+            EndpointError: The server cannot be reached, refuses the key, does not have the model, or is down.
         """
         with asyncio.Runner() as runner:
             answers = self._answers(prompts)
@@ -61,7 +61,7 @@ class EndpointAnswerer:
                     yield number, answered
 
     async def _converse(self, client: ChatClient, number: int, prompt: Prompt) -> tuple[int, Answered | EndpointError]:
-        """Answer all turns of a conversation; it ends early at a later turn that gets no answer."""
+        """Answer all turns of a conversation; it ends at a later turn that gets no answer."""
         history: list[Message] = []
         exchanges: list[Exchange] = []
         try:
@@ -80,7 +80,7 @@ class EndpointAnswerer:
         return number, exchanges
 
     def _exchange(self, messages: Sequence[Message], completion: Completion) -> Exchange:
-        """The base's tokens of an answer: the server's, or those of its text."""
+        """The tokens of an answer: from the server, or from its text."""
         if not completion.ids:
             return self._tokenised(messages, completion)
         if max(*completion.prompt_ids, *completion.ids) >= len(self._tokenizer):
@@ -108,7 +108,7 @@ class EndpointAnswerer:
         return Exchange(ids[:start], answer)
 
     def _without_end(self, answer: list[int]) -> list[int]:
-        """An answer up to its last special token, with which the template ended the turn."""
+        """An answer without its last special token, the end of the turn that the template added."""
         special = {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         ends = [place for place, token in enumerate(answer) if token in special]
         return answer[: ends[-1]] if ends else answer

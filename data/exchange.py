@@ -1,6 +1,6 @@
-"""Words of regeneration: what the base is asked, what it answers, and who answers in its name.
+"""Types of regeneration: prompts, answers, and the answerer that generates them.
 
-This module needs the standard library only, so that ``--help`` answers at once.
+This module needs only the standard library, so that ``--help`` is fast.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 logger = logging.getLogger(__name__)
 
 BATCH = 64
-"""Conversations that are decoded together in this process."""
+"""Number of conversations that are decoded together in this process."""
 
 Message = dict[str, str]
 """{"role", "content"} of one turn."""
@@ -19,28 +19,28 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Settings:
-    """How the base answers, whoever runs it: all that decides which tokens come out."""
+    """How the base answers, here or behind a server: all settings that affect the tokens."""
 
     max_new_tokens: int = 128
-    """Tokens per answer."""
+    """Most tokens per answer."""
     temperature: float = 0.0
     """0 = greedy."""
     top_p: float = 1.0
-    """Smallest probability that the tokens to draw from have together; 1 = all tokens."""
+    """Probability mass of the tokens to sample from; 1 = all tokens."""
     seed: int = 0
-    """Of sampled answers; each prompt draws with its own, made of this one and its number."""
+    """Seed of sampled answers; each prompt has its own seed, computed from this one and its number."""
 
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """How a server is asked."""
+    """How requests are sent to a server."""
 
     concurrency: int = 32
-    """Requests under way at a time."""
+    """Number of concurrent requests."""
     retries: int = 6
-    """More tries of a request that met a busy, broken or silent server."""
+    """Number of retries if the server is busy, fails or does not answer."""
     timeout: float = 600.0
-    """Seconds until a request without an answer is given up."""
+    """Seconds until a request without an answer is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -48,68 +48,68 @@ class Prompt:
     """One conversation without its answers, or plain text to continue."""
 
     asked: tuple[tuple[Message, ...], ...] = ()
-    """The messages before each answer, since the answer before; empty for plain text."""
+    """The messages before each answer, from the previous answer on; empty for plain text."""
     ids: tuple[int, ...] = ()
-    """Token ids before the first answer; empty where only a server needs to know them."""
+    """Token ids before the first answer; empty if only a server needs them."""
     place: str = field(default="", compare=False)
-    """Where it stands, as warnings name it."""
+    """Its place in the source, for warnings."""
 
 
 class Exchange(NamedTuple):
-    """One answer, in the base's tokens."""
+    """One prompt with its answer, in the base's tokens."""
 
     prompt: list[int]
-    """All that the base read, earlier turns included."""
+    """All tokens that the base read, including earlier turns."""
     answer: list[int]
-    """What it wrote; an end-of-turn token is the last only where it wrote one."""
+    """Tokens that it wrote; the last is an end-of-turn token only if the base wrote one."""
 
 
 class UnansweredError(ValueError):
-    """Why one prompt has no answer; others may have one."""
+    """One prompt cannot be answered; others may be."""
 
 
 Answered = list[Exchange] | UnansweredError
 
 
 class Answerer(Protocol):
-    """Answers every turn of conversations with the base's own words."""
+    """Answers every turn of conversations with text of the base."""
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
         """Answer numbered prompts.
 
         Args:
-            prompts: Number and prompt; a prompt's answer depends on both, and not on the prompts beside it.
+            prompts: Number and prompt; an answer depends only on these two, and not on other prompts.
 
         Yields:
-            A prompt's number with its exchanges (one per turn, as far as the base's context reaches) or with the
+            A prompt's number, with its exchanges (one per turn, as far as the base's context allows) or with the
             reason why there are none; in any order, each as soon as it is complete.
 
         Raises:
-            ValueError: No prompt will be answered.
+            ValueError: No prompt can be answered.
         """
         ...
 
 
 def named(prompt: Prompt, reason: object) -> str:
-    """Why something is wrong with a prompt, and where it stands."""
+    """A reason with the place of the prompt."""
     return f"{prompt.place}: {reason}" if prompt.place else str(reason)
 
 
 def warn_of_ends(reasons: Sequence[str]) -> None:
-    """Say, once, how many conversations ended before a later turn, and why the first one did."""
+    """Log once how many conversations ended before a later turn, and why the first one did."""
     if reasons:
         logger.warning("%d conversations end before a turn that has no answer; the first: %s", len(reasons), reasons[0])
 
 
 def samples(exchanges: Sequence[Exchange]) -> list[dict[str, list[int]]]:
-    """Training samples of one conversation, only the base's own answers supervised.
+    """Training samples of one conversation, in which only the base's own answers are supervised.
 
-    Exchanges join into one sample as long as each prompt begins with all that was said before. Where a template
-    writes earlier turns anew (without their reasoning, say), or their text has other tokens than the base wrote, a new
-    sample begins: each answer then stands behind exactly what the base read.
+    Exchanges are joined into one sample as long as each prompt begins with the whole earlier conversation. If a
+    template changes earlier turns (for example removes their reasoning), or their text has other tokens than the base
+    wrote, a new sample begins, so that each answer follows exactly the tokens that the base read.
 
     Returns:
-        {"input_ids", "loss_mask"} each.
+        Samples {"input_ids", "loss_mask"}.
     """
     found: list[dict[str, list[int]]] = []
     for prompt, answer in exchanges:

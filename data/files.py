@@ -11,17 +11,17 @@ from medusa.data.shapes import KNOWN
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 PARQUET_ROWS = 1024
-"""Rows of a .parquet file that are in memory at a time."""
+"""Number of rows of a .parquet file in memory at a time."""
 
 Placed = tuple[str, dict[str, Any]]
-"""Where a record stands, as errors name it, and the record."""
+"""The place of a record, for errors, and the record."""
 
 
 def sample_files(path: Path) -> list[Path]:
-    """The files of a directory by name, or the one file.
+    """The files of a directory, sorted by name, or the one file.
 
     Raises:
-        FileNotFoundError: no such file, or a directory without one.
+        FileNotFoundError: there is no such file, or no sample file in the directory.
     """
     if path.is_file():
         return [path]
@@ -34,7 +34,7 @@ def sample_files(path: Path) -> list[Path]:
 
 
 def common_files(one: Path, other: Path) -> list[tuple[Path, Path]]:
-    """Files below two paths that are the same, or have the same content; none where one holds no sample files."""
+    """Pairs of sample files below two paths that are the same file or have the same content; may be empty."""
     try:
         ours, theirs = sample_files(one), sample_files(other)
     except FileNotFoundError:
@@ -54,11 +54,11 @@ def _content(file: Path) -> bytes:
 
 
 def file_records(path: str | Path) -> Iterator[Placed]:
-    """All records of a file, or of the files of a directory by name; empty lines are passed over.
+    """All records of a file, or of the files of a directory sorted by name; empty lines are skipped.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: an empty or damaged file, or a record that is no JSON object in UTF-8; names the place.
+        FileNotFoundError: there is no such file.
+        ValueError: a file is empty or damaged, or a record is not a JSON object in UTF-8; names the place.
     """
     for file in sample_files(Path(path)):
         placed = None
@@ -78,7 +78,7 @@ def _lines(file: Path) -> Iterator[Placed]:
 
 
 def _json(file: Path) -> Iterator[Placed]:
-    """A list of records, alone or under `data`; many a .json file holds JSON lines."""
+    """A list of records, directly or under `data`; many .json files hold JSON lines."""
     content = file.read_bytes()
     if not content.strip():
         return
@@ -118,7 +118,7 @@ def _parquet(file: Path) -> Iterator[Placed]:
 
 def _parse(place: str, line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))  # a file from Windows may begin with a mark
+        return json.loads(line.decode("utf-8-sig"))  # a file from Windows may begin with a byte order mark
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
     except json.JSONDecodeError as error:

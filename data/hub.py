@@ -1,4 +1,4 @@
-"""Records of data sets of the Hugging Face Hub, and of those that `datasets` saved to disk."""
+"""Records of data sets on the Hugging Face Hub, and of data sets that `datasets` saved to disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any
 from medusa.data.files import SUFFIXES, Placed
 
 SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a directory of `save_to_disk` is known."""
+"""Files that identify a directory of `save_to_disk`."""
 
 
 class HubData:
@@ -19,7 +19,7 @@ class HubData:
         self._name, self._split, self._subset, self._streaming = name, split, subset, streaming
 
     def records(self) -> Iterator[Placed]:
-        """All records, downloaded whole first, or as they arrive when streaming.
+        """All records; the data set is downloaded first, or records are read as they arrive when streaming.
 
         Raises:
             ValueError: the data set or its split cannot be found or read.
@@ -28,14 +28,14 @@ class HubData:
             yield f"{self._name} [{self._split}], record {number}", dict(record)
 
     def fingerprint(self) -> str:
-        """Changes with the content: from the revision of the repository, or the saved table."""
+        """A digest that changes with the content, from the repository's revision or the saved table."""
         if isinstance(self._builder, str):
             return str(self._opened()._fingerprint)
         return f"{self._builder.hash}/{self._builder.config_id}/{self._split}"
 
     @cached_property
     def _builder(self) -> Any:
-        """What knows the data set; a directory for a saved one."""
+        """The builder of `datasets`; for a saved data set, its directory."""
         if is_saved(Path(self._name)):
             return self._name
         with _one_sentence(self._name):
@@ -58,7 +58,7 @@ class HubData:
 
 
 def means_files(name: str) -> bool:
-    """Whether a source is files, which need not be there, and no data set, neither saved nor of the Hub."""
+    """Whether a source means files, existing or not, and not a data set of the Hub or a saved one."""
     path = Path(name)
     named_as_file = path.suffix in SUFFIXES or path.is_absolute() or len(path.parts) > 2  # the Hub's are OWNER/NAME
     return (path.exists() or named_as_file) and not is_saved(path)
@@ -71,7 +71,7 @@ def is_saved(path: Path) -> bool:
 
 @contextmanager
 def _one_sentence(name: str) -> Iterator[None]:
-    """What `datasets` raises for a name, subset or split that does not exist, said in one sentence."""
+    """Raise errors of `datasets` for a missing name, subset or split as one sentence."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Shows samples as the trainer sees them: what is masked, what is trained on (`medusa data inspect`)."""
+"""Shows samples as the trainer sees them, with the supervised tokens marked (`medusa data inspect`)."""
 
 import argparse
 import json
@@ -22,9 +22,9 @@ TRAINED, MASKED, SPECIAL, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 def marked_text(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[int], *, coloured: bool = False
 ) -> str:
-    """A document's text, special tokens visible, with what is trained on between ⟦ and ⟧ or in colour.
+    """A document's text with visible special tokens; supervised text is between ⟦ and ⟧ or in colour.
 
-    Control characters of the text are written out: a data set may not colour, move or rename a terminal.
+    Control characters of the text are escaped, so that a data set cannot control the terminal.
     """
     parts = []
     for trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
@@ -39,7 +39,7 @@ def marked_text(
 
 
 def inspect(options: argparse.Namespace, logger: logging.Logger) -> None:
-    """Run the subcommand: samples go to standard output, or with the figures to a JSON file.
+    """Run the subcommand: print samples to standard output, or write them with statistics to a JSON file.
 
     Raises:
         ValueError, OSError: the source or the base's tokenizer cannot be read, or the sample does not exist.

@@ -1,4 +1,4 @@
-"""The base answers in this process, through ``medusa``."""
+"""Answers of the base in this process, through ``medusa``."""
 
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -7,11 +7,11 @@ from medusa import MedusaModel, Output, Request, SamplingParams, Speculation
 from medusa.data.exchange import BATCH, Answered, Exchange, Message, Prompt, Settings, named, warn_of_ends
 
 JOIN = 8
-"""Places that must be free before further conversations join."""
+"""Number of free places in the batch at which further conversations join."""
 
 
 class _Conversation:
-    """One conversation as it grows."""
+    """One conversation in progress."""
 
     def __init__(self, number: int, prompt: Prompt) -> None:
         self.number, self.prompt = number, prompt
@@ -21,19 +21,20 @@ class _Conversation:
         self.exchanges: list[Exchange] = []
 
     def take(self, output: Output) -> None:
-        """Keep the answer to what was read."""
+        """Add the answer to the conversation."""
         self.exchanges.append(Exchange(self.ids, output.tokens))
         self.history.append({"role": "assistant", "content": output.text})
 
 
 class LocalAnswerer:
-    """Answers conversations turn by turn; when one ends, the next takes its place in the batch.
+    """Answers conversations turn by turn; when one ends, another takes its place in the batch.
 
     Args:
-        model: The base (heads, where it has any, make single conversations faster).
-        settings: How to answer.
-        batch: Conversations decoded together.
-        speculation: How answers are drafted; None = several together plainly, a single one by whoever is fastest.
+        model: The base; heads, if it has any, make single conversations faster.
+        settings: How answers are generated.
+        batch: Number of conversations that are decoded together.
+        speculation: How answers are drafted; None = plain decoding of batches, the fastest drafter for single
+            conversations.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class LocalAnswerer:
         self.model, self._settings, self._batch, self._speculation = model, settings, batch, speculation
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """Answer numbered prompts, which need token ids; what ``Answerer`` promises.
+        """See ``Answerer``; prompts need token ids.
 
-        A conversation ends before a turn that the base's chat template refuses, or that leaves no room for an answer.
+        A conversation ends before a turn that the base's chat template refuses or that leaves no room for an answer.
         """
         refused: list[str] = []
         waiting = deque(_Conversation(number, prompt) for number, prompt in prompts)
@@ -53,7 +54,7 @@ class LocalAnswerer:
         batch, growing = self.model.batch(), dict[Request, _Conversation]()
         try:
             while waiting or growing:
-                # Several prompts at once: a pass over few tokens costs as much as one over more.
+                # Several prompts join at once, because a pass over few tokens costs as much as one over more.
                 if self._batch - len(growing) >= min(JOIN, self._batch) or not growing:
                     while waiting and len(growing) < self._batch:
                         conversation = waiting.popleft()
@@ -81,7 +82,7 @@ class LocalAnswerer:
         )
 
     def _ask(self, conversation: _Conversation, refused: list[str]) -> bool:
-        """Put the next question; false where there is none, a refused one, or no room for its answer."""
+        """Ask the next question; false if there is none, if it is refused, or if there is no room for its answer."""
         if not conversation.questions:
             return False
         conversation.history += conversation.questions.pop(0)

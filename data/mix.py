@@ -1,7 +1,7 @@
-"""Mixes prompts of many sources: without duplicates, without what evaluations ask, long ones too.
+"""Mixes prompts of many sources, without duplicates and without texts of evaluations, and with a share of long ones.
 
-What comes out are conversations without answers, for `data regenerate`, in files of a few thousand in one random order:
-any of them is a fair sample of the mixture, so answering can stop after each.
+The results are conversations without answers, for `data regenerate`, in files of a few thousand in random order. Each
+file is a fair sample of the mixture, so regeneration can stop after any of them.
 """
 
 import json
@@ -19,36 +19,36 @@ from medusa.data.overlap import Overlap, as_whole
 
 KEPT = "kept"
 COLUMNS = (KEPT, "duplicate", "evaluation", "held out", "too long", "long", "beyond most")
-"""What becomes of a prompt; all but the first are left out."""
+"""Outcomes for a prompt; it is kept only with the first."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says, turn by turn."""
+    """The turns of a user."""
 
     turns: list[str]
     source: str
     kind: str
     tokens: int
-    """Of its turns."""
+    """Number of tokens of its turns."""
 
     def record(self) -> dict[str, Any]:
-        """As `data regenerate` reads it."""
+        """The record for `data regenerate`."""
         messages = [{"role": "user", "content": self.turns[0]}]
-        for turn in self.turns[1:]:  # the answer between is to be written
+        for turn in self.turns[1:]:  # the answer between them will be generated
             messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
         return {"messages": messages, "source": self.source, "kind": self.kind}
 
 
 class Mixer:
-    """Takes prompts of a mixture, source by source; held-out sources first, since others may not overlap with them.
+    """Selects prompts of a mixture, source by source; held-out sources come first, and others may not overlap them.
 
     Args:
-        mixture: Of which sources.
-        directory: Where the sources' files are.
-        evaluations: Texts that no prompt may overlap with.
-        length: Tokens of a text.
-        seed: Of the order, and of which prompts are left out where a source has more than are wanted.
+        mixture: The sources, and how they are mixed.
+        directory: Directory of the sources' files.
+        evaluations: Texts with which no prompt may overlap.
+        length: Returns the number of tokens of a text.
+        seed: Seed of the order, and of the selection from sources with too many prompts.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Mixer:
         self._mixture, self._directory, self._length, self._seed = mixture, directory, length, seed
         self._evaluations, self._heldout, self._seen = Overlap(evaluations), Overlap(), set[int]()
         self.counts: dict[str, Counter[str]] = {}
-        """What became of each source's prompts, by `COLUMNS`."""
+        """Number of each source's prompts by outcome, see `COLUMNS`."""
 
     def mix(self, heldout: bool) -> list[Conversation]:
-        """The conversations of one side of the split, in a random order; the held-out side must be asked for first."""
+        """The conversations of one side of the split, in random order; call it for the held-out side first."""
         sources = [source for source in self._mixture.sources if source.heldout is heldout]
         bar = tqdm(sources, desc="held-out sources" if heldout else "sources", unit="source")
         found = [conversation for source in bar for conversation in self._taken(source)]
@@ -85,7 +85,7 @@ class Mixer:
                 yield Conversation(turns, source.name, source.kind, tokens)
 
     def _judged(self, text: str, source: MixtureSource, counts: Counter[str]) -> tuple[str, int]:
-        """What becomes of a prompt, and its tokens where they were counted."""
+        """The outcome for a prompt, and its number of tokens if they were counted."""
         if source.most and counts[KEPT] >= source.most:
             return "beyond most", 0
         if as_whole(text) in self._seen:
@@ -98,7 +98,7 @@ class Mixer:
         return (KEPT, tokens) if 0 < tokens <= self._mixture.most_tokens else ("too long", tokens)
 
     def _with_fewer_long(self, found: Sequence[Conversation]) -> Iterator[Conversation]:
-        """All but those long ones that are more than their share."""
+        """All conversations, without long ones beyond their share."""
         short = sum(one.tokens <= self._mixture.long_tokens for one in found)
         share = self._mixture.long_share
         room = int(short * share / (1 - share)) if share < 1 else len(found)
@@ -111,7 +111,7 @@ class Mixer:
             yield one
 
     def _continued(self, one: Conversation, rng: random.Random) -> Conversation:
-        """With a second turn, by chance."""
+        """Add a second turn at random."""
         if len(one.turns) > 1 or not self._mixture.second_turns or rng.random() >= self._mixture.second_share:
             return one
         turn = rng.choice(self._mixture.second_turns)
@@ -119,10 +119,10 @@ class Mixer:
 
 
 def write(conversations: Sequence[Conversation], directory: Path, size: int) -> list[Path]:
-    """Write files of ``size`` conversations each; those of an earlier mixture may not be there.
+    """Write files of ``size`` conversations each into an empty directory.
 
     Raises:
-        ValueError: The directory holds something.
+        ValueError: The directory is not empty.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
@@ -137,7 +137,7 @@ def write(conversations: Sequence[Conversation], directory: Path, size: int) -> 
 
 
 def report(mixer: Mixer, mixture: Mixture, sides: Mapping[str, Sequence[Conversation]]) -> dict[str, Any]:
-    """Where the prompts are from, and what they are: for whoever gets the data."""
+    """The origin and statistics of the prompts, for users of the data."""
     return {
         "prompts": {side: len(found) for side, found in sides.items()},
         "kinds": {side: dict(Counter(one.kind for one in found).most_common()) for side, found in sides.items()},
@@ -148,7 +148,7 @@ def report(mixer: Mixer, mixture: Mixture, sides: Mapping[str, Sequence[Conversa
 
 
 def table(mixer: Mixer) -> str:
-    """What became of the prompts, by source."""
+    """A table of the outcomes by source."""
     total: Counter[str] = sum(mixer.counts.values(), Counter())
     rows: list[tuple[str, ...]] = [("source", *COLUMNS)]
     for name, counts in (*mixer.counts.items(), ("all", total)):

@@ -1,4 +1,4 @@
-"""What a mixture of prompts is made of: sources on this machine, and what is asked about their texts."""
+"""The definition of a mixture of prompts: sources on this machine, and questions about their texts."""
 
 import dataclasses
 import re
@@ -14,9 +14,9 @@ from medusa.data.shapes import present, questions
 
 FIELD = re.compile(r"\{(\w+)\}")
 SENTENCE = "# text = "
-"""What stands before a sentence in a treebank (CoNLL-U)."""
+"""Text before a sentence in a treebank (CoNLL-U)."""
 YAML_TYPES: dict[Any, Any] = {tuple: list, str: str, int: int, float: int | float, bool: bool}
-"""Types of values in a file by types of fields."""
+"""Types of values in a file, by types of fields."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,26 @@ class MixtureSource:
 
     name: str
     kind: str
-    """What is asked, as "summary"."""
+    """The kind of question, for example "summary"."""
     files: tuple[str, ...]
     """Patterns of files below the directory of the sources: .jsonl, .json and .parquet (records), .conllu (sentences)
-    and .txt (lines). A pattern that begins with "!" takes files out again."""
+    and .txt (lines). A pattern that begins with "!" excludes files."""
     licence: str
     url: str
     asks: tuple[str, ...] = ()
-    """What a user says, one of these in turn: "{field}" is a field of the record, "{text}" a sentence or line. Empty:
-    records are conversations, whose user turns are taken."""
+    """Questions of a user, used in turn: "{field}" is a field of the record, "{text}" a sentence or line. Empty:
+    records are conversations, and their user turns are used."""
     most: int = 0
-    """Prompts, at most; 0 = all."""
+    """Most prompts; 0 = all."""
     heldout: bool = False
-    """All of it is held out."""
+    """Whether the whole source is held out."""
 
     def turns(self, directory: Path) -> Iterator[list[str]]:
-        """What the user says in each conversation of the source, turn by turn.
+        """The user's turns of each conversation of the source.
 
         Raises:
             FileNotFoundError: No file matches.
-            ValueError: A record lacks a field, or is no conversation.
+            ValueError: A record lacks a field, or is not a conversation.
         """
         number = 0
         for file in self._found(directory):
@@ -75,23 +75,23 @@ class Mixture:
 
     sources: tuple[MixtureSource, ...]
     second_turns: tuple[str, ...] = ()
-    """What a user says to an answer."""
+    """Second turns of a user, after an answer."""
     second_share: float = 0.0
-    """Share of conversations of one turn that get a second one."""
+    """Share of one-turn conversations that get a second turn."""
     most_tokens: int = 2000
-    """Of a prompt; longer ones are left out."""
+    """Most tokens of a prompt; longer ones are left out."""
     long_tokens: int = 1000
-    """What is longer counts as long."""
+    """Prompts with more tokens count as long."""
     long_share: float = 0.1
-    """Share of long prompts, at most; the others are left out."""
+    """Largest share of long prompts; further ones are left out."""
 
     @classmethod
     def read(cls, path: Path) -> "Mixture":
-        """The mixture of a YAML file.
+        """Read the mixture from a YAML file.
 
         Raises:
-            FileNotFoundError: There is none.
-            ValueError: It is no mixture; names the place.
+            FileNotFoundError: There is no such file.
+            ValueError: The file is not a mixture; names the place.
         """
         if not path.is_file():
             raise FileNotFoundError(f"mixture ({path}) does not exist; give a .yaml file as data/mixtures/smollm2.yaml")
@@ -107,7 +107,7 @@ class Mixture:
 
 
 def _made(kind: type[Any], given: Any, place: str) -> Any:
-    """An object of a mapping's values; lists become tuples."""
+    """Make an object from a mapping; lists become tuples."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} ({given!r:.60}) must be a mapping of {', '.join(fields)}")
@@ -124,7 +124,7 @@ def _made(kind: type[Any], given: Any, place: str) -> Any:
 
 
 def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Records of a file, each with its place; a sentence or line is {"text"}."""
+    """Records of a file with their places; a sentence or line is {"text"}."""
     if file.suffix not in (".conllu", ".txt"):
         yield from file_records(file)
         return
@@ -136,7 +136,7 @@ def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _filled(ask: str, record: Mapping[str, Any], place: str) -> str:
-    """A question with the record's fields; one that is missing or empty leaves its line out."""
+    """Insert the record's fields into a question; a line with a missing or empty field is left out."""
     known = present(record)
     if not any(str(known.get(name, "")).strip() for name in FIELD.findall(ask)):
         raise ValueError(f"{place} has none of the fields of {ask!r}; its fields are {', '.join(known)}")

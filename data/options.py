@@ -9,7 +9,7 @@ from medusa.data.arguments import add_base_flags, at_least
 from medusa.data.exchange import BATCH, EndpointSettings, Settings
 
 EMBEDDED_COUNT = 2000
-"""Prompts from the standard library where no number is given."""
+"""Default number of prompts from the standard library."""
 CHAT_COUNT = 6000
 OWN_COUNT = 4000
 A_BASE = 'directory, Hub id, "smollm2" or "embedded"'
@@ -17,7 +17,7 @@ A_SOURCE = "a file, a directory of files or a Hub data set"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line; ``command`` is the name of the one that was chosen."""
+    """The parser of the whole command line; ``command`` is the name of the chosen subcommand."""
     top = argparse.ArgumentParser(prog="medusa data", description="Make training data for draft heads.")
     commands = top.add_subparsers(dest="command", required=True)
     for name, what, add_flags in (
@@ -118,7 +118,7 @@ def _temperature(text: str) -> float:
 
 
 def _up_to(high: float) -> Callable[[str], float]:
-    """A parser of numbers above 0."""
+    """A parser of numbers above 0, up to ``high``."""
 
     def parse(text: str) -> float:
         try:

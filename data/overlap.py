@@ -1,4 +1,4 @@
-"""Whether a text says what another one says: the same words in the same order (Brown et al. 2020, appendix C)."""
+"""Tests whether texts overlap: the same words in the same order (Brown et al. 2020, appendix C)."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,15 +8,15 @@ from medusa.data.files import file_records
 from medusa.data.shapes import conversation
 
 WORDS = 13
-"""Words in a row that two texts may not share; a shorter text counts as a whole."""
+"""Number of successive words that two texts may not share; a shorter text is compared as a whole."""
 WORD = re.compile(r"\w+")
 
 
 class Overlap:
-    """Texts that others may not overlap with.
+    """A set of texts with which other texts may not overlap.
 
     Args:
-        texts: What was said elsewhere, as the questions of an evaluation.
+        texts: The texts, for example questions of an evaluation.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -26,19 +26,19 @@ class Overlap:
             self.add(text)
 
     def add(self, text: str) -> None:
-        """One more text."""
+        """Add a text."""
         words = WORD.findall(text.lower())
         self._whole.add(as_whole(text))
         self._grams.update(_grams(words))
 
     def __contains__(self, text: str) -> bool:
-        """Whether it is one of the texts, or shares ``WORDS`` words in a row with one."""
+        """Whether a text equals one of the texts, or shares ``WORDS`` successive words with one."""
         words = WORD.findall(text.lower())
         return as_whole(text) in self._whole or any(gram in self._grams for gram in _grams(words))
 
 
 def as_whole(text: str) -> int:
-    """Equal for texts that are the same but for case and punctuation."""
+    """A hash that is equal for texts that differ only in case and punctuation."""
     return hash(tuple(WORD.findall(text.lower())))
 
 
@@ -47,11 +47,11 @@ def _grams(words: list[str]) -> Iterator[int]:
 
 
 def evaluation_texts(path: str | Path) -> Iterator[str]:
-    """What the questions of a file say: Spec-Bench's ``turns``, or what users and passages say in conversations.
+    """Texts of the questions in a file: Spec-Bench's ``turns``, or turns of users and passages in conversations.
 
     Raises:
-        FileNotFoundError: No such file.
-        ValueError: A record that is no question; names the place.
+        FileNotFoundError: There is no such file.
+        ValueError: A record is not a question; names the place.
     """
     for place, record in file_records(path):
         if isinstance(turns := record.get("turns"), list):

@@ -1,7 +1,7 @@
-"""Prompts that the base writes itself: it continues where the chat template lets a user speak.
+"""Prompts that the base writes itself: it continues the chat template at the beginning of a user turn.
 
-A chat model has seen how users ask, so what it says in the user's place is of the kinds that it was made for
-(Magpie, Xu et al. 2024, arXiv:2406.08464). No prompts have to be found for a model of one's own.
+A chat model was trained on turns of users, so its own prompts are of the kinds for which it was made (Magpie, Xu et al.
+2024, arXiv:2406.08464). So prompts for a custom model need not be collected.
 """
 
 import random
@@ -14,23 +14,23 @@ from medusa.data.chat_prompts import chat_prompts
 from medusa.data.exchange import Answered, Answerer, Exchange, Prompt, UnansweredError
 
 SHARE = 0.5
-"""Of the prompts that begin with words of ``chat`` prompts; the others begin with nothing."""
+"""Share of prompts that begin with words of ``chat`` prompts; the others have no given words."""
 MOST_WORDS = 16
-"""That are given; the base writes the rest."""
+"""Most given words; the base writes the rest."""
 LEAST_WORDS = 2
 PLACE = "{{words}}"
 
 
 def openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
-    """What the base goes on from: the chat template up to a user's words, and often the first words.
+    """Beginnings for the base to continue: the chat template up to a user's words, and often the first words.
 
     Args:
         model: The base.
-        count: How many; shorter lists are beginnings of longer ones.
-        seed: Of the words.
+        count: Number of openings; a shorter list is the beginning of a longer one.
+        seed: Seed of the words.
 
     Raises:
-        ValueError: The base's tokenizer has no chat template, or one that does not show where a user speaks.
+        ValueError: The base's tokenizer has no chat template, or the place of a user's words in it cannot be found.
     """
     before, rng = _before(model), random.Random(seed)
     texts = []
@@ -42,11 +42,11 @@ def openings(model: MedusaModel, count: int, seed: int = 0) -> list[Prompt]:
 
 
 class OwnPrompts:
-    """Ends openings through another answerer, and refuses what is no prompt: cut off, hardly a word, or said before.
+    """Completes openings through another answerer; refuses prompts that are cut off, very short, or duplicates.
 
     Args:
         model: The base.
-        answerer: It writes the rest.
+        answerer: The answerer that completes openings.
     """
 
     def __init__(self, model: MedusaModel, answerer: Answerer) -> None:
@@ -55,12 +55,12 @@ class OwnPrompts:
         self._said: set[str] = set()
 
     def answer(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[tuple[int, Answered]]:
-        """The prompts that are begun here, ended; what ``Answerer`` promises."""
+        """See ``Answerer``; the answers complete the openings."""
         for number, answered in self._answerer.answer(prompts):
             yield number, answered if isinstance(answered, UnansweredError) else self._checked(answered)
 
     def record(self, exchanges: Sequence[Exchange]) -> list[dict[str, Any]]:
-        """A conversation that has not been answered, as ``regenerate`` reads it."""
+        """The record of an unanswered conversation, for ``regenerate``."""
         return [{"messages": [{"role": "user", "content": self._text(exchanges[0])}]}]
 
     def _checked(self, exchanges: list[Exchange]) -> Answered:

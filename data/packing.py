@@ -1,4 +1,4 @@
-"""Packs samples into rows of one length; documents stay apart through their position ids.
+"""Packs samples into rows of one length; position ids keep documents apart.
 
 Shapes: R rows, B rows of a batch, T tokens per row, K heads, S samples.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from medusa.data.sources import Sample
 
 IGNORE = -100
-"""Label where there is nothing to predict (the value that torch's losses ignore)."""
+"""Label of positions without a target (the value that torch's losses ignore)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PackedRows:
     """Rows in which each document's positions start at 0; the rest of a row is one document of padding."""
 
     input_ids: Tensor
-    """int32 [R, T]."""
+    """int32 [R, T] token ids."""
     position_ids: Tensor
     """int32 [R, T]; a 0 begins a document."""
     loss_mask: Tensor
@@ -31,9 +31,9 @@ class PackedRows:
     lengths: Tensor
     """int64 [R]; tokens of a row that are not padding."""
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [S]; `sample_digest` of every sample that was packed."""
+    """int64 [S]; `sample_digest` of every packed sample."""
     digest: str = ""
-    """The fingerprint of rows on disk, which are too large to be read for it; empty = computed."""
+    """The stored fingerprint of rows on disk, which are too large to compute it again; empty = computed."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -44,11 +44,11 @@ class PackedRows:
         return float(self.lengths.sum()) / max(1, self.input_ids.numel())
 
     def take(self, rows: Tensor) -> "PackedRows":
-        """Some of the rows, by their indices, without what is known of all samples."""
+        """Select rows by their indices; ``samples`` and ``digest`` are left out."""
         return PackedRows(self.input_ids[rows], self.position_ids[rows], self.loss_mask[rows], self.lengths[rows])
 
     def targets(self, rows: Tensor, num_heads: int) -> Tensor:
-        """What the base and heads 1..K should say: column k at position t holds token t+1+k of the same document.
+        """Targets of the base and heads 1..K: column k at position t holds token t+1+k of the same document.
 
         Args:
             rows: indices of rows [B].
@@ -63,7 +63,7 @@ class PackedRows:
         targets = ids_BT.new_full((*ids_BT.shape, 1 + num_heads), IGNORE)
         for column in range(1 + num_heads):
             ahead = column + 1
-            # Inside a document positions grow by one per token; a boundary between the two resets them.
+            # Inside a document positions grow by one per token; a boundary resets them.
             same_document = positions_BT[:, ahead:] - positions_BT[:, :-ahead] == ahead
             valid = same_document & mask_BT[:, ahead:]
             targets[:, :-ahead, column] = torch.where(valid, ids_BT[:, ahead:], IGNORE)
@@ -100,7 +100,7 @@ def pack(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
 
 
 def pack_window(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
-    """Pack samples as `pack` does, to no row where nothing is left."""
+    """Pack samples like `pack`, but return no rows if nothing is left."""
     pieces = [piece for sample in samples for piece in _cut(sample, row_tokens)]
     rows = _best_fit([len(ids) for ids, _ in pieces], row_tokens)
     input_ids_RT = torch.zeros(len(rows), row_tokens, dtype=torch.int32)
@@ -124,7 +124,7 @@ def pack_window(samples: Sequence[Sample], row_tokens: int) -> PackedRows:
 
 
 def sample_digest(sample: Sample) -> int:
-    """64 bits by which samples of equal tokens are known, whatever is supervised."""
+    """A digest of 64 bits of a sample's tokens, independent of the loss mask."""
     content = hashlib.blake2b(sample.input_ids.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(content, signed=True)
 
@@ -135,7 +135,7 @@ def _cut(sample: Sample, row_tokens: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices per row: each item, longest first, goes to the fullest row that still takes it."""
+    """Indices of items per row: each item, longest first, goes to the fullest row with enough space."""
     rows: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

@@ -1,4 +1,4 @@
-"""What the base is asked: prompts from the standard library, or conversations without their answers."""
+"""Prompts for the base: from the standard library, or conversations without their answers."""
 
 import logging
 import random
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 PROMPT_TOKENS = 160
 """Most tokens of an embedded code prompt; longer ones lose their beginning."""
 INSTRUCTIONS = ("system", "developer")
-"""Roles that ask for nothing by themselves."""
+"""Roles whose turns are not questions."""
 
 
 def embedded_prompts(model: MedusaModel, split: Split, count: int, seed: int = 0) -> list[list[int]]:
     """Token ids of ``count`` prompts from the standard library, half code to continue and half chat requests.
 
-    The choice is a pure function of the split and the seed, and shorter lists are beginnings of longer ones.
+    The choice is a pure function of the split and the seed; a shorter list is the beginning of a longer one.
     """
     tokenizer = model.base.tokenizer
     shuffled = random.Random(seed)
@@ -50,18 +50,18 @@ def file_prompts(model: MedusaModel, path: str | Path) -> list[list[int]]:
     """Token ids of the conversations of a sample file, up to their first answers.
 
     Raises:
-        ValueError: A record that is no conversation, or no question in any.
+        ValueError: A record is not a conversation, or no record has a question.
     """
     return [model.chat_prompt(prompt.asked[0]) for prompt in conversations(Source(str(path)))]
 
 
 def conversations(source: Source) -> Iterator[Prompt]:
-    """The conversations of a source without their answers (a record needs none); no token ids yet.
+    """The conversations of a source without their answers, which may be missing; without token ids yet.
 
     Conversations without a user turn are skipped and counted in one warning.
 
     Raises:
-        ValueError: A record that is no conversation (names its place), or no question in any.
+        ValueError: A record is not a conversation (names its place), or no record has a question.
     """
 
     def parse(place: str, record: Mapping[str, Any]) -> Iterator[Prompt]:
@@ -71,7 +71,7 @@ def conversations(source: Source) -> Iterator[Prompt]:
 
 
 def asked(record: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
-    """The messages before each answer of a conversation, whose answers may be missing.
+    """The messages before each answer of a conversation; answers may be missing.
 
     Raises:
         ValueError: It is not a conversation, or has no user turn (NoAnswerError).
@@ -87,10 +87,11 @@ def asked(record: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
 def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[Prompt]:
     """The prompts that leave room for an answer in the base's context, shortest first, with their token ids.
 
-    Those that the base's chat template refuses (two user turns in a row, say) are left out and counted in one warning.
+    Prompts that the base's chat template refuses (for example with two successive user turns) are left out and counted
+    in one warning.
 
     Raises:
-        ValueError: None of them does, or the template refuses all.
+        ValueError: No prompt leaves room, or the template refuses all.
     """
     encoded: list[Prompt] = []
     refused: list[str] = []
@@ -117,9 +118,9 @@ def fitting(model: MedusaModel, prompts: Iterable[Prompt], max_new_tokens: int) 
 
 
 def _questions(turns: Iterable[Mapping[str, Any]]) -> tuple[tuple[Message, ...], ...]:
-    """The messages before each answer, whoever gave it; an unanswered last turn is a question too.
+    """The messages before each answer of any origin; an unanswered last turn is a question too.
 
-    The conversation ends before the first turn of a tool: it answers a call that the base may not make.
+    The conversation ends before the first turn of a tool, which answers a call that the base may not make.
     """
     groups: list[tuple[Message, ...]] = []
     group: list[Message] = []

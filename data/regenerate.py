@@ -1,6 +1,6 @@
-"""Let the base answer prompts itself: heads learn what the base says, not what a corpus says.
+"""Regenerates answers with the base, so that heads learn to predict the base's text and not a corpus.
 
-Labels that the base itself wrote are on-policy: at serving time the heads predict exactly such text.
+Labels that the base wrote are on-policy: heads predict exactly such text when they are used.
 """
 
 import fcntl
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What a run wrote."""
+    """The result of a run."""
 
     answered: int
-    """Prompts."""
+    """Number of answered prompts."""
     failed: int
-    """Prompts that got no answer and are left out."""
+    """Number of prompts without an answer, which are left out."""
     tokens: int
-    """Supervised tokens."""
+    """Number of supervised tokens."""
 
 
 def regenerate(
@@ -40,22 +40,22 @@ def regenerate(
     records: Callable[[Sequence[Exchange]], Sequence[Mapping[str, Any]]] = samples,
     shown: bool = True,
 ) -> Report:
-    """Have prompts answered; write one ``{"input_ids", "loss_mask"}`` line per conversation, in the prompts' order.
+    """Let prompts be answered; write one ``{"input_ids", "loss_mask"}`` line per conversation, in the prompts' order.
 
-    Finished conversations are appended to ``OUT.part`` as they come, and the file gets its name when it is whole: a
-    stopped run, started again, does what is missing.
+    Finished conversations are appended to ``OUT.part``, and the file gets its name when it is complete. A stopped run
+    can be started again and continues.
 
     Args:
-        prompts: What to answer.
-        answerer: Who answers.
-        out: The file.
-        made_by: What the answers depend on beside the prompts; a run goes on only where it is the same.
-        records: The lines of one conversation.
+        prompts: The prompts.
+        answerer: Generates the answers.
+        out: The file to write.
+        made_by: All settings on which the answers depend; a run continues only if they are the same.
+        records: Makes the lines of one conversation.
         shown: Show a progress bar.
 
     Raises:
         UnansweredError: None of the prompts was answered.
-        ValueError: There are no prompts, or the unfinished file is damaged or was begun with other prompts or settings.
+        ValueError: There are no prompts, or the unfinished file is damaged or belongs to other prompts or settings.
     """
     if not prompts:
         raise ValueError("prompts (0) hold nothing to answer; give at least one")
@@ -89,13 +89,13 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 
 
 class Part:
-    """An unfinished file: who made it, then one line per finished prompt, in the order in which they were finished.
+    """An unfinished file: a line with the settings, then one line per finished prompt, in the order of completion.
 
     Attributes:
-        lines: Where the line of each finished prompt begins, in bytes.
+        lines: Offset in bytes of the line of each finished prompt.
 
     Raises:
-        ValueError: It is damaged, in use, or was begun with other prompts or settings.
+        ValueError: The file is damaged, in use, or belongs to other prompts or settings.
     """
 
     def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Part:
             raise
 
     def add(self, number: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the samples of a finished prompt."""
+        """Add the samples of a finished prompt."""
         self.lines[number] = self._end
         self._append(json.dumps({"prompt": number, "samples": records}).encode() + b"\n")
 
@@ -132,11 +132,11 @@ class Part:
         return tokens
 
     def close(self) -> None:
-        """Close the file; what is in it stays."""
+        """Close the file and keep its content."""
         self._file.close()
 
     def _read(self, header: bytes) -> None:
-        """Find the whole lines and drop what a kill has cut off; a new file gets its header."""
+        """Find the complete lines and remove an incomplete last one; write the header of a new file."""
         self._file.seek(0)
         for line in self._file:
             if not line.endswith(b"\n"):

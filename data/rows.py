@@ -1,8 +1,8 @@
-"""Tokenised, packed rows on disk: made once for equal data, then opened without reading them.
+"""Tokenised, packed rows on disk: made once for equal data, then memory-mapped.
 
-A directory `<cache>/<digest>` holds one raw file per tensor of `PackedRows` and a manifest. It appears under its name
-when it is whole. Processes that want the same rows wait on a lock of the file system for the one that makes them, not
-at a barrier, which would give up before a large data set is tokenised.
+A directory `<cache>/<digest>` holds one raw file per tensor of `PackedRows` and a manifest. It gets its name when it is
+complete. One process makes the rows; others that need them wait on a file lock. A barrier would time out before a large
+data set is tokenised.
 """
 
 import errno
@@ -30,22 +30,22 @@ from medusa.files import sweep
 LOGGER = logging.getLogger("medusa.data")
 
 FORMAT = 3
-"""Version of the files and of all that decides what is in them: shapes, masks, packing."""
+"""Version of the files and of all code that affects their content: shapes, masks, packing."""
 WINDOW = 8192
-"""Samples that are in memory at a time; each window is packed by itself."""
+"""Number of samples in memory at a time; each window is packed by itself."""
 TENSORS = {
     "input_ids": np.int32, "position_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64, "samples": np.int64,
 }  # fmt: skip
-"""Fields of `PackedRows` and what their files hold."""
+"""Fields of `PackedRows`, and the types in their files."""
 MANIFEST = "manifest.json"
 PASSING = ("is_local", "local_files_only", "name_or_path", "truncation", "padding")
-"""Keys in a tokenizer's files that say where it comes from or how it was used last: no sample depends on them."""
+"""Keys in a tokenizer's files about its origin or last use, which do not affect samples."""
 
 
 def open_rows(
     source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, cache: str | Path, window: int = WINDOW
 ) -> PackedRows:
-    """Rows of a source, mapped from disk; made first where the cache lacks them or holds damaged ones.
+    """Rows of a source, mapped from disk; they are made first if the cache lacks them or its files are damaged.
 
     Any number of processes may call this at once: one makes the rows.
 
@@ -53,19 +53,19 @@ def open_rows(
         source: the samples.
         tokenizer: the base's tokenizer.
         row_tokens: T.
-        cache: directory of all rows.
-        window: samples that are packed together.
+        cache: directory of all cached rows.
+        window: number of samples that are packed together.
 
     Raises:
-        FileNotFoundError: no such source.
-        ValueError: samples that cannot be read, or nothing to train on.
+        FileNotFoundError: there is no such source.
+        ValueError: samples cannot be read, or there is nothing to train on.
         OSError: the cache cannot be written.
     """
     key = _key(source, tokenizer, row_tokens, window)
     directory = Path(cache) / key
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock")):
-        sweep(directory.parent, f"{key}.*.tmp", age=0)  # what a process was making when it was killed
+        sweep(directory.parent, f"{key}.*.tmp", age=0)  # left by a process that was killed
         if (packed := _opened(directory)) is not None:
             return packed
         if directory.exists():
@@ -79,7 +79,7 @@ def open_rows(
 
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, window: int) -> str:
-    """Digest of all that decides what is in the rows."""
+    """Digest of everything that affects the content of rows."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
@@ -89,7 +89,7 @@ def _key(source: Source, tokenizer: PreTrainedTokenizerBase, row_tokens: int, wi
 
 
 def _lasting(path: Path) -> bytes:
-    """A file of a tokenizer without what differs from process to process."""
+    """A file of a tokenizer without the keys that differ from process to process."""
     content = path.read_bytes()
     if path.suffix != ".json" or not isinstance(found := json.loads(content), dict):
         return content
@@ -104,7 +104,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _opened(directory: Path) -> PackedRows | None:
-    """The rows of a directory; None where it is missing or damaged."""
+    """The rows of a directory; None if it is missing or damaged."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["bytes"] == _sizes(directory):
@@ -127,7 +127,7 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def _make(directory: Path, found: Iterable[Sample], name: str, row_tokens: int, window: int) -> None:
-    """Write the rows beside their place and move them there."""
+    """Write the rows to a temporary directory, and move it to its place."""
     temporary = Path(tempfile.mkdtemp(".tmp", f"{directory.name}.", directory.parent))
     try:
         _write(temporary, found, name, row_tokens, window)

@@ -1,10 +1,10 @@
-"""Finds the conversation in a record, whatever its keys are called.
+"""Finds the conversation in a record, for all common names of keys.
 
 - OpenAI: `messages` of {"role", "content"}; content is text or a list of {"type": "text", "text"} parts
 - ShareGPT: `conversations` of {"from", "value"}; human, gpt and their like are renamed
 - question and answer: `prompt` with `response` or `completion`; `instruction` (and `input`) with `output`
 
-Tables give every record the keys of all; a key whose value is None counts as missing.
+In a table every record has the keys of all records; a key with the value None counts as missing.
 """
 
 import re
@@ -19,28 +19,28 @@ ROLES = {
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function": "tool", "observation": "tool",
 }  # fmt: skip
-"""ShareGPT's names; other names are left as they are, for the chat template to judge."""
+"""Roles by ShareGPT's names; other names are not changed, and the chat template accepts or refuses them."""
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys instead of showing them: all control characters but line ends and tabs."""
+"""Characters that control a terminal: all control characters except line ends and tabs."""
 KNOWN = "{input_ids, loss_mask}, {messages}, {conversations}, {prompt, response}, {instruction, output} or {text}"
 
 
 def present(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the keys whose value is None."""
+    """The record without keys whose value is None."""
     return {key: value for key, value in record.items() if value is not None}
 
 
 def conversation(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The turns of a record as {"role", "content"}, other keys of a turn (tool calls, reasoning) kept.
+    """The turns of a record as {"role", "content"}; other keys of a turn (tool calls, reasoning) are kept.
 
     Args:
-        record: a JSON object or the row of a table; its `system` key, where it has one, becomes the first turn.
+        record: a JSON object or the row of a table; its `system` key, if it has one, becomes the first turn.
 
     Returns:
-        The turns; None where the record holds none of the known keys.
+        The turns; None if the record has none of the known keys.
 
     Raises:
-        ValueError: turns that are not as described above.
+        ValueError: turns do not have this form.
     """
     record = present(record)
     turns = next((record[key] for key in CONVERSATIONS if key in record), None)
@@ -57,10 +57,10 @@ def conversation(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def questions(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The turns of a conversation whose answers may be missing: a pair's question is one without the answer, too.
+    """The turns of a conversation whose answers may be missing; the question of a pair alone is valid too.
 
     Returns:
-        The turns; None where the record holds none of the known keys.
+        The turns; None if the record has none of the known keys.
 
     Raises:
         ValueError: See ``conversation``.
@@ -89,15 +89,15 @@ def _turn(turn: Any) -> dict[str, Any]:
 
 
 def visible(text: str) -> str:
-    """A text that is safe to print: what a terminal would obey is written as Python writes it in a literal."""
+    """A text that is safe to print: control characters are escaped as in a Python literal."""
     return UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def plain_text(content: Any) -> str:
-    """The text of a content, of which there may be several parts.
+    """The text of a message's content, which may have several parts.
 
     Raises:
-        ValueError: no text, or one that no tokenizer reads.
+        ValueError: there is no text, or no tokenizer can read it.
     """
     if isinstance(content, str):
         if not content.isascii() and re.search("[\ud800-\udfff]", content):

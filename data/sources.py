@@ -1,8 +1,8 @@
-"""Reads training samples out of files, directories and Hub data sets.
+"""Reads training samples from files, directories and Hub data sets.
 
-A record is a conversation in one of the shapes of `data.shapes`, of which the assistant's turns are supervised, or
+A record is a conversation in one of the forms of `data.shapes`, whose assistant turns are supervised, or
 
-- `{"input_ids": [...], "loss_mask": [0/1 ...]}`: tokens, as `data regenerate` writes them
+- `{"input_ids": [...], "loss_mask": [0/1 ...]}`: tokens, the format of `data regenerate`
 - `{"text": "..."}`: a document; every token is supervised
 """
 
@@ -34,7 +34,7 @@ class Sample:
     """One document."""
 
     input_ids: Tensor
-    """int32 [T]."""
+    """int32 [T] token ids."""
     loss_mask: Tensor
     """bool [T]; tokens that the heads learn to predict."""
 
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from."""
+    """A source of samples."""
 
     path: str
     """A .jsonl, .json or .parquet file, a directory of them, or the name of a Hub data set."""
@@ -56,7 +56,7 @@ class Source:
     subset: str = ""
     """Configuration of a Hub data set; empty = its default."""
     streaming: bool = False
-    """Read a Hub data set as it arrives; needs a limit."""
+    """Read a Hub data set while it is downloaded; needs a limit."""
     limit: int = 0
     """Most records; 0 = all."""
 
@@ -65,11 +65,11 @@ class Source:
             raise ValueError(f"data ({self.path}) is streamed without a limit; give one (data.limit)")
 
     def records(self) -> Iterator[Placed]:
-        """All records, each with the place by which errors name it.
+        """All records with their places, for errors.
 
         Raises:
-            FileNotFoundError: a file that does not exist.
-            ValueError: records or a data set that cannot be read; names the place.
+            FileNotFoundError: a file does not exist.
+            ValueError: records or a data set cannot be read; names the place.
         """
         found = self._hub.records() if self._hub else file_records(self.path)
         return islice(found, self.limit or None)
@@ -77,15 +77,15 @@ class Source:
     def parsed(
         self, parse: Callable[[str, dict[str, Any]], Iterable[Item]], wanted: str, remedy: str = ""
     ) -> Iterator[Item]:
-        """What is made of the records; those from which nothing can be learnt are counted in one warning.
+        """Parse the records; records without anything to learn are skipped and counted in one warning.
 
         Args:
-            parse: takes the place of a record and the record.
-            wanted: what the others lack.
-            remedy: what to do where all do.
+            parse: parses a record, given its place and the record.
+            wanted: what skipped records lack, for the warning.
+            remedy: the remedy if all records lack it.
 
         Raises:
-            ValueError: a record that cannot be parsed (names its place), or nothing but such that are passed over.
+            ValueError: a record cannot be parsed (names its place), or all records were skipped.
         """
         total, skipped, reason = 0, 0, ""
         for place, record in self.records():
@@ -102,7 +102,7 @@ class Source:
             LOGGER.warning("%d of %d records are skipped; the first: %s", skipped, total, reason)
 
     def fingerprint(self) -> str:
-        """Digest of the content: of the bytes of files, of the revision of a Hub data set."""
+        """Digest of the content: of the bytes of files, or of the revision of a Hub data set."""
         digest = hashlib.sha256(f"limit {self.limit}".encode())
         if self._hub:
             digest.update(self._hub.fingerprint().encode())
@@ -123,13 +123,13 @@ def read_samples(source: str | Path | Source, tokenizer: PreTrainedTokenizerBase
 
 
 def samples(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    """Tokenise a source, record by record; records without an answer are passed over and counted in one warning.
+    """Tokenise a source, record by record; records without an answer are skipped and counted in one warning.
 
-    A record is one document, or one per answer where the chat template rewrites earlier turns.
+    A record becomes one document, or several if the chat template rewrites earlier turns.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: an empty source, a record that is no sample (names its place), or no record with an answer.
+        FileNotFoundError: there is no such file.
+        ValueError: the source is empty, a record is not a sample (names its place), or no record has an answer.
     """
 
     def parse(_: str, record: Mapping[str, Any]) -> list[Sample]:

@@ -1,7 +1,7 @@
 """The embedded corpus: the running interpreter's standard library as code documents and as chat pairs.
 
-A machine with no network still has a few megabytes of good Python on disk. Modules are split once and for all into a
-training and a held-out side by name, so that any figure measured on held-out prompts is about text the base never saw.
+A machine without a network still has a few megabytes of good Python on disk. Modules are divided by name into a fixed
+training and a held-out side, so that figures on held-out prompts are about text that the base never saw.
 """
 
 import ast
@@ -20,15 +20,15 @@ HELD_OUT = frozenset(
     "bisect calendar cmd colorsys configparser copy csv fnmatch fractions graphlib gzip heapq json mailbox netrc pprint"
     " queue reprlib sched shelve shlex statistics string tarfile telnetlib textwrap wave zipapp".split()
 )
-"""Top-level modules and packages that no training ever sees."""
+"""Top-level modules and packages that are never used in training."""
 
 EXCLUDED_DIRECTORIES = frozenset(
     "site-packages __pycache__ test tests idle_test encodings pydoc_data turtledemo ensurepip __phello__".split()
 )
-"""Not installed everywhere (the tests), or tables and generated text rather than code."""
+"""Excluded modules: not installed everywhere (the tests), or tables and generated text instead of code."""
 
 CONTEXT_CHARACTERS = 1200
-"""Most characters of a file before the function that is to be completed (whole lines)."""
+"""Most characters of a file before the function to complete (whole lines)."""
 MAX_ANSWER_LINES = 40
 NEAR_DUPLICATE = 0.4
 """A training file that shares this fraction of its distinct lines with a held-out file is left out."""
@@ -39,7 +39,7 @@ class Document:
     """One source file.
 
     Attributes:
-        name: Path below the library's root, as ``json/decoder.py``.
+        name: Path below the library's root, for example ``json/decoder.py``.
         text: Source text with Unix line ends.
     """
 
@@ -49,7 +49,7 @@ class Document:
 
 @dataclass(frozen=True)
 class ChatPair:
-    """A request for one function and the function as the library has it."""
+    """A request for one function, and the library's function."""
 
     name: str
     request: str
@@ -57,7 +57,7 @@ class ChatPair:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The pair in the ``messages`` form that chat templates take."""
+        """The pair as ``messages`` for chat templates."""
         return [{"role": "user", "content": self.request}, {"role": "assistant", "content": self.answer}]
 
 
@@ -88,7 +88,7 @@ def chat_pairs(split: Split) -> tuple[ChatPair, ...]:
 
 @cache
 def completion_prompts(split: Split) -> tuple[str, ...]:
-    """Beginnings of functions in their files: what stands before, the signature and the docstring."""
+    """Beginnings of functions in their files: the preceding text, the signature and the docstring."""
     prompts = []
     for document in documents(split):
         lines = document.text.splitlines(keepends=True)
@@ -99,7 +99,7 @@ def completion_prompts(split: Split) -> tuple[str, ...]:
             start = function.lineno - 1
             while start > 0 and sum(map(len, lines[start - 1 : function.lineno - 1])) <= CONTEXT_CHARACTERS:
                 start -= 1
-            # No line end at the end: tokenizers join it with the indentation that follows.
+            # No final line end, because tokenizers join it with the following indentation.
             prompts.append("".join(lines[start : body_line - 1]).rstrip())
     return tuple(prompts)
 
@@ -131,7 +131,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:
-    """Documented functions and methods, outermost first, none from inside another function."""
+    """Documented functions and methods, outermost first, without functions inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function) and ast.get_docstring(node):
             yield node
@@ -161,7 +161,7 @@ def _first_sentence(docstring: str) -> str:
 
 
 def _request(name: str, signature: str, sentence: str) -> str:
-    """One of four wordings, chosen by the name so that every run makes the same pair."""
+    """A request in one of four wordings, chosen by the name, so that every run makes the same pair."""
     lowered = sentence[0].lower() + sentence[1:] if sentence[1:2].islower() else sentence
     first_word = lowered.split(maxsplit=1)[0]
     task = f"that {lowered}" if first_word.endswith("s") and not first_word.endswith("ss") else f"to {lowered}"
