@@ -18,7 +18,7 @@ from medusa.serve.flags import add_flags, from_flags
 from medusa.serve.model_options import DEFAULT_HEADS, ModelOptions, describe
 
 HERE = ("heads", "base", "draft_model", "mtp", "tree", "ngrams")
-"""Flags of a model in this process."""
+"""Flags that only apply to a model in this process."""
 EPILOG = """\
 With a terminal: /? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 Without one: every line of the input is a message; answers go to stdout, everything else to stderr.
@@ -30,7 +30,7 @@ Without one: every line of the input is a message; answers go to stdout, everyth
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; every flag that other commands have too means the same there."""
+    """The command line; flags that other commands share have the same meaning there."""
     parser = argparse.ArgumentParser(
         prog="medusa chat",
         description="Chat with a base model that decodes several tokens per step with its heads.",
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, GenerationOptions]:
-    """The flags; flags that contradict each other are wrong use."""
+    """Parse the flags; contradicting flags are wrong use."""
     parser = build_parser()
     args = parser.parse_args(argv)
     here = [f"--{name.replace('_', '-')}" for name in HERE if getattr(args, name)]
@@ -138,7 +138,7 @@ def _talk_to_model(args: argparse.Namespace, terminal: Terminal, settings: Gener
 
 
 def _offered(terminal: Terminal, options: ModelOptions) -> ModelOptions:
-    """SmolLM2 in place of heads that nobody has trained yet, where a person wants it."""
+    """Offer SmolLM2 if the default heads do not exist yet; returns the options that the user chooses."""
     missing = options.heads_or_default() == DEFAULT_HEADS and not Path(DEFAULT_HEADS).is_dir()
     if not missing or options.base or not terminal.interactive:
         return options

@@ -1,4 +1,4 @@
-"""Commands of the chat, and settings that ``/set`` knows: tables of names, help texts and functions."""
+"""Commands of the chat and settings of ``/set``: tables of names, help texts and functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -17,7 +17,7 @@ class Setting(NamedTuple):
     help: str
     parse: Callable[[str], Any]
     values: Sequence[str] = ()
-    """Those that it may have; empty for numbers."""
+    """The allowed values; empty for numbers."""
 
 
 def _choice(text: str) -> str | None:
@@ -40,7 +40,7 @@ SHORT = {
     "temp": "temperature", "penalty": "repetition_penalty", "repeat_penalty": "repetition_penalty",
     "max": "max_new_tokens", "num_predict": "max_new_tokens",
 }  # fmt: skip
-"""Other names of settings, among them ollama's."""
+"""Other names of settings, including ollama's."""
 
 
 def _help(repl: Repl, _: str) -> None:
@@ -57,7 +57,7 @@ def _clear(repl: Repl, _: str) -> None:
 
 
 def _set(repl: Repl, argument: str) -> None:
-    """Show all settings or one, or change it."""
+    """Show all settings or one setting, or change one."""
     asked, _, text = argument.partition(" ")
     if asked == "parameter":  # ollama's /set parameter NAME VALUE
         asked, _, text = text.strip().partition(" ")
@@ -80,11 +80,11 @@ def _set(repl: Repl, argument: str) -> None:
 
 
 def _change(repl: Repl, asked: str, name: str, text: str) -> None:
-    """Change a setting; an error names it as the user does."""
+    """Change a setting; errors use the user's name of it."""
     try:
         value = SETTINGS[name].parse(text)
     except ValueError:
-        value = text  # the options name the rule that it breaks
+        value = text  # the options raise the error
     try:
         repl.settings = replace(repl.settings, **{name: value})
     except ValueError as error:
@@ -112,7 +112,7 @@ def _colour(repl: Repl, argument: str) -> None:
 
 
 OTHERS: dict[str, Callable[[Repl, str], None]] = {"system": _system, "colour": _colour}
-"""What can be set beside them."""
+"""Settings that are not fields of the options."""
 
 
 def _stats(repl: Repl, _: str) -> None:
@@ -175,4 +175,4 @@ COMMANDS = {
     **{other: LISTED[name]._replace(help="") for other, name in ALIASES.items()},
     **{name: _short(name) for name in (*SETTINGS, *SHORT, *OTHERS)},
 }
-"""All that a line may begin with."""
+"""All commands by name."""

@@ -1,4 +1,4 @@
-"""State of a chat: its messages, and how answers are generated. Nothing here knows a model or a terminal."""
+"""State of a chat: its messages and the options of generation. It does not depend on a model or a terminal."""
 
 import json
 from bisect import bisect_left
@@ -16,7 +16,7 @@ Message = dict[str, str]
 
 
 def tree_budget(text: str) -> int | None:
-    """A value of ``nodes`` as the user writes it; a ValueError unless it is a whole number or ``auto``."""
+    """Parse a user's value of ``nodes``; raises ValueError unless it is a whole number or ``auto``."""
     return None if text == "auto" else int(text)
 
 
@@ -25,7 +25,7 @@ class GenerationOptions:
     """How answers are generated: fields are options of ``MedusaModel.stream``, and flags of the command line.
 
     Raises:
-        ValueError: A value out of its range, or values that do not go together.
+        ValueError: A value is out of its range, or values cannot be combined.
     """
 
     max_new_tokens: int = flag(512, "longest answer, in tokens", int, "N")
@@ -88,7 +88,7 @@ class GenerationOptions:
 
     @property
     def lossy(self) -> bool:
-        """Whether answers may differ from what the base alone would write."""
+        """Whether answers may differ from those of the base alone."""
         return self.acceptance == "typical"
 
 
@@ -101,13 +101,13 @@ class Turn(NamedTuple):
 
 @dataclass
 class Conversation:
-    """System prompt and finished turns; a message becomes part of it together with its answer."""
+    """System prompt and finished turns; a message is added together with its answer."""
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
 
     def messages(self, forget: int = 0) -> list[Message]:
-        """The conversation as chat templates take it, without its ``forget`` oldest turns."""
+        """The conversation in the form of chat templates, without its ``forget`` oldest turns."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns[forget:]:
             messages.append({"role": "user", "content": turn.user})
@@ -115,18 +115,18 @@ class Conversation:
         return messages
 
     def prompt(self, message: str, forget: int = 0) -> list[Message]:
-        """:meth:`messages`, and a new message of the user after them."""
+        """:meth:`messages`, followed by a new message of the user."""
         return [*self.messages(forget), {"role": "user", "content": message}]
 
     def turns_to_forget(self, message: str, fits: Callable[[list[Message]], bool]) -> int:
-        """Fewest oldest turns to leave out of the prompt for ``message``.
+        """The smallest number of oldest turns to leave out of the prompt for ``message``.
 
         Args:
             message: The user's new message.
-            fits: Whether a prompt is short enough; the system prompt is always part of it.
+            fits: Tests whether a prompt is short enough; the system prompt is always part of it.
 
         Returns:
-            A number of turns; one more than there are when ``message`` does not fit even alone.
+            A number of turns; one more than there are if ``message`` does not fit even alone.
         """
         return bisect_left(range(len(self.turns) + 1), True, key=lambda n: fits(self.prompt(message, forget=n)))
 
@@ -135,12 +135,12 @@ def save(path: Path, conversation: Conversation, settings: GenerationOptions) ->
     """Write messages and settings as JSON, whole or not at all.
 
     Raises:
-        OSError: If the file cannot be written; a file that was there before is unharmed.
+        OSError: If the file cannot be written; an existing file is then unchanged.
     """
     text = json.dumps({"messages": conversation.messages(), "settings": asdict(settings)}, indent=2, ensure_ascii=False)
     try:
         replace_file(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
-    except OSError as error:  # its own words name a temporary file
+    except OSError as error:  # the original message names a temporary file
         raise OSError(f"file ({path}) cannot be written: {error.strerror or error}; choose another place") from error
 
 
@@ -161,7 +161,7 @@ def load(path: Path) -> tuple[Conversation, GenerationOptions]:
 
 
 def _conversation(messages: object) -> Conversation:
-    """Check a list of messages: an optional system prompt, then user and assistant in turn."""
+    """Check a list of messages: an optional system prompt, then user and assistant alternately."""
     if not isinstance(messages, list):
         raise ValueError("messages must be a list")
     for index, message in enumerate(messages):

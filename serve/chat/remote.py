@@ -1,4 +1,4 @@
-"""A model behind a server, as the chat uses a model: ours, or another with vLLM's /tokenize."""
+"""A model behind a server, with the interface that the chat uses: our server, or another with vLLM's /tokenize."""
 
 import json
 import time
@@ -17,7 +17,7 @@ ENDS = {"stop": "eos", "length": "length"}
 
 
 class RemoteBase(NamedTuple):
-    """What the chat asks of a base."""
+    """The attributes of a base that the chat uses."""
 
     name: str
     context_length: int
@@ -27,13 +27,13 @@ class RemoteModel:
     """A model of an OpenAI-compatible server that also has /tokenize.
 
     Args:
-        url: Of the API, up to its version: "http://localhost:8000/v1".
-        model: As the server names it; empty = its first.
-        key: Sent as a bearer token; empty = none.
+        url: Address of the API, including its version: "http://localhost:8000/v1".
+        model: The server's name of the model; empty = its first model.
+        key: API key, sent as a bearer token; empty = none.
 
     Raises:
         OSError: The server cannot be reached.
-        ValueError: It refuses, or does not have such a model.
+        ValueError: The server refuses, or does not have this model.
     """
 
     def __init__(self, url: str, model: str = "", key: str = "") -> None:
@@ -48,18 +48,18 @@ class RemoteModel:
         self.base = RemoteBase(name, int(known[name].get("max_model_len") or 4096))
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, as the server's chat template renders it.
+        """Token ids of a conversation, rendered with the server's chat template.
 
         Raises:
             OSError: The server does not answer.
-            ValueError: It refuses.
+            ValueError: The server refuses.
         """
         body = {"model": self.base.name, "messages": list(messages)}
         tokens: list[int] = self._json("POST", f"{self._url.removesuffix('/v1')}/tokenize", "tokens", body)
         return tokens
 
     def stream(self, prompt: list[int], prefix: Any = None, tree: Any = None, **settings: Any) -> "RemoteStream":
-        """A completion as it grows, as ``MedusaModel.stream``; what keeps prefixes is the server's affair."""
+        """A completion as it grows, like ``MedusaModel.stream``; ``prefix`` is ignored, because the server caches."""
         drafting = {name: settings.pop(name) for name in SPECULATION & settings.keys()}
         asked = {name: value for name, value in drafting.items() if value is not None}
         if asked and not self.ours:
@@ -78,7 +78,7 @@ class RemoteModel:
         return RemoteStream(self._http, f"{self._url}/completions", body)
 
     def _json(self, method: str, url: str, field: str, body: Any = None) -> Any:
-        """A field of an answer."""
+        """A field of the server's answer."""
         try:
             response = self._http.request(method, url, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -93,7 +93,7 @@ class RemoteModel:
 
 
 class RemoteStream:
-    """Iterate over its pieces; ``output`` holds what there is at any time. Stopping early ends the request."""
+    """Iterates over pieces of text; ``output`` holds the completion so far. Stopping early ends the request."""
 
     def __init__(self, http: httpx.Client, url: str, body: dict[str, Any]) -> None:
         self._http, self._url, self._body = http, url, body
@@ -121,7 +121,7 @@ class RemoteStream:
             raise OSError(f"endpoint ({self._url}) broke off; ask again once the server runs") from error
 
     def _read(self, chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-        """Texts of a chunk, and whether they were drafted; the last one brings numbers."""
+        """Texts of a chunk, and whether they were drafted; the last chunk has the token counts."""
         output = self.output
         for choice in chunk["choices"]:
             if reason := choice.get("finish_reason"):
@@ -136,7 +136,7 @@ class RemoteStream:
 
 
 def _check(status: int, text: str) -> None:
-    """Refuse what is no answer, in the server's words."""
+    """Raise an error with the server's message if the status is not a success."""
     if status == httpx.codes.OK:
         return
     try:

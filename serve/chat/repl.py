@@ -1,4 +1,4 @@
-"""The chat loop: reads a message, streams the answer, keeps the conversation."""
+"""The chat loop: reads a message, streams the answer, and stores the conversation."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ class Command(NamedTuple):
     """One line of ``/help``."""
 
     argument: str
-    """What follows the name; empty for commands that take nothing."""
+    """Its argument for the help; empty = none."""
     help: str
-    """One sentence; empty for other names of what is listed."""
+    """One sentence; empty for other names of a listed command."""
     run: "Callable[[Repl, str], None]"
-    """Does it; raises ValueError or OSError with a message for the user, EOFError to leave."""
+    """Runs it; raises ValueError or OSError with a message for the user, or EOFError to leave the chat."""
 
 
 @dataclass
@@ -34,15 +34,15 @@ class Repl:
     model: "MedusaModel | RemoteModel"
     terminal: Terminal
     commands: Mapping[str, Command]
-    """What a line that begins with a slash may be, by name."""
+    """Commands by name, for lines that begin with a slash."""
     conversation: Conversation
     settings: GenerationOptions
     title: str = ""
     """Lines of the banner about the model."""
     prefix: "Prefix | None" = None
-    """Keeps what is computed of the conversation from one answer to the next; None computes it each time."""
+    """Keeps the KV cache of the conversation between answers; None = it is computed for each answer."""
     tree: "Tree | None" = None
-    """A static tree that every step drafts; None is one per step."""
+    """A static tree for all steps; None = a dynamic tree in each step."""
     outputs: "list[Output]" = field(default_factory=list)
     """The answers of this session."""
     _attempt: int = 0
@@ -52,7 +52,7 @@ class Repl:
         """Chat until the end of the input.
 
         Raises:
-            KeyboardInterrupt: At Ctrl-C where there is no terminal; in one, it stops no more than the answer.
+            KeyboardInterrupt: At Ctrl-C without a terminal; in a terminal, Ctrl-C only stops the answer.
         """
         taking = [name for name, command in self.commands.items() if command.argument]
         self.terminal.enable_line_editing([f"/{name}" for name in self.commands], taking)
@@ -72,7 +72,7 @@ class Repl:
                 self.terminal.error(str(error))
 
     def handle(self, line: str) -> None:
-        """Do what one line of input asks for: a command, or a message to answer."""
+        """Process one line of input: run a command, or answer a message."""
         if line.startswith(BLOCK):
             self.ask(self._read_block(line.removeprefix(BLOCK)))
         elif line.startswith("/") and "\n" not in line:
@@ -81,7 +81,7 @@ class Repl:
             self.ask(line)
 
     def ask(self, message: str) -> None:
-        """Answer a message and keep both; a blank message is skipped."""
+        """Answer a message and store both; a blank message is skipped."""
         if not message.strip():
             return
         self._attempt = 0
@@ -89,7 +89,7 @@ class Repl:
             self.conversation.turns.append(turn)
 
     def regenerate(self) -> None:
-        """Answer the last message once more, with other noise; the old answer stays if no new one comes."""
+        """Answer the last message again, with another seed; without a new answer, the old one is kept."""
         if not self.conversation.turns:
             raise ValueError("there is no answer yet; write a message first")
         if self.settings.temperature == 0:
@@ -103,14 +103,14 @@ class Repl:
             self.conversation.turns.append(turn or last)
 
     def switch(self, conversation: Conversation) -> None:
-        """Go on with another conversation."""
+        """Continue with another conversation."""
         self.conversation = conversation
         self._forgotten = 0
         if self.prefix is not None:
             self.prefix.clear()
 
     def conversation_tokens(self) -> int:
-        """Tokens of the whole conversation, those included that left the context."""
+        """Number of tokens of the whole conversation, including those that no longer fit the context."""
         return len(self.model.chat_prompt(self.conversation.messages())) if self.conversation.turns else 0
 
     def _greet(self) -> None:
@@ -133,7 +133,7 @@ class Repl:
         command.run(self, argument.strip())
 
     def _read_block(self, line: str) -> str:
-        """Lines up to the one that ends with the closing quotes, or to the end of the input."""
+        """Read lines up to the one that ends with the closing quotes, or to the end of the input."""
         lines = [line]
         while not lines[-1].endswith(BLOCK):
             try:
@@ -143,7 +143,7 @@ class Repl:
         return "\n".join(lines).removesuffix(BLOCK)
 
     def _answer(self, message: str) -> Turn | None:
-        """Stream an answer; None when it was stopped before its first piece."""
+        """Stream an answer; None if it was stopped before its first piece."""
         prompt = self._prompt(message)
         settings = replace(self.settings, seed=self._seed())
         stream = self.model.stream(prompt, prefix=self.prefix, tree=self.tree, **asdict(settings))
@@ -165,13 +165,13 @@ class Repl:
         return None if interrupted and not text else Turn(message, text)
 
     def _seed(self) -> int | None:
-        """Of the next answer; drawn here, so that it can be told whoever answers."""
+        """The seed of the next answer; drawn here, so that it can be shown for servers too."""
         if self.settings.seed is not None:
             return self.settings.seed + self._attempt
         return random.getrandbits(31) if self.settings.temperature else None
 
     def _prompt(self, message: str) -> list[int]:
-        """Token ids for a message after as much of the conversation as leaves room for an answer."""
+        """Token ids of a message after as much of the conversation as fits with an answer."""
         context = self.model.base.context_length
         room = min(self.settings.max_new_tokens, context // 4)
 

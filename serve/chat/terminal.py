@@ -1,4 +1,4 @@
-"""The face of the chat: a terminal with line editing, or plain pipes."""
+"""Input and output of the chat: a terminal with line editing, or plain pipes."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ _RED = "\x1b[31m"
 _GREEN = "\x1b[32m"
 
 _UNSAFE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters that a model might write and a terminal would obey."""
+"""Control characters that a model might write and that would control a terminal."""
 _REMEMBERED = 1000
-"""Lines of the history that a chat begins with."""
+"""Most lines of history that are loaded at the start."""
 
 
 def count(number: int, noun: str) -> str:
@@ -26,11 +26,11 @@ def count(number: int, noun: str) -> str:
 
 
 class Terminal:
-    """Reads lines, writes answers and notes.
+    """Reads lines, and writes answers and notes.
 
-    With a terminal on both ends everything goes to it, dimmed or coloured where that helps, and lines break between
-    words. Otherwise answers alone go to stdout, so that they can be piped on; notes go to stderr, and no ANSI code is
-    written.
+    If both input and output are a terminal, everything is written to it, with dimmed and coloured text, and lines break
+    between words. Otherwise only answers go to stdout, so that they can be piped; notes go to stderr, and no ANSI codes
+    are written.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Terminal:
     ) -> None:
         self.interactive = stdin.isatty() and stdout.isatty()
         self.colour = colour
-        """Whether drafted text is coloured, where ANSI codes are allowed at all."""
+        """Whether drafted text is coloured, if ANSI codes are allowed."""
         moves = self.interactive and environ.get("TERM") != "dumb"
         self.ansi = moves and not environ.get("NO_COLOR")
         self._stdin = stdin
@@ -52,15 +52,15 @@ class Terminal:
         self._notes = stdout if self.interactive else stderr
         self._wrapper = Wrapper(lambda: shutil.get_terminal_size().columns) if moves else None
         self._history = history
-        """A file of the lines that were typed, from one chat to the next."""
+        """File with the typed lines of earlier chats; None = no file."""
         self._remembers = False
 
     def enable_line_editing(self, commands: Iterable[str], words: Iterable[str]) -> None:
-        """Use GNU readline if it is there: arrow keys, the history, multi-line paste, and Tab.
+        """Use GNU readline if it is available: arrow keys, history, multi-line paste, and completion with Tab.
 
         Args:
-            commands: What Tab completes at the start of a line.
-            words: And behind a command.
+            commands: Words that Tab completes at the start of a line.
+            words: Words that Tab completes after a command.
         """
         if not self.interactive:
             return
@@ -91,10 +91,10 @@ class Terminal:
         readline.parse_and_bind("set enable-bracketed-paste on")
 
     def read(self, prompt: str) -> str:
-        """One line without its end.
+        """Read one line, without its line end.
 
         Args:
-            prompt: Shown in a terminal only.
+            prompt: Prompt text, shown only in a terminal.
 
         Raises:
             EOFError: At the end of the input.
@@ -122,7 +122,7 @@ class Terminal:
 
     @contextmanager
     def unechoed(self) -> Iterator[None]:
-        """Keys that are pressed meanwhile do not appear; the next line begins with them."""
+        """A context in which typed keys are not shown; the next line begins with them."""
         if not self.interactive or os.name == "nt":
             yield
             return
@@ -136,17 +136,17 @@ class Terminal:
             termios.tcsetattr(self._stdin, termios.TCSADRAIN, before)
 
     def answer(self, text: str, drafted: bool = False) -> None:
-        """Write a piece of an answer at once; ``drafted`` marks text that the heads guessed."""
+        """Write a piece of an answer at once; ``drafted`` marks text from accepted drafts."""
         if self.interactive:
             text = text.translate(_UNSAFE)
         self._write(self._answers, text, _GREEN if drafted and self.colour else "")
 
     def note(self, text: str) -> None:
-        """Write a line about the chat, not of it."""
+        """Write a note, a line that is not part of an answer."""
         self._write(self._notes, text, _DIM, end="\n")
 
     def error(self, text: str) -> None:
-        """Write a line about something that went wrong."""
+        """Write an error message."""
         self._write(self._notes, f"error: {text}", _RED, end="\n")
 
     def _write(self, stream: TextIO, text: str, style: str, end: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Lines that break between words, of text that arrives piece by piece."""
+"""Wraps text that arrives piece by piece, with line breaks between words."""
 
 import unicodedata
 from collections.abc import Callable
@@ -8,26 +8,26 @@ TAB = 8
 
 
 class Wrapper:
-    """Follows the cursor, and takes a word that reaches the edge over to the next line.
+    """Tracks the cursor, and moves a word that reaches the edge to the next line.
 
     Args:
-        columns: Width of the terminal, asked for every piece.
+        columns: Returns the width of the terminal; called for every piece.
     """
 
     def __init__(self, columns: Callable[[], int]) -> None:
         self._columns = columns
         self._column = 0
         self._word: list[tuple[str, str]] = []
-        """Characters of the word that may go on, each with its style."""
+        """Characters of the current word, each with its style."""
         self._begun = 0
-        """Columns of that word."""
+        """Columns of the current word."""
 
     def feed(self, text: str, style: str = "") -> list[tuple[str, str]]:
-        """What to write: texts, each with its style.
+        """Wrap a piece; returns the texts to write, each with its style.
 
         Args:
             text: The next piece.
-            style: Of all of it.
+            style: Style of the whole piece.
         """
         columns = self._columns()
         out: list[tuple[str, str]] = []
@@ -47,7 +47,7 @@ class Wrapper:
         return [(char, style)]
 
     def _letter(self, char: str, style: str, columns: int) -> list[tuple[str, str]]:
-        """A character of a word; the last column stays free, since a cursor behind it is in no column."""
+        """Add a character of a word; the last column stays free, because a cursor after it has no defined column."""
         width, out = cells(char), []
         if width > 1:
             self._end_word()  # scripts of wide characters break anywhere
@@ -67,7 +67,7 @@ class Wrapper:
 
 
 def cells(char: str) -> int:
-    """Columns that a terminal gives a character."""
+    """Number of columns of a character in a terminal."""
     if unicodedata.category(char) in ("Mn", "Me", "Cf"):
         return 0
     return 1 + (unicodedata.east_asian_width(char) in "WF")

@@ -1,5 +1,5 @@
-"""Heads trained on the embedded base, and what they bring there and on a real one."""
+"""The demo: trains heads on the embedded base, and measures their speed there and on a real base."""
 
 AUTO = "auto"
 LABELS = {AUTO: "auto (default)", "heads": "heads", "prompt-lookup": "prompt lookup"}
-"""Drafters, the default first: the fastest, found out as it runs."""
+"""Names of drafters for people. The default comes first: the fastest drafter, measured while it runs."""

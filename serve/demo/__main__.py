@@ -28,10 +28,10 @@ CTRL_C = 130
 """Exit status."""
 RECIPES = Path(__file__).parents[2] / "train/recipes"
 HELDOUT_PROMPTS = 96
-"""Answers that the heads' accuracy is measured on."""
+"""Number of held-out prompts on whose answers the heads' accuracy is measured."""
 MAX_NEW_TOKENS = 128
 REAL_NEW_TOKENS = 64
-"""Of the real model, whose steps take five times as long."""
+"""Most new tokens of the real model, whose steps take five times as long."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    """All stages."""
+    """Run all stages."""
     run, began = Path(options.run).resolve(), time.monotonic()
     if options.fresh:
         _remove(run)
@@ -65,7 +65,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _remove(run: Path) -> None:
-    """Remove what the demo writes, and nothing else that may be in the directory."""
+    """Remove the files of the demo from the directory, and no other files."""
     for name in ("data", "checkpoints", "heads"):
         shutil.rmtree(run / name, ignore_errors=True)
     for name in ("recipe.yaml", "metrics.jsonl", "report.json", "report.png"):
@@ -73,7 +73,7 @@ def _remove(run: Path) -> None:
 
 
 def _make_heads(run: Path, train_prompts: int) -> None:
-    """The first two stages; what is there already is kept."""
+    """Run the first two stages; existing results are kept."""
     data = run / "data"
     how = ("--base", EMBEDDED, "--max-new-tokens", str(MAX_NEW_TOKENS))
     regenerate = [*MEDUSA, "data", "regenerate", *how, "--prompts"]
@@ -81,7 +81,7 @@ def _make_heads(run: Path, train_prompts: int) -> None:
     _run(*regenerate, "train", "--count", str(train_prompts), "--out", str(data / "train.jsonl"))
     _run(*regenerate, "heldout", "--count", str(HELDOUT_PROMPTS), "--out", str(data / "heldout.jsonl"))
     _say("2/4  torchrun + DeepSpeed train the heads; the base stays frozen")
-    # As the recipe itself names them, so that `medusa train` goes on with the demo's run and the other way round.
+    # The paths of the recipe itself, so that `medusa train` can continue the demo's run and vice versa.
     run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     data = run / "data"
     paths = {"run": run, "data.train": data / "train.jsonl", "data.heldout": data / "heldout.jsonl"}
@@ -97,7 +97,7 @@ def _make_heads(run: Path, train_prompts: int) -> None:
 
 
 def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
-    """The third stage: the embedded base with the heads that the first two made."""
+    """Run the third stage: the embedded base with the heads from the first two stages."""
     _say("3/4  held-out prompts, decoded by transformers, plainly, and with each drafter; compiling takes a while")
     from medusa import MedusaModel
     from medusa.data.prompts import embedded_prompts
@@ -117,7 +117,7 @@ def _compare(run: Path, count: int, rounds: int) -> dict[str, Any]:
 
 
 def _compare_real(count: int, rounds: int) -> dict[str, Any] | None:
-    """The fourth stage: a real chat model with heads of the repository; None where the model cannot be had."""
+    """Run the fourth stage: a real chat model with heads of the repository; None if the model cannot be loaded."""
     _say("4/4  a real chat model, SmolLM2-135M-Instruct, with heads of the repository; loading takes a minute")
     from medusa import MedusaModel
     from medusa.data import shipped_heads

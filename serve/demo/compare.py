@@ -1,8 +1,8 @@
-"""Decode the same prompts with several engines, alternated, and compare speed and text.
+"""Decodes the same prompts with several engines alternately, and compares speed and text.
 
 Every engine holds the same weights in the same dtype on the same threads. Times are wall-clock times of whole calls,
 prefill included; a speed is the median over rounds of all tokens of a round / all seconds of a round. Ratios are
-medians of the ratios within each round: a machine that is slow for a while is slow for both sides.
+medians of the ratios within each round, because a machine that is slow for a while is slow for both sides.
 """
 
 import time
@@ -19,7 +19,7 @@ from medusa.base import smollm2
 from medusa.serve.demo.progress import Progress
 
 Engine = Callable[[list[int]], tuple[list[int], int]]
-"""Prompt ids to new token ids, and the passes of the base that they took."""
+"""Token ids of a prompt -> new token ids, and the number of passes of the base."""
 
 
 class Call(NamedTuple):
@@ -35,13 +35,13 @@ class Call(NamedTuple):
 
 @dataclass
 class Timing:
-    """What one engine did."""
+    """The measurements of one engine."""
 
     rounds: list[list[Call]] = field(default_factory=list)
-    """A call per prompt, in the order of the prompts, for each round."""
+    """For each round the calls, one per prompt, in order."""
 
     def of(self, prompts: Collection[int]) -> "Timing":
-        """The same for some of the prompts, by index: all figures of a group."""
+        """The measurements of some prompts, by index."""
         return Timing([[calls[index] for index in prompts] for calls in self.rounds])
 
     @property
@@ -51,32 +51,32 @@ class Timing:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """New token ids per prompt, of the last round."""
+        """New token ids per prompt in the last round."""
         return [call.tokens for call in self.rounds[-1]]
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over the rounds."""
+        """Tokens per second, median over the rounds."""
         return median(self.rates)
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per pass of the base over whole outputs, of the last round."""
+        """Tokens per pass of the base in the last round."""
         return sum(map(len, self.outputs)) / sum(call.steps for call in self.rounds[-1])
 
     def speedup_over(self, baseline: "Timing") -> float:
-        """Median over the rounds of the ratio of both speeds in the same round."""
+        """Ratio of both speeds in the same round, median over the rounds."""
         return median(ours / theirs for ours, theirs in zip(self.rates, baseline.rates, strict=True))
 
 
 def unpacked_copy(base: BaseModel) -> PreTrainedModel:
-    """The weights of a base that was loaded by name once more, in transformers' own layers with its own attention."""
+    """A second copy of a base's weights in transformers' own layers with its own attention."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(smollm2.locate(base.name), dtype=base.dtype)
     return model.to(base.device).eval()
 
 
 def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
-    """transformers' own ``generate``, greedy, as anyone would call it; steps count as one per token."""
+    """transformers' own ``generate``, greedy, with default options; one step per token is counted."""
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
         ids = torch.tensor([prompt], device=model.device)
@@ -89,9 +89,9 @@ def transformers_engine(model: PreTrainedModel, max_new_tokens: int) -> Engine:
 
 
 def medusa_engine(model: MedusaModel, max_new_tokens: int, **options: Any) -> Engine:
-    """Our decoding with these options of ``generate``, greedy without any; ``nodes=1`` is plain decoding.
+    """Our ``generate`` with these options, greedy by default; ``nodes=1`` is plain decoding.
 
-    All draw with the same seed, so that their texts can be compared.
+    All engines use the same seed, so that sampled texts can be compared.
     """
     options = {"seed": 0, **options}
 
@@ -105,13 +105,13 @@ def medusa_engine(model: MedusaModel, max_new_tokens: int, **options: Any) -> En
 def compare(
     engines: dict[str, Engine], prompts: Sequence[list[int]], rounds: int, shown: bool = False
 ) -> dict[str, Timing]:
-    """Run all engines over all prompts, ``rounds`` times; every round begins with another engine.
+    """Run all engines over all prompts, ``rounds`` times; each round starts with another engine.
 
     Args:
-        engines: By name.
-        prompts: Token ids.
-        rounds: Repetitions that are measured, after one call of each engine that is not.
-        shown: Show progress on stderr: engine and prompt, warm-ups too.
+        engines: Engines by name.
+        prompts: Token ids of the prompts.
+        rounds: Number of measured repetitions, after one warm-up call of each engine.
+        shown: Show progress on stderr, including warm-up.
     """
     names = list(engines)
     timings = {name: Timing() for name in names}
@@ -135,12 +135,12 @@ def compare(
 
 
 def identical(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
-    """How many outputs are token for token the same."""
+    """Number of outputs that are equal in all tokens."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
 def repeated_share(outputs: Sequence[list[int]], length: int = 4) -> float:
-    """Share of ``length``-grams that occurred before in the same answer: small models repeat themselves."""
+    """Share of ``length``-grams that occurred earlier in the same answer, since small models repeat themselves."""
     seen = total = 0
     for tokens in outputs:
         grams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]

@@ -1,4 +1,4 @@
-"""What a base with heads does on held-out prompts: transformers, plain decoding and every drafter, side by side."""
+"""Measures a base with heads on held-out prompts: transformers, plain decoding and every drafter, side by side."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from medusa.serve.demo import compare as run
 from medusa.serve.demo.compare import Timing
 
 SAMPLE_CHARACTERS = 60
-"""Fewest characters of the answer that is shown."""
+"""Least number of characters of the sample answer."""
 
 
 def measure(
@@ -21,18 +21,18 @@ def measure(
     rounds: int,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Decode held-out prompts in all ways, alternated; all sides hold the same weights in the same dtype.
+    """Decode held-out prompts in all ways alternately; all engines have the same weights in the same dtype.
 
     Args:
         model: The base with its heads.
-        prompts: Token ids.
-        kinds: Groups of prompts, by index.
-        rounds: Measured repetitions; medians count.
-        new_tokens: Limit per answer.
+        prompts: Token ids of the prompts.
+        kinds: Groups of prompts: name to indices.
+        rounds: Number of measured repetitions; results are medians.
+        new_tokens: Most new tokens per answer.
 
     Returns:
-        Values for JSON: speeds in tokens per second over whole calls, tokens per step, and how many outputs of each
-        drafter are those of plain decoding, in the dtype that runs.
+        Values for JSON: speeds in tokens per second over whole calls, tokens per step, and for each drafter the number
+        of outputs that equal plain decoding's in the same dtype.
     """
     base = model.base
     engines = {
@@ -88,7 +88,7 @@ def _row(
 
 
 def _sample(model: MedusaModel, prompts: Sequence[list[int]], timing: Timing, new_tokens: int) -> dict[str, Any]:
-    """Of the longer answers that ended by themselves the one with the most tokens per step, as (text, drafted) runs."""
+    """A sample answer as (text, drafted) pieces: of long answers that ended, the one with the most tokens per step."""
     tokenizer, eos = model.base.tokenizer, model.base.eos_ids
     calls = timing.rounds[-1]
     long = [index for index, call in enumerate(calls) if len(tokenizer.decode(call.tokens)) >= SAMPLE_CHARACTERS]

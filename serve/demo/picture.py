@@ -1,4 +1,4 @@
-"""The demo's picture: speed side by side, head accuracies, and one answer with the guessed tokens marked."""
+"""The demo's picture: speeds, head accuracies, and one answer with the drafted tokens marked."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from medusa.serve.demo import AUTO
 BLUE, GREY, ORANGE, MARK = "#2864a8", "#b8bec6", "#e08a1e", "#cfe3f8"
 COLUMNS, LINES = 118, 16
 KIND = "tokens_per_step_"
-"""Keys of a drafter's figures by kind of prompt."""
+"""Prefix of keys of a drafter's figures by kind of prompt."""
 TICKS = {"prompt-lookup": "prompt\nlookup", "heads": "heads", AUTO: "auto\n(default)"}
 
 
@@ -61,7 +61,7 @@ def _speeds(axes: Axes, base: str, report: dict[str, Any]) -> None:
 
 
 def _kinds(axes: Axes, report: dict[str, Any]) -> None:
-    """Tokens per step by kind of prompt: heads alone, and whoever is fastest."""
+    """Tokens per step by kind of prompt: heads alone, and the fastest drafter."""
     rows = report["drafters"]
     kinds = [key.removeprefix(KIND) for key in rows["heads"] if key.startswith(KIND)]
     kinds.sort(key=lambda kind: float(rows[AUTO][KIND + kind]))
@@ -90,13 +90,13 @@ def _accuracies(axes: Axes, report: dict[str, Any]) -> None:
 
 
 def _lines(pieces: list[tuple[str, bool]]) -> int:
-    """Lines of the sample answer, at most ``LINES``."""
+    """Number of lines of the sample answer, at most ``LINES``."""
     text = "".join(piece for piece, _ in pieces).rstrip("\n")
     return min(LINES, sum(max(1, -(-len(line) // COLUMNS)) for line in text.split("\n")))
 
 
 def _answer(axes: Axes, sample: dict[str, Any], lines: int) -> None:
-    """The sample answer in a grid of characters; guessed tokens have a coloured ground."""
+    """Draw the sample answer in a grid of characters; drafted tokens have a coloured background."""
     axes.set_axis_off()
     axes.set_xlim(0, COLUMNS)
     axes.set_ylim(lines + 1, -1.6)

@@ -1,4 +1,4 @@
-"""What a long comparison tells its user while it runs: a bar on a terminal, else lines."""
+"""Progress of a long comparison: a bar on a terminal, otherwise lines."""
 
 import sys
 import threading
@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows on stderr what runs, how much is done, and for how long.
+    """Shows the current stage, the number of finished calls and the time on stderr.
 
     Args:
-        total: Calls of all stages.
-        shown: False = say nothing.
-        bar_seconds: The bar's clock moves so often, also within a call, which may compile for minutes.
-        line_seconds: At most this long without a line where there is no terminal for a bar.
+        total: Number of calls of all stages.
+        shown: False = show nothing.
+        bar_seconds: Interval of updates of the bar's clock, also within a call, which may compile for minutes.
+        line_seconds: Longest time without a line if there is no terminal.
     """
 
     def __init__(self, total: int, shown: bool = True, bar_seconds: float = 1.0, line_seconds: float = 15.0) -> None:
@@ -30,7 +30,7 @@ class Progress:
         self._clock = threading.Thread(target=self._tick, daemon=True)
 
     def stage(self, name: str) -> None:
-        """Something else begins."""
+        """Begin a stage."""
         self._stage = name
         if self._bar is not None:
             self._bar.set_description_str(name)
@@ -38,7 +38,7 @@ class Progress:
             self._line()
 
     def update(self) -> None:
-        """A call is done."""
+        """Count a finished call."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()

@@ -1,4 +1,4 @@
-"""Prompts by kind: the repository's own held-out ones, or a question file in the form of Spec-Bench and MT-bench."""
+"""Prompts by kind: the repository's held-out prompts, or a question file in the format of Spec-Bench and MT-bench."""
 
 import json
 from collections.abc import Mapping
@@ -9,16 +9,17 @@ from medusa import MedusaModel
 from medusa.data.exchange import Message
 
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
-"""Categories of MT-bench, which Spec-Bench counts as one."""
+"""Categories of MT-bench, which are one category of Spec-Bench."""
 
 Kinds = dict[str, list[int]]
-"""Name of a kind to the indices of its prompts."""
+"""Name of a kind -> indices of its prompts."""
 
 
 def questions(model: MedusaModel, path: str | Path | None, count: int) -> tuple[list[list[int]], Kinds]:
-    """``file_questions`` of a file, ``count`` of each category; without one ``count`` held-out prompts.
+    """``count`` questions of each category of a file, see ``file_questions``; without a file, held-out prompts.
 
-    Those of the embedded base are of its own corpus: functions of the standard library, to continue or to write.
+    Held-out prompts of the embedded base are from its own corpus: functions of the standard library, to continue or to
+    write.
     """
     from medusa.data import is_embedded
 
@@ -44,14 +45,14 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
     """The first turns of the first ``per_kind`` questions of each category, and the categories.
 
     Args:
-        model: Whose chat template is used; prompts that leave no room in its context are passed over.
-        path: JSON lines of {"turns": [...]}, or of any shape that ``data.sources`` reads but text, with a "category" or
-            without one.
+        model: The model whose chat template is used; prompts that leave no room in its context are skipped.
+        path: JSON lines of {"turns": [...]}, or in any form that ``data.sources`` reads except text; "category" is
+            optional.
         per_kind: Questions per category.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: A line is no question, or none is left.
+        ValueError: A line is not a question, or no question is left.
     """
     prompts: list[list[int]] = []
     kinds: list[str] = []
@@ -75,7 +76,7 @@ def file_questions(model: MedusaModel, path: str | Path, per_kind: int) -> tuple
 
 
 def _first_turn(question: Mapping[str, Any]) -> list[Message] | tuple[int, ...]:
-    """What is asked first, in messages, or in tokens where the sample holds these."""
+    """The first question as messages, or as token ids if the sample has them."""
     from medusa.data.prompts import asked
 
     if "input_ids" in question:

@@ -7,18 +7,18 @@ from typing import Any
 from medusa.serve.demo import LABELS
 
 COLUMNS = ("tokens_per_s", "tokens_per_step", "speedup", "speedup_over_transformers")
-"""Figures of a way to decode, as the table shows them."""
+"""Columns of the table: figures of a way to decode."""
 
 
 def publish(run: Path, report: dict[str, Any]) -> None:
-    """Write the report and the picture, print the tables, and say what to try next."""
+    """Write the report and the picture, and print the tables and the next steps."""
     from medusa.files import write_json
 
     path, picture = run / "report.json", run / "report.png"
     write_json(path, report)
     try:
         from medusa.serve.demo.picture import draw
-    except ImportError as error:  # on a bare machine the figures count
+    except ImportError as error:  # without matplotlib the report is still complete
         print(f"no picture: {error}", file=sys.stderr)
     else:
         draw(report, picture)
