@@ -1,1 +1,1 @@
-"""Studies, sweeps, replays and the check of a GPU machine: evidence about the product, which imports nothing of it."""
+"""Studies, sweeps, replays and the test of a GPU machine. Other parts of the package import nothing from here."""

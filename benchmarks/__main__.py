@@ -1,4 +1,4 @@
-"""``medusa bench``: what a decode step costs on this machine, beside what it could cost at best."""
+"""``medusa bench``: measures decoding on this machine, and compares it with bounds."""
 
 import argparse
 import sys
@@ -20,14 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_messages()
 
     def run() -> None:
-        from medusa.benchmarks.accept.command import accept  # imports torch, which help and wrong use do without
+        from medusa.benchmarks.accept.command import accept  # imports torch, which help and usage errors do not need
         from medusa.benchmarks.run.command import run as compare
         from medusa.benchmarks.run.command import tune
         from medusa.benchmarks.step.command import attention, step
 
         for name in ("json", "picture", "markdown", "out"):
             if path := getattr(options, name, None):
-                Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path is found before the work is done
+                Path(path).parent.mkdir(parents=True, exist_ok=True)  # a wrong path fails before the work starts
         commands = {"run": compare, "accept": accept, "tune": tune, "step": step, "attention": attention}
         commands[options.command](options)
 

@@ -1,4 +1,4 @@
-"""The command line of ``medusa bench``; flags that other commands have too mean the same there."""
+"""The command line of ``medusa bench``; flags that other commands share have the same meaning there."""
 
 import argparse
 
@@ -22,7 +22,7 @@ OMP_NUM_THREADS sets the CPU threads. Everything that is compared in a report is
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands."""
+    """The parser of all subcommands."""
     text = "Compare drafters with plain decoding and other engines; measure a decode step against its lower bound."
     parser = argparse.ArgumentParser(
         "medusa bench", description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,7 +107,7 @@ def _add_parts(command: argparse.ArgumentParser) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    """Which model completes which prompts."""
+    """Flags of the model and the prompts."""
     add = command.add_argument
     add("--heads", metavar="DIR", help="trained heads (default: those of smollm2; none where --base is given)")
     add("--base", metavar="NAME", help="base (default: the one that the heads name)")
@@ -144,7 +144,7 @@ def _add_sizes(command: argparse.ArgumentParser, note: str = "") -> None:
 
 
 def _add_subject(command: argparse.ArgumentParser) -> None:
-    """Which base is measured."""
+    """Flags of the measured base."""
     add = command.add_mutually_exclusive_group().add_argument
     text = "embedded, smollm2, a directory or a Hub id (default: %(default)s)"
     add("--base", default=default_base(), metavar="NAME", help=text)
@@ -154,7 +154,7 @@ def _add_subject(command: argparse.ArgumentParser) -> None:
 
 
 def _add_heads(command: argparse.ArgumentParser) -> None:
-    """What a whole step needs; heads have random weights, since only their shape takes time."""
+    """Flags of heads for whole steps; they have random weights, because only their shape affects time."""
     add = command.add_argument
     add("--attention", choices=ATTENTION, default="auto", help="backend of tree attention (default: %(default)s)")
     text = "LOSSY, for CPUs: weights of 8 bits but in the output layer (default: off)"

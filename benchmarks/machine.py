@@ -1,4 +1,4 @@
-"""The machine that is measured: its devices by name, clocks for many short calls, and the bandwidth of its memory."""
+"""The measured machine: its devices by name, timing of many short calls, and its memory bandwidth."""
 
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -9,21 +9,21 @@ import torch
 from medusa.clock import seconds
 
 CALLS = 3
-"""Calls per sample, at least; their median counts."""
+"""Least number of calls per sample; the result is their median."""
 SAMPLE_SECONDS = 0.05
-"""Length of a sample of many short calls: after one call that warms the caches again, as in a loop of steps."""
+"""Length of a sample of many short calls, after one warm-up call, so that caches are warm as in a loop of steps."""
 BUFFER_BYTES = {"cpu": 1 << 29, "cuda": 1 << 31}
-"""Size of what the bandwidth is measured with: many times the caches."""
+"""Size of the buffers for the bandwidth, many times the caches."""
 
 Key = tuple[Any, ...]
-"""Names a measurement: what, batch B, nodes N."""
+"""Key of a measurement: name, batch B, nodes N."""
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU where there is one.
+    """The device with this name; "auto" is the GPU if there is one, otherwise the CPU.
 
     Raises:
-        ValueError: It is not there, or no device of torch's.
+        ValueError: The device does not exist here, or is unknown to torch.
     """
     try:
         device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
@@ -41,12 +41,12 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median over the rounds of the ratio of two measurements of one round."""
+    """Ratio of two measurements in the same round, median over the rounds."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def bandwidth_samples(device: torch.device) -> dict[Key, Callable[[], float]]:
-    """Ways to keep the memory busy with all of torch's threads; each measures bytes per second once."""
+    """Functions that saturate the memory with all of torch's threads; each measures bytes per second once."""
     size = BUFFER_BYTES[device.type]
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
@@ -64,7 +64,7 @@ def bandwidth_samples(device: torch.device) -> dict[Key, Callable[[], float]]:
 
 
 def best_bandwidth(times: Mapping[Key, list[float]]) -> tuple[str, float]:
-    """Which of ``bandwidth_samples`` is fastest, and its median bytes per second."""
+    """The fastest of ``bandwidth_samples``, and its median bytes per second."""
     best = {key[1]: median(values) for key, values in times.items() if key[0] == "bandwidth"}
     method = max(best, key=lambda name: best[name])
     return method, best[method]

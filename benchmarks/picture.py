@@ -1,4 +1,4 @@
-"""Reports as pictures: lines, or bars side by side, in one field or several."""
+"""Draws reports: lines, or bars side by side, in one or several fields."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ BARS = 0.8
 
 
 class Line(NamedTuple):
-    """Points of a line, or a bar for each of them; ``x`` of bars are names."""
+    """The points of a line, or the bars of a series, whose ``x`` are names."""
 
     x: Sequence[Any]
     y: Sequence[float]
     style: str = "o-"
     reach: Sequence[tuple[float, float]] | None = None
-    """Low and high end of the interval of each point or bar."""
+    """Lower and upper end of the interval of each point or bar."""
 
 
 class Field(NamedTuple):
@@ -27,18 +27,18 @@ class Field(NamedTuple):
     beside: str
     bars: bool = False
     stacked: bool = False
-    """Bars of a name stand on each other, as shares of a whole."""
+    """Bars with the same name are stacked, as shares of a whole."""
     doubling: bool = False
     """The horizontal axis is logarithmic, with a tick for each value."""
     from_zero: bool = True
-    """The vertical axis begins at 0; otherwise it is logarithmic."""
+    """Whether the vertical axis begins at 0; otherwise it is logarithmic."""
 
 
 def draw(title: str, fields: Sequence[Field], path: str | Path, columns: int = 1) -> None:
     """Draw fields into a PNG file.
 
     Raises:
-        ImportError: There is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
 

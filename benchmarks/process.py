@@ -1,4 +1,4 @@
-"""Programs that are measured in turn: each in a session of its own, and stopped while another one is asked."""
+"""Programs that are measured alternately: each has its own session, and is stopped while another one works."""
 
 import os
 import signal
@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import IO, cast
 
 STOP_SECONDS = 10.0
-"""Patience with a program that is asked to end."""
+"""Seconds until a program that was asked to end is killed."""
 LAST_WORDS = 8
-"""Lines of its log that an error repeats."""
+"""Last lines of the log in an error message."""
 
 
 class Process:
     """A program that runs until it is closed.
 
     Args:
-        name: What errors call it.
-        words: Its command.
-        log: File that gets what it says.
-        environment: Variables beside this process's own.
-        directory: Where it runs; None = here.
-        piped: It has an input and an output; otherwise it has no input, and its output goes to the log too.
+        name: Name for errors.
+        words: The command.
+        log: File for its messages.
+        environment: Additional environment variables.
+        directory: Working directory; None = the current one.
+        piped: Input and output are pipes; otherwise it has no input, and its output goes to the log too.
 
     Attributes:
-        pipes: Input and output, where it is piped.
+        pipes: Input and output, if it is piped.
     """
 
     def __init__(
@@ -50,45 +50,45 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process that leads its session."""
+        """Id of the process that leads its session."""
         return self._process.pid
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still running."""
         return self._process.poll() is None
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status; None where it still runs after so many seconds."""
+        """Wait for its end; returns the exit status, or None if it still runs after this number of seconds."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def resume(self) -> None:
-        """Let it work."""
+        """Continue the program."""
         self._signal(signal.SIGCONT)
 
     def pause(self) -> None:
-        """Take its cores away."""
+        """Stop the program, so that it uses no cores."""
         self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """End it and what it has started."""
+        """End the program and all processes that it has started."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
         self.wait(STOP_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in filter(None, self.pipes):
-            with suppress(OSError):  # what was not read
+            with suppress(OSError):  # unread output
                 pipe.close()
 
     def failure(self, how: str = "ended") -> RuntimeError:
-        """An error that repeats its last words."""
+        """An error with the last lines of its log."""
         return RuntimeError(f"{self.name} {how}; {self._log} says:\n" + "\n".join(last_words(self._log)))
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and all that it has started
+        with suppress(ProcessLookupError):  # all its processes have ended
             os.killpg(self._process.pid, number)
 
 

@@ -1,4 +1,4 @@
-"""What every report says beside its figures, and where it goes: JSON, tables, a picture."""
+"""Common parts of all reports, and their output: JSON, tables, a picture."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 WIDTH = 180
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 
 class Table(NamedTuple):
@@ -30,11 +30,11 @@ class Table(NamedTuple):
     headings: Sequence[str]
     cells: Sequence[Sequence[str]]
     note: str = ""
-    """Sentences about them."""
+    """Sentences about the cells."""
 
     @classmethod
     def of(cls, title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
-        """From rows of a report: each column has a heading, and how a row fills the cells below it ("{ms:.2f}")."""
+        """Make a table from rows of a report: each column has a heading and a format of its cells ("{ms:.2f}")."""
         return cls(
             title, [name for name, _ in columns], [[cell.format_map(row) for _, cell in columns] for row in rows]
         )
@@ -46,7 +46,7 @@ class Table(NamedTuple):
         return "\n\n".join(filter(None, (f"**{self.title}**", table, self.note)))
 
     def shown(self) -> Shown:
-        """The table on a screen."""
+        """The table for a terminal."""
         table = Shown(title=self.title, title_justify="left", caption=self.note, caption_justify="left")
         for place, heading in enumerate(self.headings):
             table.add_column(heading, justify="right" if place else "left", overflow="fold")
@@ -56,7 +56,7 @@ class Table(NamedTuple):
 
 
 def environment(program: str, words: Sequence[str], device: torch.device) -> Report:
-    """The command, the machine and the versions that figures belong to."""
+    """The command, the machine and the versions of a report."""
     return {
         "command": shlex.join([*program.split(), *words]),
         "device": str(device),
@@ -67,7 +67,7 @@ def environment(program: str, words: Sequence[str], device: torch.device) -> Rep
 
 
 def machine(report: Mapping[str, Any]) -> str:
-    """In one line, where it was measured."""
+    """The machine of a report, in one line."""
     threads = f", {report['threads']} threads" if report["threads"] else ""
     dtype = f", {report['dtype']}" if "dtype" in report else ""
     return f"{report['device_name']}{threads}{dtype}"
@@ -76,14 +76,14 @@ def machine(report: Mapping[str, Any]) -> str:
 def publish(
     options: argparse.Namespace, report: Report, tables: Sequence[Table], title: str = "", fields: Sequence[Field] = ()
 ) -> None:
-    """Write the report, show it, draw it, as the flags ask for.
+    """Write, show and draw the report, according to the flags.
 
     Args:
-        options: ``json``, ``markdown`` and ``picture`` name files; those that a command does not know are left out.
+        options: Flags ``json``, ``markdown`` and ``picture`` with names of files; a command may lack some.
         report: All figures.
-        tables: What is shown of them.
-        title: Of the picture.
-        fields: What is drawn.
+        tables: The tables to show.
+        title: Title of the picture.
+        fields: Fields of the picture.
     """
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     written = {name: getattr(options, name, None) for name in ("json", "markdown", "picture")}
@@ -99,7 +99,7 @@ def publish(
     if path := written["picture"]:
         try:
             draw(title, fields, path)
-        except ImportError as error:  # on a bare machine the figures count
+        except ImportError as error:  # without matplotlib the report is still complete
             logger.warning("no picture: %s", error)
             written["picture"] = None
     if any(written.values()):

@@ -1,7 +1,7 @@
-"""`medusa study`: trains variants of a recipe, and compares what the trainer's evaluation says of them.
+"""`medusa study`: trains variants of a recipe, and compares their evaluations.
 
-All share base, data, order of rows and steps; a variant names the keys in which it differs, as a line of a YAML file.
-A study that was stopped goes on with the same command: the trainer goes on with runs that are not finished.
+All share base, data, order of rows and steps; a variant is a line of a YAML file with the keys in which it differs.
+The same command continues a study that was stopped; the trainer continues unfinished runs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from medusa.train.recipe_file import RecipeError, parse_overrides, read_recipe
 from medusa.train.run_directory import RunDirectory
 
 DECISIVE = ("base.", "data.", "heads.num_heads", "heads.feature_layers")
-"""Keys that decide which hidden states of the base a run reads."""
+"""Keys that affect the base's hidden states that a run reads."""
 COLUMNS = [
     ("heads", "{variant}"), ("parameters", "{parameters:,}"), ("tokens per step", "{tokens_per_step:.2f}"),
     ("of each seed", "{seeds}"), ("top-1 of each head", "{top1}"), ("seconds", "{seconds:.0f}"),
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        Exit status: 0 done, 2 wrong use, and otherwise that of the training run that did not end well.
+        Exit status: 0 done, 2 wrong use, otherwise that of the training run that failed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     options, rest = _parser().parse_known_args(words)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _variants(path: Path, only: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Name -> {dotted recipe key: value}, those that are asked for."""
+    """The requested variants: name -> {dotted recipe key: value}."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -72,7 +72,7 @@ def _variants(path: Path, only: Sequence[str]) -> dict[str, dict[str, str]]:
 def _plan(
     options: argparse.Namespace, common: Mapping[str, str], variants: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[dict[str, str]]]:
-    """The recipe keys of each run, by variant and seed, checked before any work is done."""
+    """The recipe keys of each run, by variant and seed, checked before the work starts."""
     runs: dict[str, list[dict[str, str]]] = {}
     for name, keys in variants.items():
         chosen = {"cache.mode": "hybrid", **common, **keys}

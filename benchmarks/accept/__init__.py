@@ -1,1 +1,1 @@
-"""How much of a drafter's guesses a base accepts, from texts of that base that are written once."""
+"""Acceptance of drafts, measured on texts that the base has generated once."""

@@ -13,12 +13,12 @@ from medusa.benchmarks.run.command import named_model
 from medusa.serve.demo.questions import questions
 
 LEAST_OWN = 0.99
-"""Share of the answers' tokens that the base chooses itself, below which they are not its greedy texts."""
+"""Least share of tokens that are the base's own choice; with fewer, the answers are not its greedy texts."""
 TITLE = "{base}: what drafters have accepted on {questions} questions"
 
 
 def accept(options: argparse.Namespace) -> None:
-    """How much of each drafter's guesses the base accepts, from its texts alone."""
+    """Measure how many drafts of each drafter the base accepts, from its texts alone."""
     if min(options.nodes) < 2:
         raise ValueError(f"nodes ({min(options.nodes)}) leave no guess to try; give sizes of 2 or more")
     model = named_model(options, int8=options.int8, mtp=options.mtp)
@@ -50,5 +50,5 @@ def accept(options: argparse.Namespace) -> None:
 
 
 def _usual(model: MedusaModel) -> list[str]:
-    """Heads where there are any, otherwise whoever drafts where nobody is named."""
+    """The default drafters: heads if the model has any, otherwise the model's default drafter."""
     return ["heads"] if model.heads else list(model.drafters.choices())[:1]

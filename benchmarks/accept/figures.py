@@ -1,6 +1,6 @@
-"""What counts come to, by group of questions, with intervals: 95 %, from drawing questions again.
+"""Figures from counts, by group of questions, with 95 % bootstrap intervals over questions.
 
-Legend: G questions of a group, X figures, R runs, D depths, C what became of first guesses.
+Legend: G questions of a group, X figures, R runs, D depths, C outcomes of first guesses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from medusa.benchmarks.accept.measure import FAR, LOW, NEAR, OUTSIDE, RIGHT, Cou
 from medusa.benchmarks.run.measure import TAIL, draws
 
 LENGTHS = (0, 128, 256, 512, 1024, 2048)
-"""Tokens of a prompt from which on a group counts."""
+"""Lower bounds of the groups by length of the prompt, in tokens."""
 ALL, CATEGORY, LENGTH, PLACE = "all", "category", "prompt tokens", "place in the answer"
-"""What questions, and places, are grouped by."""
+"""Criteria by which questions and places are grouped."""
 
 Estimate = dict[str, float]
-"""A value, the low and the high end of its interval, and what it is of: the sum below."""
+"""A value, the lower and upper end of its interval, and its denominator."""
 
 
 class Group(NamedTuple):
-    """Some of the questions."""
+    """A group of questions."""
 
     of: str
     name: str
@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
 
 def grouped(kinds: Mapping[str, Sequence[int]], prompt_tokens: Sequence[int]) -> list[Group]:
-    """All questions, those of each category, and those whose prompts are about as long."""
+    """Groups: all questions, those of each category, and those with prompts of similar length."""
     found = [Group(ALL, ALL, list(range(len(prompt_tokens))))]
     found += [Group(CATEGORY, kind, list(own)) for kind, own in kinds.items()]
     for first, after in [*pairwise(LENGTHS), (LENGTHS[-1], None)]:
@@ -42,12 +42,12 @@ def grouped(kinds: Mapping[str, Sequence[int]], prompt_tokens: Sequence[int]) ->
 
 
 def figures(counts: Counts, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """A row for each group: tokens per step and acceptance by depth of each shape and size, and first guesses.
+    """A row for each group: tokens per step and acceptance by depth for each shape and size, and first guesses.
 
-    Groups without a place to draft at are left out, and those of places tell of first guesses alone.
+    Groups without a place for a draft are left out; groups of places have only first guesses.
 
     Raises:
-        ValueError: There is nothing to draft.
+        ValueError: There is no place for a draft.
     """
     if not counts.firsts.any():
         raise ValueError(
@@ -75,7 +75,7 @@ def figures(counts: Counts, groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _first(firsts_GC: Tensor) -> dict[str, Any]:
-    """First guesses at all places: how many are right, and what becomes of the others, as shares of all places."""
+    """First guesses at all places: shares of right ones and of the other outcomes."""
     (right,) = estimates(firsts_GC[:, RIGHT : RIGHT + 1], firsts_GC.sum(1, keepdim=True))
     names = {"second to fourth": NEAR, "fifth to sixteenth": FAR, "lower": LOW, "outside of the vocabulary": OUTSIDE}
     places = int(firsts_GC.sum())
@@ -84,11 +84,11 @@ def _first(firsts_GC: Tensor) -> dict[str, Any]:
 
 
 def estimates(above_GX: Tensor, below_GX: Tensor) -> list[Estimate | None]:
-    """Sums by sums, with intervals; None where there is nothing below.
+    """Ratios of sums, with intervals; None if the denominator is 0.
 
     Args:
-        above_GX: Counts by question.
-        below_GX: Likewise.
+        above_GX: Numerators by question.
+        below_GX: Denominators by question.
     """
     generator, (above_GX, below_GX) = torch.Generator().manual_seed(0), (above_GX.double(), below_GX.double())
     drawn_SG = draws(len(above_GX), generator)

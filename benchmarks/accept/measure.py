@@ -1,6 +1,6 @@
-"""Replays of known texts with drafters of every size, as counts by question.
+"""Replays known texts with drafters of every size, and counts by question.
 
-Legend: Q questions, R runs (a shape and a size), D depths, P stretches of the answer, C what became of first guesses.
+Legend: Q questions, R runs (a shape and a size), D depths, P stretches of the answer, C outcomes of first guesses.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ from medusa.sampling import sources
 from medusa.serve.demo.progress import Progress
 
 DEPTHS = 16
-"""D, counted at most."""
+"""D, the largest depth that is counted."""
 WIDTH = 16
-"""First guesses whose ranks are told apart."""
+"""Number of first guesses whose ranks are distinguished."""
 STRETCHES = (0, 32, 64, 128, 256)
-"""Tokens of the answer from which on a stretch counts."""
+"""Positions in the answer, in tokens, at which stretches begin."""
 RIGHT, NEAR, FAR, LOW, OUTSIDE = range(5)
-"""What became of first guesses: the text's token is the best of them, one of the next three, one of ``WIDTH``, none; or
-it is none of them and heads have no such token."""
+"""Outcomes of first guesses: the text's token is the best guess, one of the next three, one of ``WIDTH``, or none; or
+none because it is not in the heads' draft vocabulary."""
 NEAREST = 4
-"""First guesses that count as near."""
+"""Ranks below this number count as near."""
 
 
 class Counts(NamedTuple):
-    """What one drafter did.
+    """The counts of one drafter.
 
     Attributes:
-        runs: ("tree" or "chain", nodes) of each.
+        runs: ("tree" or "chain", nodes) of each run.
         steps: int64 [Q, R, 2, 1 + D], see ``tally``.
-        firsts: int64 [Q, P, C], over all places of the answers.
+        firsts: int64 [Q, P, C], outcomes at all places of the answers.
     """
 
     runs: list[tuple[str, int]]
@@ -47,23 +47,23 @@ class Counts(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The counts of each drafter, and how many tokens of the answers are the base's own choice."""
+    """The counts of each drafter, and the number of tokens of the answers that are the base's own choice."""
 
     drafters: dict[str, Counts]
     own: int
 
 
 class Run:
-    """A drafter of one size, which knows nothing of what other runs have taught theirs.
+    """A drafter of one size, with its own state.
 
     Args:
-        model: Whose parts draft.
-        base: Its base, perhaps one that verifies chains alone.
-        wanted: Drafter, and nodes or a tree.
-        full: Trees are full, as where shapes are fixed.
+        model: The model with the drafter's parts.
+        base: Its base, which may verify chains only.
+        wanted: The drafter, and nodes or a tree.
+        full: Trees always have the full size, as with fixed shapes.
 
     Raises:
-        ValueError: It cannot be had.
+        ValueError: The drafter is not available.
     """
 
     def __init__(self, model: MedusaModel, base: BaseModel, wanted: Speculation, full: bool) -> None:
@@ -74,7 +74,7 @@ class Run:
         self._cached = "early-exit" in sources(str(wanted.drafter))
 
     def steps(self, text: Text) -> Tensor:
-        """[2, 1 + D] of one text, from which the drafter may learn."""
+        """Counts [2, 1 + D] of the steps over one text, from which the drafter may learn."""
         counts = tally(text, replay(self._base, self._drafter, text, cached=self._cached), DEPTHS)
         ids: list[int] = text.ids.tolist()
         prompt, said = ids[: text.prompt_tokens], Output(text.prompt_tokens, ids[text.prompt_tokens :])
@@ -82,7 +82,7 @@ class Run:
         return counts
 
     def firsts(self, text: Text, heads: DraftHeads | None) -> Tensor:
-        """[P, C] what became of the first guesses at all places of one text."""
+        """[P, C] outcomes of the first guesses at all places of one text."""
         counts, answer = torch.zeros(len(STRETCHES), OUTSIDE + 1, dtype=torch.int64), text.ids[text.prompt_tokens :]
         known = [True] * len(answer) if heads is None else (heads.columns(answer) >= 0).tolist()
         steps = replay(self._base, self._drafter, text, every_place=True, cached=self._cached)
@@ -99,16 +99,16 @@ def _fate(rank: int | None, known: bool) -> int:
 
 
 class Runs:
-    """A drafter of all sizes, as trees and as chains.
+    """A drafter in all sizes, with trees and with chains.
 
     Args:
-        model: The base, and what drafts.
-        name: Of the drafter.
+        model: The base and its drafters.
+        name: Name of the drafter.
         sizes: Nodes with the root, each at least 2.
         full: See ``Run``.
 
     Raises:
-        ValueError: It cannot be had.
+        ValueError: The drafter is not available.
     """
 
     def __init__(self, model: MedusaModel, name: str, sizes: Sequence[int], full: bool) -> None:
@@ -120,7 +120,7 @@ class Runs:
         wanted = [(shapes[shape], Speculation(drafter=name, nodes=size)) for shape, size in self._kinds]
         self._runs = [Run(model, verifier, one, full) for verifier, one in wanted]
         survey = Speculation(drafter=name, nodes=max(sizes))
-        if name == "heads" and heads is not None:  # their best tokens, however unlikely
+        if name == "heads" and heads is not None:  # their best tokens, of any probability
             survey = Speculation(drafter=name, tree=Tree.full([min(WIDTH, heads.config.output_size)]))
         self._survey = Run(model, base.with_traits(decoding="tree"), survey, full)
         self._heads = heads if any(source.startswith("heads") for source in sources(name)) else None
@@ -133,7 +133,7 @@ class Runs:
 
     @property
     def counts(self) -> Counts:
-        """Of all texts so far."""
+        """The counts of all texts so far."""
         return Counts(self._kinds, torch.stack(self._steps), torch.stack(self._firsts))
 
 
@@ -144,15 +144,15 @@ def measure(
     """Replay all texts with all drafters; see ``Runs``.
 
     Args:
-        model: The base, and what drafts.
-        names: Of drafters.
+        model: The base and its drafters.
+        names: Names of drafters.
         sizes: Nodes with the root, each at least 2.
-        prompts: Token ids, Q of them.
-        answers: What the base says.
-        full: Trees are full, as where shapes are fixed.
+        prompts: Token ids of Q prompts.
+        answers: The base's answers.
+        full: See ``Run``.
 
     Raises:
-        ValueError: A drafter that cannot be had.
+        ValueError: A drafter is not available.
     """
     base, own, pool = model.base, 0, model.base.new_pool()
     drafters = {name: Runs(model, name, sizes, full or model.graphs is not None) for name in names}

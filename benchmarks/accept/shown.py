@@ -1,4 +1,4 @@
-"""What ``medusa bench accept`` shows of its report: tables, what they say in words, and fields of a picture."""
+"""The output of ``medusa bench accept``: tables, conclusions in words, and fields of a picture."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -9,24 +9,24 @@ from medusa.benchmarks.picture import Field, Line
 from medusa.benchmarks.report import Report, Table, machine
 
 SHOWN_DEPTHS = 8
-"""Depths that tables have columns for."""
+"""Number of depths in tables."""
 FEWEST_DRAFTS = 20
-"""That have come down to a depth that is shown."""
+"""Least number of drafts that reach a depth, for it to be shown."""
 FEWEST = 4
-"""Questions of a group that is compared with others."""
+"""Least number of questions of a group that is compared with others."""
 REMEDIES = {
     "second to fourth": "more nodes at the first level reach these",
     "fifth to sixteenth": "only wide trees reach these: the drafter is not sure enough of texts like these",
     "lower": "the drafter does not expect these: it has seen, or was trained on, too little like them",
     "outside of the vocabulary": "a larger draft vocabulary, or one chosen from texts like these, reaches them",
 }
-"""What helps where most wrong first guesses are of a kind."""
+"""Remedies by the most frequent kind of wrong first guess."""
 
 Row = Mapping[str, Any]
 
 
 def tables(report: Report) -> list[Table]:
-    """Three for each drafter: tokens per step, acceptance by depth, and where drafts fail."""
+    """Three tables for each drafter: tokens per step, acceptance by depth, and where drafts fail."""
     makers = (_speeds, _depths, _failures)
     return [make(report, name, rows) for name, rows in report["drafters"].items() for make in makers]
 
@@ -76,7 +76,7 @@ def _failures(report: Report, name: str, rows: Sequence[Row]) -> Table:
 
 
 def conclusion(rows: Sequence[Row]) -> str:
-    """What the figures of a drafter say, in two or three sentences."""
+    """Conclusions from the figures of a drafter, in two or three sentences."""
     whole = rows[0]
     right, wrong = whole["first_right"]["value"], whole["first_wrong"]
     parts = ", ".join(f"{share / (1 - right):.0%} {name}" for name, share in wrong.items() if share)
@@ -88,7 +88,7 @@ def conclusion(rows: Sequence[Row]) -> str:
 
 
 def _widest(rows: Sequence[Row]) -> str:
-    """The groups that differ most, where their intervals do not meet."""
+    """The groups that differ most, if their intervals do not overlap."""
     found = []
     for of in (CATEGORY, LENGTH, PLACE):
         own = [row for row in rows if row["of"] == of and row["questions"] >= FEWEST]
@@ -108,7 +108,7 @@ def _widest(rows: Sequence[Row]) -> str:
 
 
 def _by_depth(whole: Row) -> str:
-    """Whether depth costs, in chains."""
+    """Whether acceptance decreases with depth, in chains."""
     known = _known(list(whole["acceptance"]["chain"].values())[-1])
     if len(known) < 2:
         return ""
@@ -147,7 +147,7 @@ def fields(report: Report) -> list[Field]:
 
 
 def _known(values: Sequence[Estimate | None]) -> list[Estimate]:
-    """The first depths, as far as enough drafts have come and any was right."""
+    """The estimates of the first depths that enough drafts reach, up to the last with a right one."""
     enough = (found is not None and found["of"] >= FEWEST_DRAFTS and found["value"] > 0 for found in values)
     return [found for found, _ in zip(values[:SHOWN_DEPTHS], takewhile(bool, enough), strict=False) if found]
 
@@ -161,7 +161,7 @@ def _sizes(rows: Sequence[Row]) -> list[int]:
 
 
 def _shape(row: Row) -> str:
-    """Trees, where the base verifies any."""
+    """The shape of drafts: trees if the base verifies them."""
     return str(next(iter(row["tokens_per_step"])))
 
 

@@ -1,4 +1,4 @@
-"""The base's greedy answers to questions: written once, read back ever after, and gone on with after a stop."""
+"""The base's greedy answers to questions: generated once, then read from a file; a stopped run can be continued."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ Known = dict[tuple[int, ...], list[int]]
 
 
 def usual_file(model: MedusaModel) -> Path:
-    """Where answers of this base are kept where no file is named."""
+    """The default file of this base's answers."""
     base = model.base
     what = json.dumps([base.name, base.source, base.adapter, str(base.dtype), base.int8])
     name = f"{Path(base.name).name}-{hashlib.sha256(what.encode()).hexdigest()[:8]}.jsonl"
@@ -29,19 +29,19 @@ def usual_file(model: MedusaModel) -> Path:
 def known_answers(
     model: MedusaModel, prompts: Sequence[list[int]], path: Path, max_new_tokens: int
 ) -> tuple[list[list[int]], int]:
-    """Answers to prompts, those that a file holds and those that are then added to it, each as soon as it is written.
+    """Answers to prompts: from a file, or generated and added to the file one by one.
 
     Args:
-        model: Its base answers, greedily.
-        prompts: Token ids.
-        path: Samples of any shape that ``data.sources`` reads; made where it is missing.
-        max_new_tokens: Longer answers are cut. Shorter ones that did not end by themselves are written again.
+        model: The model whose base answers greedily.
+        prompts: Token ids of the prompts.
+        path: Samples in any form that ``data.sources`` reads; created if missing.
+        max_new_tokens: Longer answers are cut. Shorter ones that did not end by themselves are generated again.
 
     Returns:
-        The answers, and how many of them were written now.
+        The answers, and the number of newly generated ones.
 
     Raises:
-        ValueError: The file holds something else, or lacks answers and is no file of JSON lines.
+        ValueError: The file holds something else, or lacks answers and is not a file of JSON lines.
     """
     known = _read(model, path)
     missing = [prompt for prompt in prompts if not _whole(model, prompt, known, max_new_tokens)]
@@ -63,7 +63,7 @@ def known_answers(
 
 
 def _read(model: MedusaModel, path: Path) -> Known:
-    """What a file holds; of several answers the longest."""
+    """The answers in a file; the longest if there are several to one prompt."""
     known: Known = {}
     if not path.exists():
         return known
@@ -81,7 +81,7 @@ def _read(model: MedusaModel, path: Path) -> Known:
 
 
 def _mend(path: Path) -> None:
-    """End the last line of a file, or take it away where a kill has cut it off."""
+    """Complete the line end of a file's last line, or remove this line if it is incomplete."""
     *lines, last = path.read_bytes().split(b"\n")
     if last:
         with suppress(ValueError):
@@ -91,6 +91,6 @@ def _mend(path: Path) -> None:
 
 
 def _whole(model: MedusaModel, prompt: list[int], known: Known, max_new_tokens: int) -> bool:
-    """Whether an answer is as long as it will be."""
+    """Whether the known answer to a prompt is complete."""
     answer, room = known.get(tuple(prompt), ()), model.base.context_length - len(prompt)
     return len(answer) >= min(max_new_tokens, room) or bool(answer and answer[-1] in model.base.eos_ids)

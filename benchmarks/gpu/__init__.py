@@ -1,1 +1,1 @@
-"""``./launch.sh gpu-check``: everything that can be tried on a GPU machine, in one command."""
+"""``./launch.sh gpu-check``: all tests of a GPU machine, in one command."""

@@ -1,8 +1,8 @@
-"""``./launch.sh gpu-check``: tries this project on a GPU machine that has torch and transformers, and no network.
+"""``./launch.sh gpu-check``: tests this project on a GPU machine with torch and transformers, without a network.
 
 Parts run one after the other, each in its own process with its own time limit and log; one that fails does not stop the
-others. The last thing printed is a short table; ``report.json`` holds everything. Standard library only: the parts need
-more, and say so themselves.
+others. A short table is printed at the end; ``report.json`` holds all results. This program needs only the standard
+library; parts that need more report what is missing.
 """
 
 import argparse
@@ -34,15 +34,15 @@ Environment = dict[str, str]
 
 @dataclass
 class Result:
-    """What came of a part."""
+    """The result of a part."""
 
     result: str = "passed"
-    """passed, or why not."""
+    """"passed", or the reason why not."""
     seconds: float = 0.0
     figure: str = ""
     command: str = ""
     report: Report = field(default_factory=dict)
-    """The part's own JSON report, where it wrote one."""
+    """The part's own JSON report, if it wrote one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def probe(environment: Environment) -> Report:
-    """The GPU's name (None where there is none) and the versions that the parts will see.
+    """The GPU's name (None if there is none) and the versions of packages for the parts.
 
     Raises:
         ValueError: torch or transformers cannot be imported.
@@ -104,13 +104,13 @@ def check(
     work: Path = WORK,
     probe: Callable[[Environment], Report] = probe,
 ) -> int:
-    """Run parts, and end the one that runs where this process is asked to end (SIGTERM).
+    """Run parts; SIGTERM to this process ends the running part too.
 
     Args:
         chosen: Parts by name.
-        out: Gets a log per part and report.json; made if missing.
+        out: Directory for a log per part and report.json; created if missing.
         limit: Seconds for all parts together.
-        work: Where parts leave reports; made if missing.
+        work: Directory for reports of parts; created if missing.
         probe: Describes the machine.
 
     Returns:
@@ -119,13 +119,13 @@ def check(
     Raises:
         ValueError: torch or transformers cannot be imported.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else the part that runs would outlive this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the running part would outlive this process
     deadline = time.monotonic() + limit
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH", "")))),
-        "MEDUSA_PYTHON": sys.executable,  # what a part starts through launch.sh takes this interpreter as it is
+        "MEDUSA_PYTHON": sys.executable,  # launch.sh uses this interpreter if a part calls it
     }
     report: Report = {"machine": probe(environment), "parts": {}}
     print(json.dumps(report["machine"]), flush=True)
@@ -139,7 +139,7 @@ def check(
         else:
             print(f"{name}: {part.command}", flush=True)
             results[name] = run_part(part, out / f"{name}.log", min(part.limit, left), environment)
-        report["parts"][name] = asdict(results[name])  # after every part: what was found survives an end from outside
+        report["parts"][name] = asdict(results[name])  # after every part, so that results survive a kill
         (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for name, part in chosen.items():
         if part.details is not None and results[name].report:
@@ -171,7 +171,7 @@ def run_part(part: Part, log: Path, seconds: float, environment: Environment) ->
             result.report = json.loads(part.report.read_text(encoding="utf-8"))
         if part.figure is not None and result.report and result.result == "passed":
             result.figure = part.figure(result.report)
-    except (ValueError, LookupError) as error:  # one part's broken report does not stop the others
+    except (ValueError, LookupError) as error:  # a broken report of one part does not stop the others
         result.result = f"failed: its report cannot be read ({error!r})"
     return result
 

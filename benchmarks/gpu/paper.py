@@ -1,7 +1,7 @@
-"""``python -m medusa.benchmarks.gpu.paper``: what a step of an 8B model must take on GPUs, and what fits in them.
+"""``python -m medusa.benchmarks.gpu.paper``: bounds on the step time of an 8B model on GPUs, and memory that it needs.
 
 Without a flag it prints the tables of docs/gpu.md, which are computed and not measured. ``--measure FILE`` times the
-same steps on the GPU that is here, as far as they fit, and writes each with its bound.
+same steps on this machine's GPU, if they fit, and writes each with its bound.
 """
 
 import argparse
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 SHAPE, DTYPE = "llama-8b", "bfloat16"
 REQUESTS, NODES = (1, 16, 64), (1, 8, 16, 64)
-"""That are computed and measured, with ``CONTEXTS``; one node is a plain step."""
+"""Numbers of requests and nodes for computed and measured steps, with ``CONTEXTS``; one node is a plain step."""
 SIZES = [(requests, context) for requests in REQUESTS for context in CONTEXTS]
 HEADS, ROUNDS = 5, 3
-"""Recurrent heads that draft in measured steps, and measured repetitions."""
+"""Number of recurrent heads in measured steps, and of measured repetitions."""
 MARKS = ("<!-- python -m medusa.benchmarks.gpu.paper -->", "<!-- end -->")
-"""Around the tables in docs/gpu.md."""
+"""Marks before and after the tables in docs/gpu.md."""
 
 Row = dict[str, Any]
 
@@ -71,7 +71,7 @@ def tables(shape: Shape) -> str:
 
 
 def beside(report: Row) -> str:
-    """What was measured beside its bound, line by line."""
+    """Measured times and their bounds, one line each."""
     lines = [f"{report['device']}, bounds of {report['bounds']}"]
     lines += [f"{'batch':>5} {'context':>7} {'nodes':>5} {'bound ms':>9} {'verify ms':>9} {'of it':>6} {'step ms':>9}"]
     for row in report["rows"]:
@@ -92,14 +92,14 @@ def key_figure(report: Row) -> str:
 def measured(
     model: "MedusaModel", card: Card, sizes: Sequence[tuple[int, int]], nodes: Sequence[int], rounds: int
 ) -> Iterator[Row]:
-    """Steps and their bounds; those that the memory does not hold have no times.
+    """Measured steps with their bounds; steps that do not fit the memory have no times.
 
     Args:
         model: A base with heads.
-        card: What bounds are computed for; its memory is what there is.
-        sizes: Requests, and cached tokens of each.
-        nodes: Of each request's tree.
-        rounds: Measured repetitions.
+        card: The card for which bounds are computed, with its available memory.
+        sizes: Number of requests, and cached tokens of each.
+        nodes: Numbers of nodes of each request's tree.
+        rounds: Number of measured repetitions.
     """
     import torch
 
@@ -120,7 +120,7 @@ def measured(
                 bound = step_work(shape, batch, context, count).milliseconds(card)
                 row |= {name: times[count][name] for name in ("verify_ms", "step_ms")} | {"bound_ms": round(bound, 4)}
             yield row
-        model.release()  # the keys and values of one batch go before those of the next come
+        model.release()  # free the KV cache of one batch before the next is allocated
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def card_of(device: str, memory: int, bandwidth: float) -> Card:
-    """The card of that name with the memory that it has; an unknown one is held to its measured bandwidth alone."""
+    """The card with this name and memory; for an unknown card only the measured bandwidth bounds the time."""
     known = next((card for card in CARDS if card.device == device), None)
     known = known or Card("its own bandwidth, measured", device, memory, bandwidth / READS, float("inf"))
     return known._replace(memory=memory)
@@ -171,12 +171,12 @@ def _measure(path: Path) -> None:
     report: Row = {"device": properties.name, "bounds": card.name, "bandwidth_gb_per_s": bandwidth / 1e9, "rows": []}
     for row in measured(model, card, SIZES, NODES, ROUNDS):
         report["rows"].append(row)
-        write_json(path, report)  # after each: what was measured survives an end from outside
+        write_json(path, report)  # after each step, so that results survive a kill
     sys.stdout.write(f"{beside(report)}\n")
 
 
 def _plan(shape: Shape, requests: int, nodes: int, memory: int) -> Plan | None:
-    """With the server's limits; None where nothing is left for the KV cache."""
+    """The memory plan with the server's limits; None if no memory is left for the KV cache."""
     limits = replace(engine_limits(EngineSettings(max_batch=requests)), nodes=nodes)
     try:
         return make_plan(shape, limits, memory)

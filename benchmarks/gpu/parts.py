@@ -1,6 +1,6 @@
-"""What ``./launch.sh gpu-check`` tries: commands, their time limits, and the one line that each comes down to.
+"""The parts of ``./launch.sh gpu-check``: commands, time limits, and a summary line of each.
 
-Needs no package, as ``benchmarks.gpu``: what the parts need, they say themselves.
+Like ``benchmarks.gpu`` it needs no packages; parts that need some report what is missing.
 """
 
 from collections.abc import Callable
@@ -15,31 +15,31 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to try."""
+    """One test."""
 
     words: tuple[str, ...]
     """Arguments of the interpreter."""
     limit: float
-    """Seconds that it may take."""
+    """Time limit in seconds."""
     report: Path | None = None
-    """Where it writes a JSON report."""
+    """File of its JSON report."""
     figure: Callable[[Report], str] | None = None
-    """One line out of that report; without one it is the last line of the log."""
+    """Makes the summary line from the report; None = the last line of the log."""
     details: Callable[[Report], str] | None = None
-    """More lines out of that report, shown above the last table."""
+    """Makes more lines from the report, shown above the last table."""
     needs_gpu: bool = True
 
     @property
     def command(self) -> str:
-        """What a user would type."""
+        """The command as a user would type it."""
         return " ".join(["python", *self.words])
 
 
 def parts(work: Path) -> dict[str, Part]:
-    """All parts, in their order: what is short and tells most comes first.
+    """All parts, in order: short and informative ones come first.
 
     Args:
-        work: Where reports and the demo's run go.
+        work: Directory for reports and the demo's run.
     """
     shape = ("--shape", "llama-8b", "--dtype", "bfloat16", "--device", "cuda")
     step, run, demo = (work / f"{name}.json" for name in ("step", "run", "demo/report"))

@@ -1,1 +1,1 @@
-"""Other engines beside this one: the same weights, prompts, dtype and threads, in turn, each in its own environment."""
+"""Comparison with other engines: same weights, prompts, dtype and threads, alternately, each in its own environment."""

@@ -1,7 +1,7 @@
 """``python -m medusa.benchmarks.peers.copies DIRECTORY NAME...``: copies of a base for other engines.
 
-They hold the same weights. A name is that of a base ("smollm2", "embedded", a directory) or of a shape ("llama-1b"),
-which gets random weights.
+The copies have the same weights. A name is a base ("smollm2", "embedded", a directory) or a shape ("llama-1b"), which
+gets random weights.
 """
 
 import filecmp
@@ -21,7 +21,7 @@ from medusa.heads import HeadsConfig
 logger = logging.getLogger(__name__)
 
 CHECKPOINT, OPENVINO, GGUF = "checkpoint", "openvino", "model.gguf"
-"""What a copy's directory holds: the base as transformers has it, as OpenVINO has it, as llama.cpp has it."""
+"""Content of a copy's directory: the base in the formats of transformers, OpenVINO and llama.cpp."""
 EAGLE3_LAYERS = 3
 """Layers of the base that a plain EAGLE-3 draft reads."""
 
@@ -30,7 +30,7 @@ def copies_of(environments: Path, base: str) -> Path:
     """The directory of the copies of a base or shape.
 
     Raises:
-        ValueError: There are none, or they are of other weights.
+        ValueError: There are none, or they have other weights.
     """
     directory = directory_of(environments, base)
     again = f"benchmarks/peers/setup.sh {environments} {base}"
@@ -51,21 +51,21 @@ def copies_of(environments: Path, base: str) -> Path:
 
 
 def directory_of(environments: Path, base: str) -> Path:
-    """Where the copies of a base or shape belong, by its name or by that of ``BaseModel.name``."""
+    """The directory for copies of a base or shape, by its name or by ``BaseModel.name``."""
     if is_embedded(base):
         return environments / "models" / EMBEDDED
     return environments / "models" / Path(resolve_base_name(base)).name
 
 
 def copy_base(environments: Path, name: str) -> Path:
-    """Make what is missing of the copies of a base; returns their directory.
+    """Make missing copies of a base; returns their directory.
 
-    llama.cpp's file is left out, and the log says so, where the base is no Llama.
+    If the base is not a Llama, llama.cpp's file is left out, and a message is logged.
 
     Raises:
         subprocess.CalledProcessError: OpenVINO's tool has failed; its messages are above.
     """
-    from medusa.benchmarks.peers.gguf_file import write_gguf  # its package is not everywhere where benchmarks run
+    from medusa.benchmarks.peers.gguf_file import write_gguf  # its package is not installed everywhere
 
     directory = directory_of(environments, name)
     checkpoint = directory / CHECKPOINT
@@ -74,7 +74,7 @@ def copy_base(environments: Path, name: str) -> Path:
         if name in SHAPES:
             part = directory / f"{CHECKPOINT}.part"
             random_model(shape_config(name), torch.bfloat16, torch.device("cpu")).save_pretrained(part)
-            load_tokenizer("smollm2").save_pretrained(part)  # engines want one; only ids are sent
+            load_tokenizer("smollm2").save_pretrained(part)  # engines need one, but only token ids are sent
             part.rename(checkpoint)
         else:
             checkpoint.symlink_to(Path(smollm2.locate(resolve_base_name(name))).resolve())
@@ -92,7 +92,7 @@ def copy_base(environments: Path, name: str) -> Path:
 
 
 def openvino_reads(config: HeadsConfig) -> bool:
-    """Whether OpenVINO GenAI drafts with such heads: a plain EAGLE-3 draft without the norms of later versions."""
+    """Whether OpenVINO GenAI supports such heads: a plain EAGLE-3 draft without the norms of later versions."""
     layer = config.layer
     return bool(
         config.architecture == "attention" and layer and len(config.feature_layers) == EAGLE3_LAYERS
@@ -102,21 +102,21 @@ def openvino_reads(config: HeadsConfig) -> bool:
 
 
 def copy_draft(environments: Path, base: str, draft: Path, target: Path) -> Path:
-    """An EAGLE-3 draft as OpenVINO GenAI reads it; returns where it is.
+    """Convert an EAGLE-3 draft for OpenVINO GenAI; returns its directory.
 
     Args:
-        environments, base: As ``copies_of`` takes them.
-        draft: Exported as ``eagle3``.
-        target: Directory that does not exist yet.
+        environments, base: See ``copies_of``.
+        draft: Directory of the draft in the format ``eagle3``.
+        target: The new directory; it must not exist.
 
     Raises:
-        ValueError: As ``copies_of`` says.
+        ValueError: See ``copies_of``.
         subprocess.CalledProcessError: OpenVINO's converter has failed; its messages are above.
     """
     copy = copies_of(environments, base) / OPENVINO
     python, script = environments / "openvino/bin/python", Path(__file__).parent / "engines/openvino_draft.py"
     subprocess.run([str(python), str(script), str(draft), str(target)], check=True, stdout=subprocess.DEVNULL)
-    shutil.copy(copy / "generation_config.json", target)  # it names the tokens that end an answer
+    shutil.copy(copy / "generation_config.json", target)  # it has the end-of-sequence tokens
     return target
 
 

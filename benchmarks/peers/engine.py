@@ -1,4 +1,4 @@
-"""Other engines with the same weights: processes that complete token ids, asked in turn."""
+"""Other engines with the same weights: processes that complete token ids, used alternately."""
 
 import json
 import logging
@@ -25,15 +25,15 @@ MODES = {
     "llamacpp": (PLAIN, LOOKUP),
     "vllm": (PLAIN, LOOKUP, MEDUSA),
 }
-"""What each engine can be measured with."""
+"""Modes of each engine."""
 WITH_HEADS = (MEDUSA, EAGLE3_CHAIN, EAGLE3_TREE)
 """Modes that draft with heads."""
 BATCHING = ("vllm",)
-"""Engines that are given several prompts at once."""
+"""Engines that get several prompts at once."""
 
 
 class Place(NamedTuple):
-    """Where an engine is: its interpreter, its script, its copy of the model."""
+    """The files of an engine: its interpreter, its script, its copy of the model."""
 
     python: str
     script: str
@@ -41,14 +41,14 @@ class Place(NamedTuple):
 
 
 def places(environments: Path, base: str) -> dict[str, Place]:
-    """The engines with their copies of a base; one that is not there is left out, and the log says so.
+    """The engines with their copies of a base; a missing engine is left out, and a message is logged.
 
     Args:
-        environments: The directory that benchmarks/peers/setup.sh has filled.
+        environments: The directory that benchmarks/peers/setup.sh has created.
         base: Name of a base or shape.
 
     Raises:
-        ValueError: There are no copies of this base, or they are of other weights.
+        ValueError: There are no copies of this base, or they have other weights.
     """
     copies = copies_of(environments, base)
     known = {
@@ -65,18 +65,18 @@ def places(environments: Path, base: str) -> dict[str, Place]:
 
 
 class Engine:
-    """One engine in one mode, loaded, and stopped until it is asked.
+    """One engine in one mode; loaded, and stopped while it is not used.
 
     Args:
-        name: Whose ``place`` it is.
+        name: Name of the engine.
         mode: One of its ``MODES``.
-        place: Where it is.
-        log: File that gets what it says.
+        place: Its files.
+        log: File for its messages.
         room: Most tokens of a prompt and its answer.
-        heads: Directory of the heads that the mode drafts with.
+        heads: Directory of the heads for this mode.
 
     Raises:
-        RuntimeError: It ends before it is ready; its last words are in the message.
+        RuntimeError: The engine ended before it was ready; the message has the last lines of its log.
     """
 
     def __init__(self, name: str, mode: str, place: Place, log: Path, room: int, heads: Path | None = None) -> None:
@@ -95,10 +95,10 @@ class Engine:
         self.process.pause()
 
     def complete(self, prompts: Sequence[list[int]], new: int, eos: Sequence[int]) -> list[list[int]]:
-        """Answers to prompts that share a batch, greedily, of ``new`` tokens at most; those of ``eos`` end them.
+        """Greedy answers to a batch of prompts, with at most ``new`` tokens each; tokens of ``eos`` end them.
 
         Raises:
-            RuntimeError: The engine has ended; its last words are in the message.
+            RuntimeError: The engine has ended; the message has the last lines of its log.
         """
         self.process.resume()
         try:
@@ -126,19 +126,19 @@ def engines(
     modes: Mapping[str, Sequence[str]],
     heads: Mapping[str, Path] | None = None,
 ) -> Iterator[list[Engine]]:
-    """Engines with copies of a base, each in these modes, until the end of the block.
+    """A context with engines that have copies of a base, each in these modes.
 
     Args:
-        environments, base: As ``places`` takes them.
-        room: As ``Engine`` takes it.
-        modes: By name; those ``WITH_HEADS`` only where there are heads.
+        environments, base: See ``places``.
+        room: See ``Engine``.
+        modes: Modes by engine; those in ``WITH_HEADS`` are used only if there are heads for them.
         heads: Directories of heads by mode.
 
     Raises:
-        ValueError, RuntimeError: As ``places`` and ``Engine`` say.
+        ValueError, RuntimeError: See ``places`` and ``Engine``.
     """
     with ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else stopped processes outlive this one
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes outlive this one
         stack.callback(signal.signal, signal.SIGTERM, before)
         found = []
         for name, place in places(environments, base).items():
@@ -152,7 +152,7 @@ def engines(
 
 
 def _same_processors() -> dict[str, str]:
-    """As many threads as torch has here, where this process may run."""
+    """Environment variables for the same threads and cores as in this process."""
     threads = torch.get_num_threads()
     cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else range(threads)
     bound = ",".join(map(str, cores))

@@ -1,4 +1,4 @@
-"""llama.cpp's file of a Llama checkpoint: the same weights in bfloat16, token ids without a tokenizer."""
+"""Writes a Llama checkpoint as a file for llama.cpp: the same weights in bfloat16, without a real tokenizer."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     """Write the file.
 
     Args:
-        checkpoint: Directory of a model of transformers' "llama" type.
+        checkpoint: Directory of a transformers model with the type "llama".
         path: The file.
 
     Raises:
-        ValueError: It is of another type.
+        ValueError: The model has another type.
     """
     config = AutoConfig.from_pretrained(checkpoint)
     if config.model_type != "llama":
@@ -58,7 +58,7 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
 
 
 def pairs_together(weight_OD: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key matrix as llama.cpp has them: the two that rotary embeddings turn beside each other."""
+    """Rows of a query or key matrix in llama.cpp's order: pairs of rotary embeddings are adjacent."""
     rows, columns = weight_OD.shape
     return weight_OD.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 

@@ -1,1 +1,1 @@
-"""The benchmark: ways to decode the same weights, in turn, on the same prompts."""
+"""The benchmark: methods of decoding with the same weights and prompts, measured alternately."""

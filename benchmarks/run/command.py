@@ -29,17 +29,17 @@ from medusa.serve.demo.compare import repeated_share, unpacked_copy
 from medusa.serve.demo.questions import Kinds, questions
 
 SKIPPED = ("early-exit", "ngram", "heads-sampled")
-"""Drafters that are measured where they are asked for: they are slower than plain decoding, or need texts of before."""
+"""Drafters that are measured only on request: they are slower than plain decoding, or need earlier texts."""
 VLLM, EAGLE3 = "vllm", "eagle3"
-"""Formats of heads that other engines read."""
+"""Formats of heads for other engines."""
 RANDOM_PROMPT = 256
-"""Tokens of a prompt for random weights."""
+"""Tokens of a prompt with random weights."""
 MARGIN = 8
-"""Tokens that engines want beyond those that they use."""
+"""Additional tokens of context that engines need."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Methods side by side: this engine's, transformers' and other engines'."""
+    """Compare methods: this engine's, transformers' and other engines'."""
     model = named_model(options)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts)
@@ -55,13 +55,13 @@ def run(options: argparse.Namespace) -> None:
                 rows = figures(able, timings, kinds, batch)
                 report["runs"].append({"temperature": temperature, "batch": batch, "rows": rows})
                 report.setdefault("repeated_4grams", repeated_share(timings[PLAIN].outputs))
-                if options.json:  # after every run: nothing is lost where a later one fails
+                if options.json:  # after every run, so that nothing is lost if a later one fails
                     write_json(Path(options.json), report)
     _publish(options, report)
 
 
 def tune(options: argparse.Namespace) -> None:
-    """All drafters with all sizes, beside plain decoding and what is found out as it runs; the best one is kept."""
+    """Measure all drafters in all sizes, plain decoding and the automatic choice; save the best one."""
     model = named_model(options, int8=options.int8, mtp=options.mtp)
     prompts, kinds = _prompts(options, model)
     report = _report(options, model, prompts) | {"int8": options.int8, "draft_model": options.draft_model}
@@ -91,7 +91,7 @@ def tune(options: argparse.Namespace) -> None:
 
 
 def named_model(options: argparse.Namespace, **how: Any) -> MedusaModel:
-    """What the flags name: heads with their base, a base alone, or random weights of a shape."""
+    """The model that the flags name: heads with their base, a base alone, or random weights of a shape."""
     disable_progress_bar()
     if options.shape:
         device = choose_device(options.device)
@@ -125,7 +125,7 @@ def _report(options: argparse.Namespace, model: MedusaModel, prompts: Sequence[l
 
 
 def _usual(options: argparse.Namespace, model: MedusaModel, temperature: float) -> list[str]:
-    """What is measured where nothing is named; random weights say nothing that drafts could guess."""
+    """The default methods; with random weights drafts are never right, so only plain decoding is useful."""
     if options.shape:
         return []
     names = [name for name in model.drafters.names() if name not in SKIPPED]
@@ -153,7 +153,7 @@ def _transformers(
 def _peers(
     options: argparse.Namespace, model: MedusaModel, room: int, versions: dict[str, Any]
 ) -> Iterator[list[Method]]:
-    """Other engines with the same weights, and with these heads where they take such heads."""
+    """Other engines with the same weights, and with these heads if they support them."""
     if not options.peers:
         yield []
         return
@@ -178,7 +178,7 @@ def _peers(
 
 
 def _exported(model: MedusaModel, environments: Path, base: str, directory: Path) -> dict[str, Path]:
-    """These heads for other engines' modes, where they take such heads."""
+    """Export these heads for other engines' modes, if they support them."""
     if model.heads is None:
         return {}
     export, config, heads = Export(model.heads, model.base), model.heads.config, dict[str, Path]()

@@ -1,8 +1,8 @@
-"""Methods in turn on the same prompts, and what that comes to.
+"""Measures methods alternately on the same prompts, and computes figures.
 
-A time is of a whole call, prompts included. Every round begins with another method, and a ratio is of sums over the
-same rounds: a machine that is slow for a while is slow for all. Intervals (95 %) come from drawing rounds and prompts
-again.
+A time is that of a whole call, including the prefill. Each round begins with another method, and a ratio is of sums
+over the same rounds, because a machine that is slow for a while is slow for all methods. Intervals (95 %) are bootstrap
+intervals over rounds and prompts.
 """
 
 import time
@@ -18,28 +18,28 @@ from medusa.serve.demo.progress import Progress
 
 DRAWS = 4000
 TAIL = 0.025
-"""Share of the draws on either side of an interval."""
+"""Share of bootstrap samples outside of the interval on each side."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What is summed above and below, of each round and batch [R, G]."""
+    """A ratio of sums: numerators and denominators of each round and batch [R, G]."""
 
     above: Tensor
     below: Tensor
 
     def of(self, batches: Sequence[int]) -> "Rate":
-        """The rate of some of the batches alone."""
+        """The rate of some batches."""
         return Rate(self.above[:, batches], self.below[:, batches])
 
     def value(self) -> float:
-        """Sum by sum."""
+        """Sum of numerators / sum of denominators."""
         return float(self.above.sum() / self.below.sum())
 
     def estimate(self, over: "Rate | None" = None) -> dict[str, float]:
-        """The value and its interval; of the ratio to another rate of the same rounds and batches, where one is given.
+        """The value and its interval; or those of the ratio to ``over``, a rate of the same rounds and batches.
 
-        Rounds and batches are drawn again, with replacement, and the same ones for both.
+        Bootstrap samples of rounds and batches are the same for both.
         """
         other, drawn_D = (over.value(), self._drawn() / over._drawn()) if over else (1.0, self._drawn())
         low, high = drawn_D.quantile(torch.tensor([TAIL, 1 - TAIL], dtype=drawn_D.dtype)).tolist()
@@ -53,17 +53,17 @@ class Rate:
 
 
 def draws(size: int, generator: torch.Generator) -> Tensor:
-    """How often [DRAWS, size] each of ``size`` things is drawn in ``size`` draws, in float64."""
+    """How often each of ``size`` items is drawn in ``size`` draws with replacement: float64 [DRAWS, size]."""
     drawn, counts = torch.randint(size, (DRAWS, size), generator=generator), torch.zeros(DRAWS, size).double()
     return counts.scatter_add_(1, drawn, torch.ones_like(counts))
 
 
 class Timing:
-    """What one method did.
+    """The measurements of one method.
 
     Attributes:
         rate: Tokens per second.
-        answers: Of the last round, by batch.
+        answers: Answers of the last round, by batch.
     """
 
     def __init__(self, seconds: Sequence[Sequence[float]], answers: Sequence[Sequence[Answers]]) -> None:
@@ -77,20 +77,20 @@ class Timing:
         return [tokens for batch in self.answers for tokens in batch.tokens]
 
     def tokens_per_pass(self, batches: Sequence[int] | None = None) -> float | None:
-        """Tokens by passes of the base, where they are told."""
+        """Tokens per pass of the base; None if the method does not report passes."""
         some = [self.answers[index] for index in batches] if batches is not None else self.answers
         passes = [count for batch in some for count in batch.passes or ()]
         return sum(len(tokens) for batch in some for tokens in batch.tokens) / sum(passes) if passes else None
 
 
 def measure(methods: Sequence[Method], prompts: Sequence[list[int]], batch: int, rounds: int) -> dict[str, Timing]:
-    """Complete all prompts with every method, after one call that is not counted.
+    """Complete all prompts with every method, after one warm-up call.
 
     Args:
-        methods: Those that take several prompts at once where ``batch`` is above 1.
-        prompts: Token ids.
-        batch: Prompts that share a call.
-        rounds: Repetitions that are measured.
+        methods: The methods; if ``batch`` is above 1, only those that support batches.
+        prompts: Token ids of the prompts.
+        batch: Prompts per call.
+        rounds: Number of measured repetitions.
     """
     indices = [range(first, min(first + batch, len(prompts))) for first in range(0, len(prompts), batch)]
     groups, seeds = [[prompts[index] for index in group] for group in indices], [list(group) for group in indices]
@@ -122,10 +122,10 @@ def figures(
     """A row per method.
 
     Args:
-        methods: What was measured.
-        timings: Of each.
-        kinds: Groups of prompts, by index; told apart where a prompt is a batch.
-        batch: Prompts that shared a call.
+        methods: The measured methods.
+        timings: Timings by method.
+        kinds: Groups of prompts: name to indices; used only if ``batch`` is 1.
+        batch: Prompts per call.
     """
     plain = timings[PLAIN]
     rows = []

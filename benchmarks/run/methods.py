@@ -1,4 +1,4 @@
-"""Ways to decode the same weights: this engine's drafters and rules, and transformers' own ``generate``."""
+"""Methods of decoding with the same weights: this engine's drafters and rules, and transformers' ``generate``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,34 +12,34 @@ from medusa.sampling import RULES
 
 PLAIN, AUTO = "plain", "auto"
 LOSSY = "typical"
-"""The rule under which text is not the base's own."""
+"""The acceptance rule whose text is not the base's own."""
 LOOKUP_TOKENS = 10
-"""Guesses of transformers' prompt lookup, as its documents have them."""
+"""Drafted tokens of transformers' prompt lookup, from its documentation."""
 
 
 class Answers(NamedTuple):
-    """What a batch of prompts was answered with."""
+    """The answers to a batch of prompts."""
 
     tokens: list[list[int]]
-    """New token ids; an end-of-sequence token is the last of them."""
+    """New token ids; an end-of-sequence token can only be the last one."""
     passes: list[int] | None = None
-    """Passes of the base that each answer took, where it is told."""
+    """Number of passes of the base for each answer; None = not reported."""
 
 
 class Method(NamedTuple):
-    """A way of decoding."""
+    """A method of decoding."""
 
     name: str
     complete: Callable[[Sequence[list[int]], Sequence[int]], Answers]
-    """Prompts that share a batch, and a seed for each."""
+    """Completes a batch of prompts, with a seed for each."""
     ours: bool = False
-    """This engine: the same seed gives the same text."""
+    """Whether it is this engine, in which equal seeds give equal text."""
     batches: bool = True
-    """It takes several prompts at once."""
+    """Whether it supports several prompts at once."""
 
 
 def speculation(name: str) -> Speculation:
-    """What a name asks for: "plain", "auto", or a drafter, behind a colon perhaps a rule ("auto:typical").
+    """Parse a method's name: "plain", "auto" or a drafter, optionally with a rule after a colon ("auto:typical").
 
     Raises:
         ValueError: There is no such drafter or rule.
@@ -56,10 +56,10 @@ def speculation(name: str) -> Speculation:
 def ours(
     model: MedusaModel, name: str, new_tokens: int, temperature: float, wanted: Speculation | None = None
 ) -> Method:
-    """This engine, drafting as the name says, or as is wanted.
+    """This engine, with the drafter of this name, or with the ``wanted`` options.
 
     Raises:
-        ValueError: It cannot be had here.
+        ValueError: The model does not support it.
     """
     wanted = wanted or speculation(name)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
@@ -81,15 +81,15 @@ def of_transformers(
     draft_model: PreTrainedModel | None = None,
     exit_layer: int = 0,
 ) -> list[Method]:
-    """transformers' ``generate`` on a copy of the weights, in all ways that it has for them.
+    """transformers' ``generate`` on a copy of the weights, with all its methods.
 
     Args:
         copy: The weights in plain layers.
         eos: Tokens that end an answer.
-        new_tokens: Limit per answer.
+        new_tokens: Most new tokens per answer.
         temperature: 0 = greedy.
-        draft_model: Assists it.
-        exit_layer: It also drafts with so many of its first layers; 0 = it does not.
+        draft_model: The assistant model for assisted generation; None = without.
+        exit_layer: Number of first layers for early-exit drafts; 0 = without.
     """
     ways: dict[str, dict[str, Any]] = {"": {}, " prompt lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
     if draft_model is not None:
@@ -117,6 +117,6 @@ def of_transformers(
 
 
 def ended(tokens: Sequence[int], eos: frozenset[int]) -> list[int]:
-    """Up to the first end-of-sequence token, that one included; the rest fills up a batch."""
+    """The tokens up to and including the first end-of-sequence token; the rest is padding of the batch."""
     last = next((place for place, token in enumerate(tokens) if token in eos), len(tokens) - 1)
     return list(tokens[: last + 1])

@@ -1,4 +1,4 @@
-"""What ``medusa bench run`` and ``tune`` show of their report: tables, and fields of a picture."""
+"""The output of ``medusa bench run`` and ``tune``: tables, and fields of a picture."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from medusa.benchmarks.run.methods import LOSSY
 
 HEADINGS = ("method", "tokens/s", "95 %", "over plain", "95 %", "per pass", "equal to plain")
 DRAWN = 4
-"""Methods by kind of prompt that are drawn: the fastest ones."""
+"""Number of methods in the picture by kind of prompt; the fastest ones."""
 
 
 def tables(report: Report) -> list[Table]:
-    """By kind of prompt, then of each rule and batch size, at last one of all runs."""
+    """Tables by kind of prompt, then for each rule and batch size, and last for all runs."""
     found = [_by_kind(report, run) for run in report["runs"] if len(run["rows"][0]["kinds"]) > 1]
     found += [_one(report, run) for run in report["runs"]]
     return [*found, *([_all(report)] if len(report["runs"]) > 1 else [])]
@@ -30,7 +30,7 @@ def _one(report: Report, run: Mapping[str, Any]) -> Table:
 
 def _cells(row: Mapping[str, Any], temperature: float) -> list[str]:
     speed, over, per_pass = row["tokens_per_s"], row["over_plain"], row["tokens_per_pass"]
-    comparable = row["ours"] or not temperature  # others draw other random numbers
+    comparable = row["ours"] or not temperature  # other engines use other random numbers
     return [
         _name(row),
         f"{speed['value']:.1f}",
@@ -66,7 +66,7 @@ def _all(report: Report) -> Table:
 
 
 def fields(report: Report) -> list[Field]:
-    """Speed by method, by kind of prompt, and against batch or nodes."""
+    """Speed by method, by kind of prompt, and by batch or nodes."""
     first, runs = report["runs"][0], report["runs"]
     rows = sorted(first["rows"], key=lambda row: row["tokens_per_s"]["value"])
     speeds = [row["tokens_per_s"] for row in rows]

@@ -1,1 +1,1 @@
-"""Load on OpenAI-compatible servers: tokens per second, first tokens and gaps between tokens by number of clients."""
+"""Load tests of OpenAI-compatible servers: tokens per second, time to first token and gaps, by number of clients."""

@@ -1,4 +1,4 @@
-"""``python -m medusa.benchmarks.serving``: load on OpenAI-compatible servers."""
+"""``python -m medusa.benchmarks.serving``: load tests of OpenAI-compatible servers."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from medusa.benchmarks.serving.watch import Watch, curves
 from medusa.data.arguments import at_least, exit_status
 
 SECONDS = 40
-"""Length of a level's window, unless requests are counted."""
+"""Length of a level's window in seconds, unless requests are counted."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,7 +133,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
 
 
 def _fields(rows: Sequence[Mapping[str, Any]]) -> list[Field]:
-    """Speed and times by clients, a line per server."""
+    """Speed and times by number of clients, with a line per server."""
     shown = {
         "tokens_per_second": "output tokens per second",
         "first_token_p50": "first token, median, seconds",
@@ -160,6 +160,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # in the background too: servers that it has stopped must end
+    for number in (signal.SIGINT, signal.SIGTERM):  # also in the background, because stopped servers must end
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

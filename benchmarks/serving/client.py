@@ -1,4 +1,4 @@
-"""One streamed request, and when each part of its answer came; cheap, because the server needs the same cores."""
+"""One streamed request, and the arrival times of its chunks; cheap, because the server needs the same cores."""
 
 import json
 import time
@@ -10,66 +10,66 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 EXCERPT = 200
-"""Characters of a server's message that an error repeats."""
+"""Most characters of a server's message in an error."""
 
 
 class Asking(NamedTuple):
-    """What every request of a server has in common."""
+    """The common part of all requests to a server."""
 
     url: str
-    """Up to /v1."""
+    """Address of the API, including /v1."""
     model: str
     completions: bool = False
-    """Prompts go to /completions as they are, and not to /chat/completions as a user's message."""
+    """Send prompts to /completions unchanged, and not to /chat/completions as a user's message."""
     temperature: float = 0.0
     continuous_usage: bool = False
-    """Every chunk is asked to tell the tokens so far; a field that vLLM brought up."""
+    """Request the number of tokens so far in every chunk, with a field that vLLM introduced."""
     more: Mapping[str, Any] = {}
-    """Further fields of the body."""
+    """Additional fields of the body."""
     key: str = ""
     timeout: float = 600.0
-    """Seconds without a byte after which a request has failed."""
+    """Seconds without a byte after which a request fails."""
 
 
 @dataclass
 class Answer:
-    """What came back; times are of ``time.monotonic``."""
+    """An answer; times are those of ``time.monotonic``."""
 
     asked: float
     times: list[float] = field(default_factory=list)
-    """When each chunk with text came; the end, where none had text."""
+    """Arrival time of each chunk with text; the time of the end if no chunk has text."""
     told: list[int] = field(default_factory=list)
-    """Tokens so far that the server told with each of them, where it does."""
+    """Number of tokens so far at each chunk, if the server reports it."""
     tokens: int | None = None
-    """Tokens of the completion, as the server counts them at its end; None = it does not tell."""
+    """Number of tokens of the completion, as the server reports it at the end; None = not reported."""
     ended: float = 0.0
     finished: bool = False
-    """The server has said why the text ends."""
+    """Whether the server has sent a finish reason."""
     error: str | None = None
-    """Why there is no whole answer."""
+    """Why the answer is incomplete."""
 
     @property
     def count(self) -> int:
-        """Tokens of the completion; chunks stand for tokens that the server does not tell."""
+        """Number of tokens of the completion; if the server does not report it, the number of chunks."""
         return len(self.times) if self.tokens is None else self.tokens
 
     @property
     def counted(self) -> bool:
-        """Whether the server has told how many tokens each chunk holds."""
+        """Whether the server has reported the number of tokens of each chunk."""
         return bool(self.told) and len(self.told) == len(self.times)
 
     def shares(self) -> list[float]:
-        """Tokens of each chunk: as told, what is left at the end with the last one; else all alike."""
+        """Tokens of each chunk: as reported, with the rest in the last chunk; otherwise all equal."""
         if not self.counted:
             return [self.count / len(self.times)] * len(self.times)
         until = [*self.told[:-1], max(self.told[-1], self.count)]
         return [float(b - a) for a, b in zip([0, *until], until, strict=False)]
 
     def add(self, data: str, now: float) -> None:
-        """Take in one event's data.
+        """Add the data of one event.
 
         Raises:
-            ValueError: It is an error, or no chunk of an answer.
+            ValueError: The data are an error, or not a chunk of an answer.
         """
         if data == "[DONE]":
             return
@@ -89,7 +89,7 @@ class Answer:
 
 
 class Client:
-    """Connections to one server, as many as there are requests."""
+    """Connections to one server, one for each concurrent request."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
@@ -113,7 +113,7 @@ class Client:
         await self._http.aclose()
 
     async def ask(self, prompt: str, max_tokens: int) -> Answer:
-        """Ask for one completion; what goes wrong is told by the answer."""
+        """Request one completion; errors are stored in the answer."""
         text = {"prompt": prompt} if self._asking.completions else {"messages": [{"role": "user", "content": prompt}]}
         body = json.dumps(self._body | text | {"max_tokens": max_tokens})
         answer = Answer(time.monotonic())
@@ -141,10 +141,10 @@ class Client:
 
 
 def first_model(url: str, key: str = "") -> str:
-    """The first model that a server names.
+    """The first model in a server's list.
 
     Raises:
-        RuntimeError: It cannot be reached, or names none.
+        RuntimeError: The server cannot be reached, or has no model.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:

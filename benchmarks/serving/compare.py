@@ -1,4 +1,4 @@
-"""Levels of load on several servers, alternated."""
+"""Levels of load on several servers, measured alternately."""
 
 import asyncio
 import json
@@ -19,16 +19,16 @@ from medusa.data.chat_prompts import chat_prompts
 
 
 def read_prompts(path: str | None, count: int) -> list[str]:
-    """The first turns of ``count`` held-out prompts, or of at most so many of a file.
+    """The first turns of ``count`` held-out prompts, or of at most ``count`` prompts of a file.
 
     Args:
-        path: JSON lines of {"prompt": ..}, or of {"turns": [..]} as Spec-Bench and MT-bench have them; None = held-out
+        path: JSON lines of {"prompt": ..}, or of {"turns": [..]} as in Spec-Bench and MT-bench; None = held-out
             prompts.
-        count: Prompts.
+        count: Number of prompts.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: A line is no prompt, or there is none.
+        ValueError: A line is not a prompt, or there is none.
     """
     if path is None:
         return [prompt.turns[0] for prompt in chat_prompts("heldout", count)]
@@ -46,13 +46,13 @@ def read_prompts(path: str | None, count: int) -> list[str]:
 
 
 def part(prompts: list[str], number: int, of: int) -> list[str]:
-    """All prompts, beginning with part ``number`` of so many: no level asks what the one before has just asked."""
+    """All prompts, starting with part ``number`` of ``of`` parts, so that successive levels use different prompts."""
     start = len(prompts) * number // of
     return prompts[start:] + prompts[:start]
 
 
 class Plan(NamedTuple):
-    """What every server is asked."""
+    """The load for every server."""
 
     prompts: list[str]
     levels: Sequence[int]
@@ -64,11 +64,11 @@ class Plan(NamedTuple):
 
 
 Awake = Callable[[], AbstractContextManager[Asking]]
-"""Lets a server work, and says how it is asked."""
+"""A context in which a server works; it gives the parameters of requests."""
 
 
 def load(servers: Mapping[str, Awake], plan: Plan) -> list[dict[str, Any]]:
-    """All levels on all servers in turn, in each round; returns a row per server, level and round."""
+    """Measure all levels on all servers alternately in each round; returns a row per server, level and round."""
     rows = []
     steps = [(turn, at) for turn in range(plan.rounds) for at in range(len(plan.levels))]
     with tqdm(total=len(steps) * len(servers), unit="level") as progress:
@@ -82,7 +82,7 @@ def load(servers: Mapping[str, Awake], plan: Plan) -> list[dict[str, Any]]:
 
 
 def compare(places: Mapping[str, Place], plan: Plan, logs: Path) -> list[dict[str, Any]]:
-    """``load`` on servers that are started for it, with logs in a directory; only who is asked runs."""
+    """Start servers, with logs in a directory, and ``load`` them; only the measured server runs."""
     with ExitStack() as stack:
         asked: dict[str, Awake] = {}
         for name, place in places.items():
@@ -93,7 +93,7 @@ def compare(places: Mapping[str, Place], plan: Plan, logs: Path) -> list[dict[st
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per server and level: the medians over its rounds of what the table and the picture show."""
+    """A row per server and level, with medians over the rounds."""
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["server"], row["clients"]), []).append(row)
@@ -117,15 +117,15 @@ def _median(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _measure(asking: Asking, plan: Plan, turn: int, at: int) -> dict[str, Any]:
-    """One level; every server gets the same prompts in the same order."""
+    """Measure one level; every server gets the same prompts in the same order."""
     steps = len(plan.levels)
     prompts = part(plan.prompts, turn * steps + at, plan.rounds * steps)
 
     async def run() -> Level:
-        async with Client(asking) as client:  # new connections: a stopped server has closed the old ones
+        async with Client(asking) as client:  # new connections, because a stopped server has closed the old ones
             return await run_level(client.ask, prompts, plan.levels[at], plan.max_tokens, plan.seconds, plan.requests)
 
     try:
         return summarize(asyncio.run(run()))
-    except ExceptionGroup as group:  # of the clients' tasks
+    except ExceptionGroup as group:  # errors of the clients' tasks
         raise group.exceptions[0] from group

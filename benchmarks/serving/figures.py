@@ -1,4 +1,4 @@
-"""What a level comes to."""
+"""Figures of a level of load."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ from medusa.benchmarks.serving.load import Level
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of all values lies, between two of them in proportion."""
+    """The value below which this share of all values is, with linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -18,10 +18,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(level: Level) -> dict[str, Any]:
-    """Tokens per second and the distribution of times, in seconds, of what happened within the window.
+    """Tokens per second and the distributions of times, in seconds, within the window.
 
-    Errors are those of the whole level. ``inter_token`` has an entry for each token where the server tells how many
-    a chunk holds (gap / tokens), and one for each chunk where it does not; ``inter_token_of`` says which.
+    Errors are those of the whole level. ``inter_token`` has an entry per token (gap / tokens) if the server reports the
+    tokens of each chunk, otherwise one per chunk; ``inter_token_of`` tells which.
     """
     whole = [answer for answer in level.answers if answer.error is None]
     errors = Counter(answer.error for answer in level.answers if answer.error is not None)

@@ -1,9 +1,9 @@
-"""A closed loop of clients: each asks the next prompt as soon as its answer is complete.
+"""A closed loop of clients: each sends the next prompt as soon as its answer is complete.
 
-The first answer of each client is the warm-up, and cut at a different length each, so that clients do not march in
-step. The window opens when all of these are complete. What happens in it counts: tokens that arrive, first tokens,
-gaps that end, answers that end. When it closes nothing new is asked; what runs is completed, so that its tokens are
-known and the server is idle afterwards.
+The first answer of each client is the warm-up, with a different length for each client, so that clients are not
+synchronous. The window opens when all first answers are complete. Events in it count: tokens that arrive, first tokens,
+gaps that end, answers that end. After it closes no new request is sent; running requests are completed, so that their
+tokens are known and the server is idle afterwards.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from medusa.benchmarks.serving.client import Answer
 
 PAUSE = 1.0
-"""Seconds that a client waits after a failure, so that a server which refuses is not flooded."""
+"""Seconds that a client waits after a failure, so that a refusing server is not flooded."""
 
 Ask = Callable[[str, int], Awaitable[Answer]]
-"""Prompt and most tokens -> answer."""
+"""(prompt, most new tokens) -> answer."""
 
 
 @dataclass
 class Level:
-    """What so many clients have seen."""
+    """The observations of a number of clients."""
 
     clients: int
     answers: list[Answer] = field(default_factory=list)
-    """All of them, those of the warm-up and of the end too."""
+    """All answers, including those of the warm-up and after the window."""
     opened: float = float("inf")
     closed: float = float("inf")
 
@@ -40,18 +40,18 @@ async def run_level(
     seconds: float | None = None,
     requests: int | None = None,
 ) -> Level:
-    """Load a server with so many clients.
+    """Load a server with a number of clients.
 
     Args:
-        ask: Asks it.
-        prompts: Asked in turn, from the beginning again after the last one.
-        clients: Requests that are under way at a time.
-        max_tokens: Length of answers.
-        seconds: The window closes after so long; None = only after ``requests``.
-        requests: The window closes after so many complete answers; None = only after ``seconds``.
+        ask: Sends a request.
+        prompts: Prompts, used in order; after the last one the first follows.
+        clients: Number of concurrent requests.
+        max_tokens: Most tokens of an answer.
+        seconds: Length of the window; None = only ``requests`` ends it.
+        requests: Number of complete answers that ends the window; None = only ``seconds`` ends it.
 
     Raises:
-        RuntimeError: Not one of the first answers was complete.
+        RuntimeError: None of the first answers was complete.
     """
     if seconds is None and requests is None:
         raise ValueError("level has no end; give seconds, requests or both")
@@ -93,7 +93,7 @@ def _complete(level: Level) -> int:
 
 
 def _check(level: Level) -> None:
-    """The first answers: where all have failed, the server or the request is wrong, and no figure is."""
+    """Raise an error if all first answers have failed, because the server or the requests are then wrong."""
     errors = [answer.error for answer in level.answers if answer.error]
     if len(errors) == len(level.answers):
         raise RuntimeError(

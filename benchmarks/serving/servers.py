@@ -1,4 +1,4 @@
-"""Servers of the same model: processes that are loaded in turn; the others are stopped meanwhile."""
+"""Servers of the same model: processes that are measured alternately, while the others are stopped."""
 
 import socket
 import time
@@ -15,41 +15,41 @@ from medusa.benchmarks.serving.client import Asking
 from medusa.files import CLONE
 
 START_SECONDS = 600.0
-"""Patience with a server that starts; vLLM on two cores takes 100 s."""
+"""Seconds until a starting server counts as failed; vLLM on two cores takes 100 s."""
 WAKE_SECONDS = 0.5
-"""Between the moment a stopped server goes on and the first request."""
+"""Seconds between resuming a stopped server and the first request."""
 TWO_THREADS = {"OMP_NUM_THREADS": "2"}
 
 
 class Place(NamedTuple):
-    """How a server is started, and which name its model has."""
+    """The command of a server, and the name of its model."""
 
     command: Sequence[str]
-    """``{port}`` stands for the port."""
+    """The command; ``{port}`` is replaced by the port."""
     model: str
     continuous_usage: bool
-    """It can tell the tokens of each chunk."""
+    """Whether it can report the tokens of each chunk."""
     environment: Mapping[str, str] = {}
     more: Mapping[str, Any] = {}
-    """Fields of every request."""
+    """Additional fields of every request."""
 
 
 NAMES = ("ours", "ours-plain", "vllm", "transformers")
-"""Who is compared. This engine without speculation is a server of its own: servers keep prompts that they have seen."""
+"""Compared servers. This engine without speculation is a separate server, because servers cache prompts."""
 
 
 def places(environments: Path, model: str, heads: str | None) -> dict[str, Place]:
-    """The servers on two cores, in bfloat16, each as its own documents and its log ask for; vLLM keeps prefixes.
+    """The servers on two cores, in bfloat16, each configured by its own documentation; vLLM caches prefixes.
 
     Args:
-        environments: The directory that benchmarks/peers/setup.sh has filled.
+        environments: The directory that benchmarks/peers/setup.sh has created.
         model: Directory of smollm2.
-        heads: Trained heads; None = those that come with the clone.
+        heads: Directory of trained heads; None = those in the repository.
     """
     ours = [str(CLONE / "launch.sh"), "serve", "--base", "smollm2", *(["--heads", heads] if heads else [])]
     vllm = [str(environments / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     transformers = [str(environments / "hfserve/bin/transformers"), "serve", model, "--continuous-batching"]
-    transformers += ["--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"]  # else 13 of 24 GB: cache and mask
+    transformers += ["--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"]  # or cache and mask take 13 of 24 GB
     own = Place([*ours, "--dtype", "bfloat16", "--port", "{port}"], "smollm2", True, TWO_THREADS)
     return {
         "ours": own,
@@ -68,10 +68,10 @@ def places(environments: Path, model: str, heads: str | None) -> dict[str, Place
 
 
 class Server:
-    """A server that is ready, and stopped until it is resumed.
+    """A server that is ready, and is stopped while it is not used.
 
     Raises:
-        RuntimeError: It ends, or is not ready in time; its last words are in the message.
+        RuntimeError: The server ended or was not ready in time; the message has the last lines of its log.
     """
 
     def __init__(self, name: str, place: Place, log: Path) -> None:
@@ -90,7 +90,7 @@ class Server:
 
     @contextmanager
     def awake(self, temperature: float) -> Iterator[Asking]:
-        """It works within the block, and is asked so."""
+        """A context in which the server works; gives the parameters of requests."""
         self.process.resume()
         time.sleep(WAKE_SECONDS)
         yield Asking(

@@ -1,4 +1,4 @@
-"""A server's own figures while it is loaded: what grows and does not shrink again is a leak."""
+"""A server's own metrics under load; a value that grows and does not shrink again is a leak."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from medusa.benchmarks.picture import Field, Line
 
 SECONDS = 1.0
-"""Between two looks."""
+"""Seconds between two readings."""
 SETTLE = 3.0
 """Seconds after the load until a server counts as idle."""
 MEGABYTE = 2**20
@@ -23,18 +23,18 @@ FIGURES = {
     "event_loop_tasks": "tasks of the event loop",
     "process_open_fds": "open files",
 }
-"""What is read from /metrics, without a prefix, and how it is called."""
+"""Metrics that are read from /metrics, without their prefix, and their names for people."""
 SCALES = {"process_resident_memory_bytes": 1 / MEGABYTE, "kv_cache_usage_perc": 100.0}
 
 
 class Watch:
-    """Looks at /metrics every second, in a thread, while it is entered.
+    """A context that reads /metrics every second, in a thread.
 
     Args:
-        url: Of the API, up to /v1.
+        url: Address of the API, including /v1.
 
     Attributes:
-        samples: "seconds" since the beginning, and figures by name; those that the server does not have are missing.
+        samples: "seconds" since the start, and metrics by name; metrics that the server lacks are missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -57,7 +57,7 @@ class Watch:
         self._look()
 
     def summary(self) -> list[str]:
-        """A line per figure: before, at the most, and once it was idle again."""
+        """A line per metric: before the load, the maximum, and when the server was idle again."""
         lines = []
         for name, label in FIGURES.items():
             values = [sample[name] for sample in self.samples if name in sample]
@@ -85,7 +85,7 @@ class Watch:
 
 
 def curves(samples: Sequence[Mapping[str, float]]) -> list[Field]:
-    """The figures over time."""
+    """The metrics over time."""
     fields = []
     for name, label in FIGURES.items():
         known = [sample for sample in samples if name in sample]

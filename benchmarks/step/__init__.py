@@ -1,1 +1,1 @@
-"""What a decode step costs on this machine, whatever the weights say."""
+"""The time of a decode step on this machine, which does not depend on values of weights."""

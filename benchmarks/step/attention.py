@@ -1,4 +1,4 @@
-"""``medusa bench attention``: tree attention of one layer per backend, beside the bytes that no backend can avoid."""
+"""``medusa bench attention``: time of one layer's tree attention by backend, and the bound from memory traffic."""
 
 import logging
 import math
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 TREE_DEPTH = 5
 LAYERS_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Keys and values of different layers that are read in turn: together larger than the caches, as in a real step."""
+"""Bytes of keys and values of different layers, read in turn; larger than the caches, as in a real step."""
 MOST_LAYERS = 64
 
 
 def least_bytes(context: int, nodes: int, batch: int, heads: int, kv_heads: int, row_bytes: int) -> int:
-    """The bytes that no implementation of one layer's tree attention can avoid.
+    """The least memory traffic of one layer's tree attention, in bytes.
 
-    Every key, value, query and output crosses memory once; masks are left out. A time below bytes / bandwidth means
-    that something stayed in a cache.
+    Every key, value, query and output is read or written once; masks are left out. A time below bytes / bandwidth means
+    that data stayed in a cache.
     """
     return 2 * batch * ((context + nodes) * kv_heads + nodes * heads) * row_bytes
 
@@ -40,16 +40,16 @@ def least_bytes(context: int, nodes: int, batch: int, heads: int, kv_heads: int,
 def measure_attention(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes
 ) -> dict[str, Any]:
-    """Time the attention of one layer for every backend that runs on the device, alternately.
+    """Time the attention of one layer for every backend that runs on the device; backends alternate.
 
     Args:
-        config: Says how many heads of which size.
-        dtype: Of queries, keys and values.
-        device: Where it runs.
-        sizes: What is measured.
+        config: Config with the number and size of heads.
+        dtype: Dtype of queries, keys and values.
+        device: The device.
+        sizes: Sizes to measure.
 
     Returns:
-        The report's own part: bandwidth, a row per (backend, B, N), and why backends are missing.
+        This part of the report: bandwidth, a row per (backend, B, N), and the reasons why backends are missing.
     """
     backends, missing = _backends(device)
     samples = bandwidth_samples(device)
@@ -88,7 +88,7 @@ def measure_attention(
 
 
 def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str, str]]:
-    """Backends that run on the device, and why the others do not."""
+    """Backends that run on the device, and the reasons why others do not."""
     backends, missing = {}, {}
     for name in BACKENDS:
         try:
@@ -100,7 +100,7 @@ def _backends(device: torch.device) -> tuple[dict[str, TreeAttention], dict[str,
 
 @torch.inference_mode()
 def _recorded(action: Callable[[], object]) -> Callable[[], object]:
-    """The same as a CUDA graph."""
+    """The action as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         action()
@@ -108,7 +108,7 @@ def _recorded(action: Callable[[], object]) -> Callable[[], object]:
 
 
 class _Layer:
-    """Random queries, and as many layers' keys and values as fill the caches."""
+    """Random queries, and keys and values of enough layers to exceed the caches."""
 
     @torch.inference_mode()
     def __init__(
@@ -134,14 +134,14 @@ class _Layer:
         self.least_bytes = least_bytes(sizes.context, nodes, batch, heads, kv_heads, dim * dtype.itemsize)
 
     def sample(self, backend: TreeAttention) -> tuple[Callable[[], float], str]:
-        """A measurement of seconds per layer, and how it runs: one plan, then every layer in turn.
+        """A function that measures seconds per layer, with one plan for all layers; and how it runs.
 
-        On a GPU as one CUDA graph where the backend allows it: a whole step hides the host's time likewise.
+        On a GPU it is one CUDA graph if the backend allows it, because a whole step hides the host's time too.
         """
         action: Callable[[], object] = partial(self._step, backend)
         mode = "eager"
         if self._device.type == "cuda":
-            action()  # compiles and allocates before it is recorded
+            action()  # compile and allocate before recording
             try:
                 action, mode = _recorded(action), "graph"
             except RuntimeError as error:

@@ -36,7 +36,7 @@ BELOW = "N, tree nodes with the root (1 = plain decoding)"
 
 
 def step(options: argparse.Namespace) -> None:
-    """Whole steps by tree size and batch; heads have random weights, since only their shape takes time."""
+    """Measure whole steps by tree size and batch; heads have random weights, because only their shape affects time."""
     model = _with_random_heads(options)
     base = model.base
     figures = measure_steps(model, _sizes(options), options.tokens_per_step)
@@ -65,7 +65,7 @@ def step(options: argparse.Namespace) -> None:
 
 
 def attention(options: argparse.Namespace) -> None:
-    """Attention of one layer by backend."""
+    """Measure the attention of one layer by backend."""
     device = choose_device(options.device)
     name = options.shape or resolve_base_name(options.base)
     try:
@@ -92,7 +92,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 
 def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
-    """A base and random heads for it, as ``MedusaModel.from_pretrained`` would have them.
+    """A base with random heads, prepared as by ``MedusaModel.from_pretrained``.
 
     Raises:
         ValueError: The base does not verify trees.
@@ -113,7 +113,7 @@ def _with_random_heads(options: argparse.Namespace) -> MedusaModel:
 
 
 def _profile(batch: Batch, device: torch.device) -> str:
-    """Where the time of plain steps goes, as torch's profiler sees it: on a GPU by kernel, on a CPU by operator."""
+    """A profile of plain steps by torch's profiler: by kernel on a GPU, by operator on a CPU."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
         for _ in range(PROFILED_STEPS):
@@ -140,7 +140,7 @@ def _report(options: argparse.Namespace, dtype: torch.dtype, device: torch.devic
 
 
 def _title(report: Report) -> str:
-    """What was measured, and where."""
+    """The measured model and machine."""
     ways = (", LOSSY int8 weights" if report.get("int8") else "") + (", fused pass" if report.get("fused") else "")
     ways += ", steps as graphs" if report.get("graph") else ""
     return (

@@ -1,6 +1,6 @@
-"""A model at a given cached length, to be stepped from there again and again.
+"""A model with a given cached length, from which steps can be repeated.
 
-All that benchmarks need of the engine: a batch that requests join, its steps, and drafters of their own.
+It uses only these parts of the engine: a batch that requests join, its steps, and custom drafters.
 """
 
 import heapq
@@ -18,16 +18,16 @@ from medusa.drafters import Drafter
 from medusa.state import DecodeState
 
 STEPS = 4
-"""Steps in a row that are timed together."""
+"""Number of successive steps that are timed together."""
 MOST_ROWS = 8
-"""Rows of steps in a sample, at most: the context grows meanwhile."""
+"""Most rows of steps in a sample, because the context grows with each step."""
 PLAIN = Speculation(nodes=1)
 FIRST_GUESS, NEXT_GUESS = 0.5, 0.4
-"""How often the best guess of a head is right where nothing is known about heads; each next rank less."""
+"""Assumed probability that a head's best guess is right, and the factor for each further rank."""
 
 
 def typical_tree(nodes: int, depth: int) -> Tree:
-    """The likeliest ``nodes`` nodes, the root included, where heads of ``depth`` levels are all alike."""
+    """The tree of the likeliest ``nodes`` nodes, including the root, if all ``depth`` heads are equally good."""
     paths: list[tuple[int, ...]] = []
     waiting: list[tuple[float, tuple[int, ...]]] = [(-FIRST_GUESS, (0,))] if depth else []
     while waiting and len(paths) < nodes - 1:
@@ -40,22 +40,22 @@ def typical_tree(nodes: int, depth: int) -> Tree:
 
 
 class Sizes(NamedTuple):
-    """What steps and their attention are measured at."""
+    """Sizes at which steps and attention are measured."""
 
     nodes: Sequence[int]
     """Tree sizes N."""
     batches: Sequence[int]
-    """Sequences B."""
+    """Numbers of sequences B."""
     context: int
-    """Cached tokens L of each."""
+    """Cached tokens L of each sequence."""
     rounds: int
-    """Measured repetitions."""
+    """Number of measured repetitions."""
     seed: int = 0
-    """Of all random numbers."""
+    """Seed of all random numbers."""
 
 
 class FreeDrafter(Drafter):
-    """Drafts that cost nothing: a fixed tree of the same tokens every time."""
+    """Drafts without cost: a fixed tree with the same tokens every time."""
 
     recordable = True
 
@@ -74,22 +74,22 @@ class FreeDrafter(Drafter):
 
 
 class Rig:
-    """Sequences of ``context`` cached random tokens, since their values decide no time.
+    """Sequences of ``context`` cached random tokens, because the values of tokens do not affect time.
 
     Args:
         model: A base with heads.
-        batch: Sequences B.
-        context: Cached tokens L of each.
-        seed: Of the tokens.
-        nodes: Of the largest tree.
+        batch: Number of sequences B.
+        context: Cached tokens L of each sequence.
+        seed: Seed of the tokens.
+        nodes: Number of nodes of the largest tree.
 
     Raises:
-        ValueError: The context, and what steps write behind it, exceed the base's context length.
+        ValueError: The context and the tokens of the steps exceed the base's context length.
     """
 
     def __init__(self, model: MedusaModel, batch: int, context: int, seed: int = 0, nodes: int = 1) -> None:
         base, depth = model.base, model.heads.config.num_heads if model.heads else 0
-        room = (MOST_ROWS * STEPS + 4) * (depth + 1)  # with steps before and ahead of those that are timed
+        room = (MOST_ROWS * STEPS + 4) * (depth + 1)  # with steps before and after the timed ones
         if context + room > base.context_length:
             raise ValueError(
                 f"context ({context} tokens) and {room} tokens behind it exceed the base's context"
@@ -98,14 +98,14 @@ class Rig:
         generator = torch.Generator().manual_seed(seed)
         self.model, self._room, self._device = model, room, base.device
         self._prompts = torch.randint(base.vocab_size, (batch, context), generator=generator).tolist()
-        # Memory for all at once, with blocks to spare: later batches find the prompts in it.
+        # Memory for all sequences, with spare blocks, so that later batches find the prompts in the cache.
         trees = max(EngineConfig().tree_reserve, 2 * nodes)
         self._pool = base.new_pool(batch * (context + room + trees + 2 * BLOCK))
         self._batch, self._requests = model.batch(self._pool), list[Request]()
 
     def begin(self, speculation: Speculation) -> Batch:
-        """A batch of which every sequence has its first token; the one before has ended."""
-        for request in self._requests:  # what its steps were recorded over is free again
+        """A batch in which every sequence has its first token; the previous batch is ended."""
+        for request in self._requests:  # frees the buffers of its recorded steps
             self._batch.remove(request)
         batch, params = self.model.batch(self._pool), SamplingParams(max_new_tokens=self._room, ignore_eos=True)
         self._batch, self._requests = batch, [batch.add(prompt, params, speculation) for prompt in self._prompts]
@@ -114,9 +114,9 @@ class Rig:
         return batch
 
     def step_seconds(self, speculation: Speculation) -> float:
-        """Seconds of a step: the median over several rows of steps, after one that does not count."""
+        """Seconds per step: the median over several rows of steps, after one warm-up row."""
         batch = self.begin(speculation)
-        batch.step()  # records what is not recorded yet
+        batch.step()  # records the step if necessary
         times = [self._row(batch)]
         times += [self._row(batch) for _ in range(min(MOST_ROWS - 1, int(SAMPLE_SECONDS / times[0])))]
         return median(times) / STEPS

@@ -1,4 +1,4 @@
-"""Bases of real shapes with random weights: how long a pass takes depends on the shape, not on what the weights say."""
+"""Bases with real shapes and random weights, because the time of a pass depends on the shape and not on the weights."""
 
 import argparse
 import copy
@@ -51,11 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3b": _llama(3072, 8192, 28, 24, 128, tied=True),
     "llama-8b": _llama(4096, 14_336, 32, 32, 128, tied=False),
 }
-"""Values of the published configurations (Llama 3.1 and 3.2, Qwen3, SmolLM2) that decide the time of a pass."""
+"""Values of the published configs (Llama 3.1 and 3.2, Qwen3, SmolLM2) that determine the time of a pass."""
 
 
 def given_dtype(options: argparse.Namespace) -> torch.dtype | None:
-    """The type of the weights that ``--dtype`` names, None = auto."""
+    """The dtype that ``--dtype`` names; None = auto."""
     return None if options.dtype == "auto" else getattr(torch, options.dtype)
 
 
@@ -71,7 +71,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """A model with small random weights, made on its device in its dtype; it never ends an answer."""
+    """A model with small random weights, created on its device in its dtype; it never ends an answer."""
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     model.tie_weights()
@@ -86,7 +86,7 @@ def random_base(
 ) -> BaseModel:  # fmt: skip
     """A base with random weights, prepared for decoding; arguments are those of ``BaseModel.load``.
 
-    Its dtype is bfloat16 where none is given, or what the device has instead.
+    The default dtype is bfloat16, or the device's replacement for it.
     """
     model = random_model(config, dtype or choose_dtype(torch.bfloat16, device), device, seed)
     if int8:
@@ -103,12 +103,12 @@ def random_heads(
     """Heads for ``base`` with small random weights.
 
     Args:
-        base: Prepared for decoding.
+        base: The base, prepared for decoding.
         architecture: A name in ``medusa.heads.ARCHITECTURES``.
-        num_heads: Heads K.
-        seed: Of the weights.
-        feature_layers: How many of the base's layers they read beside the last hidden state.
-        draft_vocab: Tokens that they can draft; 0 = all.
+        num_heads: Number of heads K.
+        seed: Seed of the weights.
+        feature_layers: Number of the base's layers that they read in addition to the last hidden state.
+        draft_vocab: Size of the draft vocabulary; 0 = all tokens.
     """
     layers = spread_layers(feature_layers, base.num_layers)
     with torch.device(base.device):
@@ -124,7 +124,7 @@ def random_heads(
 
 @torch.no_grad()
 def fill(module: nn.Module, seed: int = 0) -> None:
-    """Matrices with uniform numbers of the standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones."""
+    """Fill matrices with uniform numbers of standard deviation ``WEIGHT_STD``, vectors (norms, biases) with ones."""
     generators: dict[torch.device, torch.Generator] = {}
     bound = WEIGHT_STD * math.sqrt(3)
     for parameter in module.parameters():
@@ -137,5 +137,5 @@ def fill(module: nn.Module, seed: int = 0) -> None:
 
 
 def key_heads(config: Any) -> int:
-    """Key heads of a layer; families without groups do not name them."""
+    """Number of key heads of a layer; families without grouped heads do not have this config key."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

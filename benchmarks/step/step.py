@@ -1,8 +1,8 @@
-"""``medusa bench step``: the cost of a step against the number of tree nodes, beside the bound that memory sets.
+"""``medusa bench step``: the time of a step by number of tree nodes, and the bound from memory bandwidth.
 
 Decoding reads all weights and the cached keys and values once per pass. A pass cannot be faster than these bytes
-divided by the bandwidth of the memory, which is measured in the same run. Up to some number of nodes a pass costs
-little more than that: this is what drafting lives on.
+divided by the bandwidth of the memory, which is measured in the same run. Up to some number of nodes a pass takes
+little more time than this bound; this makes speculative decoding worthwhile.
 """
 
 from dataclasses import replace
@@ -21,16 +21,16 @@ Times = dict[Key, list[float]]
 
 
 def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | None = None) -> dict[str, Any]:
-    """Time steps of fixed trees, alternately, as ``generate`` runs them: on a GPU as graphs.
+    """Time steps with fixed trees alternately, run as in ``generate``: as graphs on a GPU.
 
     Args:
         model: A base with heads.
-        sizes: What is measured; plain decoding (N = 1) always is.
-        tokens_per_step: Of trained heads; adds the speed that this shape would have with them.
+        sizes: Sizes to measure; plain decoding (N = 1) is always measured.
+        tokens_per_step: Tokens per step of trained heads; if given, the projected speed of this shape is added.
 
     Returns:
-        The report's own part: bandwidth, and a row per (B, N): ``step`` is a whole step, ``verify`` one whose
-        drafts cost nothing.
+        This part of the report: bandwidth, and a row per (B, N): ``step`` is a whole step, ``verify`` a step whose
+        drafts take no time.
     """
     assert model.heads is not None, "steps draft with heads"
     nodes, batches, context = sorted({1, *sizes.nodes}), sizes.batches, sizes.context
@@ -71,7 +71,7 @@ def measure_steps(model: MedusaModel, sizes: Sizes, tokens_per_step: float | Non
 
 def _row(times: Times, method: str, read: float, batch: int, nodes: int) -> dict[str, Any]:
     verify, step, bandwidths = times["verify", batch, nodes], times["step", batch, nodes], times["bandwidth", method]
-    # Within a round, since a shared machine's memory is fast in one second and slow in the next.
+    # Ratios within a round, because a shared machine's memory may be fast in one second and slow in the next.
     bounds = [read / bandwidth for bandwidth in bandwidths]
     return {
         "batch": batch,

@@ -1,1 +1,1 @@
-"""Scripts, one per engine; each runs with an interpreter of its own and imports ``loop`` from beside it."""
+"""Scripts, one per engine; each runs with its own interpreter and imports ``loop`` from the same directory."""

@@ -8,8 +8,8 @@ from loop import Complete, serve
 
 
 def load(file: str, mode: str, room: str) -> Complete:
-    """``plain`` or ``prompt-lookup``; one prompt after the other."""
-    lookup = LlamaPromptLookupDecoding(num_pred_tokens=2) if mode == "prompt-lookup" else None  # 2: as it says for CPUs
+    """Load the engine in mode ``plain`` or ``prompt-lookup``; it completes one prompt after another."""
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=2) if mode == "prompt-lookup" else None  # its advice for CPUs
     threads = int(os.environ["OMP_NUM_THREADS"])
     model = llama_cpp.Llama(
         file, n_ctx=int(room), n_batch=512, n_threads=threads, n_threads_batch=threads, draft_model=lookup,

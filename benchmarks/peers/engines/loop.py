@@ -1,4 +1,4 @@
-"""What every engine's script does: load, then complete prompts as they come. Standard library only.
+"""The main loop of every engine's script: load, then complete prompts as they arrive. Standard library only.
 
 One JSON object per line: first {"version"} out; then {"prompts": [[token id]], "new": tokens, "eos": [token id]} in and
 {"outputs": [[token id]]} out.
@@ -15,16 +15,16 @@ Complete = Callable[[list[list[int]], int, list[int]], list[list[int]]]
 
 
 def serve(load: Callable[..., Complete], package: str) -> None:
-    """Answer until the input ends.
+    """Answer requests until the input ends.
 
-    Arguments are the model, the mode, the most tokens of a prompt and its answer, and heads where the mode has some.
+    Arguments of the script: model, mode, most tokens of a prompt and its answer, and heads if the mode needs them.
 
     Args:
-        load: The arguments -> what completes.
-        package: Whose version is told.
+        load: Makes the function that completes prompts from these arguments.
+        package: The package whose version is reported.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print what they like
+    os.dup2(2, 1)  # engines may print anything
     complete = load(*sys.argv[1:])
     print(json.dumps({"version": version(package)}), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""``openvino_draft.py DRAFT TARGET``: an EAGLE-3 draft as OpenVINO GenAI reads it; runs in OpenVINO's environment.
+"""``openvino_draft.py DRAFT TARGET``: converts an EAGLE-3 draft for OpenVINO GenAI; runs in OpenVINO's environment.
 
-``optimum-cli export openvino`` converts the same draft, but as code of its own that must be trusted, which looks for
-packages that it does not need, and without the numbers of the layers that the draft reads.
+``optimum-cli export openvino`` converts the same draft, but it needs trusted remote code, which requires unneeded
+packages, and it leaves out the numbers of the layers that the draft reads.
 """
 
 import json
@@ -19,7 +19,7 @@ NAME = "openvino_model.xml"
 def convert(draft: Path, target: Path) -> None:
     """Write the graph, with weights in float16, and the layers of the base that it reads (counted from 0)."""
     for each in (LlamaEagle3ForCausalLM, LlamaEagle3Model):
-        each.__module__ = "transformers.models.llama"  # by which the exporter tells the library
+        each.__module__ = "transformers.models.llama"  # the exporter finds the library by this name
     model = LlamaEagle3ForCausalLM.from_pretrained(draft, dtype="float32")
     layers = json.loads((draft / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     with TemporaryDirectory(dir=target.parent) as there:

