@@ -200,7 +200,7 @@ class MedusaModel:
         They are written in the dtype that they compute in; ``medusa export`` keeps the stored dtype.
 
         Args:
-            repo: "user/heads"; created where it is missing.
+            repo: "user/heads"; created if it is missing.
             private: Whether a new repository is private; None = the owner's setting, which is public by default.
             revision: Branch to commit to; None = main.
             message: Message of the commit.

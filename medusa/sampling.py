@@ -83,9 +83,9 @@ class SamplingParams:
             equal texts. None = a new one each time, from torch's global generator; ``Output.seed`` holds it.
         stop: Strings that end the completion; not part of its text.
         ignore_eos: Go on after an end-of-sequence token.
-        logprobs: Report the log-probability of every new token and of so many of the most likely ones there, 0 to 20;
-            None = no report. They are those of the base's own distribution, before temperature, filters, penalties and
-            bias.
+        logprobs: Report the log-probability of every new token and of this number of most likely tokens at each
+            position, 0 to 20; None = no report. They are those of the base's own distribution, before temperature,
+            filters, penalties and bias.
         prompt_logprobs: The same for every token of the prompt except the first, which has no context. The whole
             prompt is computed for it, even if a part is cached.
 
@@ -181,7 +181,7 @@ class Speculation:
             nodes. Under speculative and typical acceptance with other drafters, text repeats for a seed only if
             ``nodes`` is a number.
         tree: A static tree instead of a dynamic one of ``nodes`` nodes.
-        heads: Which heads draft, where the model has several (``MedusaModel.with_heads``); None = its own.
+        heads: Name of the heads that draft, if the model has several (``MedusaModel.with_heads``); None = its own.
 
     Raises:
         ValueError: A value out of its range.

@@ -81,7 +81,7 @@ def _read(model: MedusaModel, path: Path) -> Known:
 
 
 def _mend(path: Path) -> None:
-    """Complete the line end of a file's last line, or remove this line if it is incomplete."""
+    """Add a missing line end to a file, or remove its last line if it is incomplete."""
     *lines, last = path.read_bytes().split(b"\n")
     if last:
         with suppress(ValueError):

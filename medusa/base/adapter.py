@@ -1,4 +1,4 @@
-"""The change that joint training (Medusa-2) made to a base: a LoRA adapter beside the heads."""
+"""The change of a base by joint training (Medusa-2): a LoRA adapter, stored with the heads."""
 
 import logging
 import warnings

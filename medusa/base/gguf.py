@@ -66,7 +66,7 @@ def keep(directory: Path, make: Callable[[Path], None]) -> None:
 
     Args:
         directory: A directory in the cache.
-        make: Makes it at the path that it gets, in a temporary directory.
+        make: Makes it at a given path, in a temporary directory.
     """
     if directory.exists():
         return

@@ -42,9 +42,9 @@ class BaseModel:
         name: Path or Hub id that it was loaded from.
         attention: A backend of ``medusa.attention`` or "auto", see ``load``.
         source: The kind of its weights, if it is known and special ("4-bit weights .. expanded to bfloat16").
-        int8: Its weights are rounded, so this is another model than the one of that name.
-        adapter: Directory of the adapter of joint training (Medusa-2), which makes it another model than the one of
-            that name; "" = no adapter.
+        int8: Whether its weights are rounded, so that it differs from the model of this name.
+        adapter: Directory of the adapter of joint training (Medusa-2), with which it differs from the model of this
+            name; "" = no adapter.
 
     Attributes:
         model: The transformers model, in evaluation mode, without gradients.
@@ -114,7 +114,7 @@ class BaseModel:
         Args:
             name: Directory, Hub id or "smollm2".
             dtype: Dtype of weights and computation; None = the checkpoint's, or the CPU's choice: ``choose_dtype``.
-            device: None = the GPU where there is one.
+            device: None = the GPU if there is one, otherwise the CPU.
             pack: Let our kernels compute the linear layers (decoding only, without gradients; no effect on a GPU, on
                 layers that transformers quantises, or on a base that is spread).
             int8: LOSSY, for CPUs: round linear layers and their inputs to 8 bits, but not the output layer.

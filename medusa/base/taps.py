@@ -1,4 +1,4 @@
-"""Outputs of some of a decoder's layers, beside its last hidden state.
+"""Outputs of some of a decoder's layers, in addition to its last hidden state.
 
 Hooks record them during a pass. A layer has at most one hook, which is never removed; it does nothing unless the
 running pass of its thread needs that layer. So passes of several threads do not mix, and nothing outlives a pass.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 OTHERS = {torch.bfloat16: (torch.float32,), torch.float16: (torch.float32, torch.bfloat16)}
 """Dtypes that may replace a checkpoint's dtype."""
 ROWS, ROUNDS = 4, 5
-"""Rows of the timed pass, which is the first tree size on a CPU, and the number of repetitions."""
+"""Rows of the timed pass (trees on a CPU start with this number of nodes), and number of repetitions."""
 GAIN = 1.1
 """Another dtype must be faster by this factor, so that noise in the times does not change text."""
 CACHES = 128 << 20

@@ -20,7 +20,7 @@ LENGTH = 140
 """Tokens of the text, fewer if the context is shorter; more than a block of keys in the exact attention."""
 TREE_PARENTS = (0, 0, 0, 2, 2, 4, 3)
 TREE_PATH = (0, 2, 4, 5)
-"""Nodes that continue the text; the others are wrong guesses, between them and behind them."""
+"""Nodes that continue the text; the others are wrong guesses, between and after them."""
 READ = 41
 """Rows at the end of the text whose logits are compared, because the output layer is slow if the vocabulary is large.
 It reads this many rows at once, and 33, 27, 7, 5, 4, 3 and 1. Hidden states are compared in all rows."""

@@ -17,7 +17,7 @@ _GREEN = "\x1b[32m"
 _UNSAFE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Control characters that a model might write and that would control a terminal."""
 _REMEMBERED = 1000
-"""Most lines of history that are loaded at the start."""
+"""Most lines of history that a chat keeps for the next one."""
 
 
 def count(number: int, noun: str) -> str:

@@ -2,9 +2,9 @@
 
     model.generate(**inputs, custom_generate="user/heads", trust_remote_code=True, max_new_tokens=200)
 
-In each pass the heads draft a tree of likely continuations and the model verifies the whole tree. Tokens are chosen as
-the model alone would choose them: greedy text stays its own, and so does the distribution of sampled text. This needs
-torch and transformers only.
+In each pass the heads draft a tree of likely continuations, and the model verifies the whole tree. Tokens are chosen as
+by the model alone: greedy text and the distribution of sampled text do not change. This code needs only torch and
+transformers.
 
 Legend: B sequences, T tokens, L cached rows, N tree nodes with the root, A rows of the longest accepted path, D hidden
 size, F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text: its keys and values are not
@@ -30,9 +30,9 @@ from .layer_check import LayerCheck
 from .spans import Span
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-ONE_BY_ONE = "transformers.generation.logits_process"  # its processors treat a batch's rows alike, except for those
+ONE_BY_ONE = "transformers.generation.logits_process"  # its processors treat all rows of a batch alike, except these
 OF_BATCHES = ("Encoder", "PrefixConstrained", "RepetitionPenalty")
-OWN_ROWS = 4096  # of the cache, at most, where layers with attention code of their own are tried out
+OWN_ROWS = 4096  # most rows of the cache in tests of layers with their own attention code
 HOLE = -1  # position of a cached row that nobody sees
 
 _loaded: weakref.WeakKeyDictionary[Any, tuple[Any, Heads, dict[int | None, Span]]] = weakref.WeakKeyDictionary()
@@ -42,19 +42,19 @@ _loaded: weakref.WeakKeyDictionary[Any, tuple[Any, Heads, dict[int | None, Span]
 def generate(
     model: Any, heads: str | None = None, nodes: int | None = None, streamer: Any = None, **kwargs: Any
 ) -> Any:
-    """What ``model.generate`` returns, in fewer forward passes.
+    """The same result as ``model.generate``, in fewer forward passes.
 
     Args:
         model: A causal language model of transformers: the one that the heads were trained on.
-        heads: Directory or Hub id of the heads; None = what the caller passed as ``custom_generate``.
+        heads: Directory or Hub id of the heads; None = the value of ``custom_generate``.
         nodes: Tree nodes per pass with the root; None = 16 on a CPU and 64 elsewhere, 1 = plain decoding.
         streamer: As in ``model.generate``.
         kwargs: All other arguments of ``model.generate``.
 
     Raises:
         OSError: There are no heads.
-        ValueError: The heads are damaged or belong to another model, the model cannot verify trees, or an argument is
-            one that decoding with heads cannot heed.
+        ValueError: The heads are damaged or belong to another model, the model cannot verify trees, or decoding with
+            heads does not support an argument.
     """
     nodes = (16 if model.device.type == "cpu" else 64) if nodes is None else nodes
     if nodes < 1:
@@ -65,7 +65,7 @@ def generate(
     if kwargs.get("tokenizer") and (strings := _stop_strings(model, kwargs)):  # transformers loses the tokenizer
         stop = StopStringCriteria(kwargs.pop("tokenizer"), strings)
         kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), stop])
-        kwargs["stop_strings"] = None  # goes before those of a configuration
+        kwargs["stop_strings"] = None  # overrides those of a configuration
     hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     base, loaded = _load(model, heads or _custom_generate(), hub)
 
@@ -76,7 +76,7 @@ def generate(
 
 
 def _stop_strings(model: Any, options: dict[str, Any]) -> Any:
-    """From where transformers takes an option: an argument, the caller's configuration, the model's."""
+    """The stop strings, from where transformers reads them: argument, given configuration, model's configuration."""
     if "stop_strings" in options:
         return options["stop_strings"]
     configs = options.get("generation_config"), model.generation_config
@@ -84,7 +84,7 @@ def _stop_strings(model: Any, options: dict[str, Any]) -> Any:
 
 
 def _custom_generate() -> str:
-    """What the caller passed as ``custom_generate``: transformers runs a copy of this file and does not hand it on."""
+    """The caller's value of ``custom_generate``; transformers runs a copy of this file and does not pass it on."""
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe()
     while frame.f_code is not code:
         if frame.f_back is None:
@@ -94,7 +94,7 @@ def _custom_generate() -> str:
 
 
 def _load(model: Any, source: str, hub: dict[str, Any]) -> tuple[Base, Heads]:
-    """The heads of a directory or Hub repository; they stay loaded as long as the model and their files do."""
+    """The heads of a directory or Hub repository; they stay loaded as long as the model and their files exist."""
     if model.config.is_encoder_decoder or model._is_stateful:
         raise ValueError(f"model ({type(model).__name__}) is not a decoder with attention; leave custom_generate out")
     if (attention := model.config.get_text_config()._attn_implementation) not in ("eager", "sdpa"):
@@ -119,7 +119,7 @@ def _find(source: str, name: str, hub: dict[str, Any]) -> Path:
 
 
 def _self_test(base: Base, heads: Heads) -> None:
-    """Refuse a model that computes something else over the nodes of a tree than over their paths as plain text."""
+    """Raise an error if the model's results over tree nodes differ from those over their paths as plain text."""
     unable = f"model ({base.config.model_type}) cannot verify trees"
     size = 40 if (context := getattr(base.config, "max_position_embeddings", None)) is None else min(40, context - 3)
     tokens_1T = torch.tensor([[(7 * i + 3) % base.config.vocab_size for i in range(size + 4)]], device=base.device)
@@ -154,7 +154,7 @@ def _decode(
     position_ids: Tensor, logits_processor: Any, stopping_criteria: Any, attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> Any:  # fmt: skip
-    """What transformers calls in the place of its own loops, with everything prepared for them."""
+    """The decoding loop that transformers calls instead of its own, with the same prepared arguments."""
     config, (batch, length) = generation_config, input_ids.shape
     _check(config, batch, inputs)
     texts = [Text(input_ids, row, config, logits_processor, stopping_criteria, streamer) for row in range(batch)]
@@ -180,19 +180,19 @@ def _decode(
         return sequences
     scores = tuple(texts[0].scores) if config.output_scores else None
     logits = tuple(texts[0].logits) if config.output_logits else None
-    cache = rows.cache if batch == 1 else None  # with holes it is of no use to others
+    cache = rows.cache if batch == 1 else None  # others cannot use a cache with holes
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
 
 
 def _check(config: Any, batch: int, inputs: dict[str, Any]) -> None:
-    """Refuse what would be ignored."""
+    """Raise an error for options that would be ignored."""
     unheeded = [*(inputs.keys() - {"past_key_values", "use_cache", "logits_to_keep"})]
     unheeded += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
         unheeded.append(mode)
     if batch > 1:
         unheeded += [name for name in ("output_scores", "output_logits") if getattr(config, name)]
-        # Their processors note what they see of each row from call to call.
+        # Their processors keep state about each row between calls.
         unheeded += [
             name for name in ("guidance_scale", "watermarking_config") if getattr(config, name) not in (None, 1)
         ]
@@ -201,7 +201,7 @@ def _check(config: Any, batch: int, inputs: dict[str, Any]) -> None:
 
 
 class Text:
-    """One sequence, which chooses its tokens as transformers does: one by one, with the same random numbers."""
+    """One sequence; tokens are chosen one by one and with the same random numbers as in transformers."""
 
     def __init__(self, ids_BT: Tensor, row: int, config: Any, processors: Any, criteria: Any, streamer: Any) -> None:
         self.ids, self.done = ids_BT[row, None], False
@@ -211,14 +211,14 @@ class Text:
         self._processors, self._criteria, self._streamer = processors, criteria, streamer
 
     def follow(self, children: dict[tuple[int, int], int], logits_NV: Tensor) -> list[int]:
-        """Choose a token, and more as long as each was drafted.
+        """Choose a token, and further tokens as long as each chosen one was drafted.
 
         Args:
             children: Node by its parent and its token.
-            logits_NV: The model's, behind each node.
+            logits_NV: The model's logits after each node.
 
         Returns:
-            The nodes behind which a token was chosen, the root first; none if the text was done before.
+            The nodes after which a token was chosen, from the root on; empty if the text had already ended.
         """
         path: list[int] = []
         node = None if self.done else 0
@@ -244,7 +244,7 @@ class Text:
         return int(token_1)
 
     def _process(self, processor: Any, scores_1V: Tensor) -> Tensor:
-        """Texts of a batch differ in length. A processor that may know the batch's rows gets this text in all rows."""
+        """Apply a processor. If it may depend on the number of rows, it gets this text in all rows of the batch."""
         kind = type(processor)
         if self._batch == 1 or (kind.__module__ == ONE_BY_ONE and not kind.__name__.startswith(OF_BATCHES)):
             one: Tensor = processor(self.ids, scores_1V)
@@ -254,7 +254,7 @@ class Text:
 
 
 class Rows:
-    """The model over its cache. Where sequences keep different numbers of rows, the shorter ones get holes."""
+    """The model with its cache. If sequences keep different numbers of rows, shorter ones get holes."""
 
     def __init__(self, base: Base, feature_layers: list[int]) -> None:
         self.cache = DynamicCache()
@@ -262,7 +262,7 @@ class Rows:
         self._kept = self._new = torch.empty(0)  # positions [B, L] of kept rows, [B, N] of those of the last pass
 
     def prefill(self, tokens_BT: Tensor, positions_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """Hidden states [B, 1, F] behind the prompts."""
+        """Hidden states [B, 1, F] at the ends of the prompts."""
         self._kept, self._new = positions_BT.to(self._base.device).tensor_split([-1], dim=1)
         if mask_BT is not None:
             self._kept = self._kept.where(mask_BT[:, :-1].to(self._base.device) > 0, HOLE)
@@ -270,7 +270,7 @@ class Rows:
         return self._forward(tokens_BT, positions_BT, mask_BT)[:, -1:]
 
     def verify(self, tree: Tree, last_B1: Tensor) -> Tensor:
-        """Hidden states [B, N, F] of trees; what is behind the positions ``last_B1`` will not be asked for."""
+        """Hidden states [B, N, F] of trees; those after positions ``last_B1`` are not used."""
         self._new = (self._kept.amax(1, keepdim=True) + tree.ancestors.sum(-1)).minimum(last_B1)
         return self._forward(tree.tokens, self._new, self._masks(tree))
 
@@ -289,7 +289,7 @@ class Rows:
                 setattr(layer, name, rows_BHLD[:, :, : start + longest])
 
     def leave_hole(self, size: int) -> None:
-        """Go on behind ``size`` rows that nobody sees."""
+        """Skip ``size`` rows of the cache, which no row sees."""
         hole_BT = torch.full((len(self._kept), max(size, 0)), HOLE, device=self._kept.device)
         self._kept = torch.cat([self._kept, hole_BT], dim=1)
         for layer in self.cache.layers:
@@ -306,7 +306,7 @@ class Rows:
         return torch.cat([hidden, *layers], dim=-1)
 
     def _masks(self, tree: Tree) -> Any:
-        """What is added to attention scores [B, 1, N, L + N], by kind of layer where there are several."""
+        """Additive masks [B, 1, N, L + N], by kind of layer if there are several."""
         dtype, spans = self._base.dtype, self._base.spans
         seen = (self._kept != HOLE)[:, None].expand(-1, tree.tokens.shape[1], -1)
         seen = torch.cat([seen, tree.ancestors], dim=-1)

@@ -1,4 +1,4 @@
-"""Heads that draft for a causal language model of transformers: their weights, and the trees that they propose.
+"""Draft heads for a causal language model of transformers: their weights, and the trees that they draft.
 
 Legend: B sequences, N tree nodes with the root, m nodes of one level, W children of a node, K heads, D hidden size,
 F = D * (1 + feature layers), V vocabulary. The root is the newest token of a text.
@@ -17,17 +17,17 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from .spans import MOST, Span, layer_spans
 
-WIDTH = 16  # children that a node can have
-MIN_BEAM = 4  # nodes of a level that get children, at least
-LOWEST = -40.0  # bound on a log-probability: heads that overflow still give trees
-EDGE_COST = 1e-4  # keeps a parent's score above its child's where the child is certain
+WIDTH = 16  # most children of a node
+MIN_BEAM = 4  # least number of nodes of a level that get children
+LOWEST = -40.0  # bound on a log-probability, so that heads that overflow still draft trees
+EDGE_COST = 1e-4  # keeps a parent's score above that of a certain child
 DAMAGES = (
     json.JSONDecodeError, UnicodeDecodeError, SafetensorError, IndexError, KeyError, RuntimeError, TypeError,
 )  # fmt: skip
 
 
 class Tree(NamedTuple):
-    """Drafted tokens of each sequence; a parent stands before its children, node 0 is the root."""
+    """Drafted tokens of each sequence; a parent comes before its children, and node 0 is the root."""
 
     tokens: Tensor  # [B, N]
     parents: Tensor  # [B, N]; the root's is the root
@@ -35,7 +35,7 @@ class Tree(NamedTuple):
 
     @classmethod
     def of(cls, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> "Tree":
-        """The trees of these parents, of at most ``depth`` edges from root to leaf."""
+        """Trees with these tokens and parents, with at most ``depth`` edges from root to leaf."""
         nodes = tokens_BN.shape[1]
         itself = ancestors = torch.eye(nodes, dtype=torch.bool, device=tokens_BN.device).expand(len(tokens_BN), -1, -1)
         for _ in range(depth):
@@ -43,7 +43,7 @@ class Tree(NamedTuple):
         return cls(tokens_BN, parents_BN, ancestors)
 
     def children(self) -> list[dict[tuple[int, int], int]]:
-        """For each sequence: node by its parent and its token."""
+        """For each sequence: (parent, token) -> node."""
         edges = torch.stack([self.parents, self.tokens], dim=-1)[:, 1:].tolist()
         return [{(parent, token): node for node, (parent, token) in enumerate(row, start=1)} for row in edges]
 
@@ -56,7 +56,7 @@ class Base:
         self.decoder = model.model if decoder is model else decoder
         self._embeddings, self._lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.device, self.dtype = self._lm_head.weight.device, model.dtype
-        # OPT-350M projects what its layers give onto the width of its embeddings.
+        # OPT-350M projects the output of its layers to the width of its embeddings.
         self.hidden_size: int = getattr(self.config, "word_embed_proj_dim", None) or self.config.hidden_size
         self.project = getattr(self.decoder, "project_out", None) or Identity()
         self.spans: dict[int | None, Span] = {}  # windows by layer, see ``find_spans``
@@ -64,22 +64,22 @@ class Base:
         self._scale, self._cap = scale / scaling, getattr(self.config, "final_logit_softcapping", None)
 
     def find_spans(self) -> None:
-        """Ask transformers for the windows of the layers; ValueError where masks are of another kind."""
+        """Get the windows of the layers from transformers; raises ValueError for other kinds of masks."""
         length = getattr(self.config, "max_position_embeddings", None) or MOST
         self.spans = layer_spans(self.model, self.decoder, length)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., D] at unit scale, as heads read them."""
+        """Embeddings [..., D] at unit scale, the input of heads."""
         vectors = self._embeddings(tokens.to(self._embeddings.weight.device)).to(self.device, self.dtype)
         return rms_norm(vectors, vectors.shape[-1:])
 
     def output_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the output layer for some tokens alone."""
+        """Weight and bias of the output layer for some tokens only."""
         bias = getattr(self._lm_head, "bias", None)
         return self._lm_head.weight[tokens], None if bias is None else bias[tokens]
 
     def logits(self, hidden: Tensor, rows: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], through the whole output layer or some rows of it."""
+        """Logits [..., V] for hidden states [..., D], of the whole output layer or some of its rows."""
         logits: Tensor = self._lm_head(hidden) if rows is None else linear(hidden, *rows)
         logits = logits * self._scale if self._scale != 1.0 else logits
         return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
@@ -89,7 +89,7 @@ class Heads:
     """K heads of the architecture "medusa", "markov", "hydra" or "recurrent".
 
     Attributes:
-        feature_layers: Layers of the model, counted from 1, whose outputs stand behind the last hidden state.
+        feature_layers: Layers of the model, counted from 1, whose outputs follow the last hidden state.
     """
 
     def __init__(self, base: Base, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -105,7 +105,7 @@ class Heads:
         """Read heads for a model.
 
         Raises:
-            ValueError: They are damaged or belong to another model.
+            ValueError: The heads are damaged or belong to another model.
         """
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
@@ -124,13 +124,13 @@ class Heads:
         return heads
 
     def draft(self, base: Base, roots_B: Tensor, hidden_BF: Tensor, nodes: int) -> Tree:
-        """The likeliest tree below each root: the best nodes of a level get children, the best of all are kept.
+        """Draft the likeliest tree below each root: the best nodes of a level get children, the best of all are kept.
 
         Args:
             base: The model.
             roots_B: Newest tokens.
             hidden_BF: The hidden states that predicted them.
-            nodes: N, at most.
+            nodes: Largest N.
         """
         tokens_Bm, slots_Bm = roots_B[:, None], torch.zeros_like(roots_B[:, None])
         columns_Bm, scores_Bm = slots_Bm, slots_Bm.float()  # a column numbers a candidate, over all levels
@@ -156,7 +156,7 @@ class Heads:
         return Tree.of(tokens_BM.gather(1, chosen_BN), node_BM.gather(1, parents_BM.gather(1, chosen_BN)), depth)
 
     def _begin(self, hidden_BF: Tensor) -> Tensor:
-        """The root's state [B, 1, D]; of heads that read no path, the features of all levels [K, B, D]."""
+        """The root's state [B, 1, D]; for heads that do not read the path, the features of all levels [K, B, D]."""
         t, count = self._tensors, len(self.feature_layers)
         x_BD, layers = hidden_BF.tensor_split([hidden_BF.shape[-1] // (1 + count)], dim=-1)
         if count:
@@ -172,21 +172,21 @@ class Heads:
     def _level(
         self, base: Base, head: int, state: Tensor, slots_Bm: Tensor, tokens_Bm: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, m, V] of the children of m nodes, or [B, 1, V] of all of them, and the nodes' states.
+        """Logits [B, m, V] of the children of m nodes, or [B, 1, V] if all are equal, and the nodes' states.
 
         Args:
             base: The model.
             head: 0-based; also the depth of the nodes.
-            state: Of the level before.
-            slots_Bm: Where each node's parent stood in it.
+            state: State of the previous level.
+            slots_Bm: Index of each node's parent in that level.
             tokens_Bm: The nodes' tokens.
         """
         t = self._tensors
         if self._kind in ("medusa", "markov"):
             features = state[head][:, None]
-            if self._kind == "markov":  # corrected by the token before
+            if self._kind == "markov":  # corrected by the previous token
                 features = features + linear(linear(base.embed(tokens_Bm), t["down"][head]), t["up"][head])
-        else:  # each node hands down what its children read beside its token
+        else:  # each node has a state that its children read in addition to its token
             tokens_BmD = base.embed(tokens_Bm)
             state = state.gather(1, slots_Bm[..., None].expand(-1, -1, state.shape[-1]))
             hidden, path = state.tensor_split([tokens_BmD.shape[-1]], dim=-1)

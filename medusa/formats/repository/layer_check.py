@@ -1,4 +1,4 @@
-"""In an exported repository the file itself stands here."""
+"""An exported repository has a copy of the imported file here."""
 
 from medusa.loading.layer_check import LayerCheck
 

@@ -1,4 +1,4 @@
-"""In an exported repository the file itself stands here."""
+"""An exported repository has a copy of the imported file here."""
 
 from medusa.attention.spans import MOST, Span, layer_spans
 
