@@ -296,7 +296,7 @@ def test_a_file_gets_lines_and_no_bars() -> None:
     [
         (["--base", "no/such/base", "--hours", "0.1"], "no/such/base"),
         (["--prompts", "missing.jsonl"], "sample file (missing.jsonl) does not exist"),
-        (["--prompts", "few.jsonl"], "are 3 that differ"),
+        (["--prompts", "few.jsonl"], "hold 3 different ones"),
         (["--out", "few.jsonl"], "--out (few.jsonl) is a file; give a directory"),
         (["--out", "other"], "holds a run that this command did not begin"),
     ],

@@ -165,7 +165,7 @@ DAMAGES = {
     "another model": (replace("config.json", "{}"), "is not of a known format"),
     "no weights": (remove(WEIGHTS), "is not of a known format"),
     "not a number": (poison, "0.0.linear.bias holds numbers that are not finite"),
-    "head count": (partial(change_config, medusa_num_heads=2), "says medusa_num_heads 2; the tensors hold 3"),
+    "head count": (partial(change_config, medusa_num_heads=2), "says medusa_num_heads 2, but the tensors hold 3"),
     "no base": (partial(change_config, base_model_name_or_path=""), "do not name their base"),
     "shipped layer": (poison_output, "tensor lm_heads.0.weight holds numbers that are not finite"),
     "base is gone": (
