@@ -365,7 +365,7 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not_and_its_recipe_trains(
     job.communicate(timeout=300)
     assert job.returncode == 143
     assert not (killed / "heads").exists()
-    assert f"{killed} was begun" in finish(start(base_directory, prompts, killed))
+    assert f"{killed}: going on with the run" in finish(start(base_directory, prompts, killed))
     for name in ("heldout.jsonl", "train/greedy.jsonl", "train/drawn.jsonl"):
         assert (killed / "data" / name).read_bytes() == (whole / "data" / name).read_bytes()
     assert_same_run(killed, whole, tolerance=1e-5)
