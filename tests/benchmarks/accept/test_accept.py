@@ -168,7 +168,7 @@ def test_words_follow_from_the_figures():
     lengths = [row("prompt tokens", "0 to 127", 0.62), row("prompt tokens", "128 to 255", 0.58, spread=0.1)]
     said = conclusion([whole, *groups, *lengths])
     assert "right at 60% of the places" in said
-    assert "75% outside of the vocabulary. Most often it is outside of the vocabulary: a larger draft vocabulary" in said
+    assert "75% outside of the vocabulary. Most often it is outside of the vocabulary: a larger draft" in said
     assert "differ most by category: 0.70 (maths; 10% outside" in said
     assert "against 0.30 (german; 50% outside of the vocabulary)" in said
     assert "at 0.60 0.40: deeper guesses are worse." in said
