@@ -42,8 +42,10 @@ class Best:
 
     def __init__(self, options: EvaluateRecipe, directory: RunDirectory, step: int, workers: Workers) -> None:
         self._patience, self._every = options.patience, options.every_steps
-        self._directory, self._place, self._workers = directory, directory.path / "best", workers
-        self._seen: list[tuple[float, int]] = workers.from_first(lambda: _evaluations(directory, step))
+        self._directory, self._workers = directory, workers
+        self._seen: list[tuple[float, int]] = []
+        if self._patience:
+            self._seen = workers.from_first(lambda: _evaluations(directory, step))
 
     def observe(self, step: int, figures: Mapping[str, Any], heads: DraftHeads) -> None:
         """Keep the heads if their evaluation is the best one."""
@@ -52,7 +54,7 @@ class Best:
         length = chain_length(figures[KEY])
         if self._workers.rank == 0 and all(length > seen for seen, _ in self._seen):
             with self._directory.writing():
-                save_heads(heads, self._place)
+                save_heads(heads, self._directory.best)
         self._seen.append((length, step))
 
     def exhausted(self, step: int) -> bool:
@@ -67,7 +69,7 @@ class Best:
         length = chain_length(figures[KEY]) if self._patience and KEY in figures else 0.0
         if not length or all(length >= seen for seen, _ in self._seen):
             return None
-        best: dict[str, Tensor] = self._workers.from_first(lambda: load_heads(self._place).state_dict())
+        best: dict[str, Tensor] = self._workers.from_first(lambda: load_heads(self._directory.best).state_dict())
         return best
 
 

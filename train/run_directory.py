@@ -1,4 +1,4 @@
-"""The run directory: recipe.yaml, metrics.jsonl, checkpoints/, heads/.
+"""The run directory: recipe.yaml, metrics.jsonl, checkpoints/, heads/, and best/ with evaluate.patience.
 
 A checkpoint holds whole tensors (`checkpoint.safetensors`) and `state.json`, so a run can be resumed with any number of
 processes and any ZeRO stage. It counts once `checkpoints/latest` names it. That pointer is replaced atomically after
@@ -55,6 +55,7 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.heads = self.path / "heads"
+        self.best = self.path / "best"
         self._recipe = self.path / "recipe.yaml"
         self._metrics = self.path / "metrics.jsonl"
         self._latest = self.checkpoints / "latest"
@@ -105,7 +106,7 @@ class RunDirectory:
                     f"run directory ({self.path}) is in use by another process; wait for it, stop it, or give another "
                     "directory (--recipe.run DIR)"
                 ) from None
-            for place in (self.path, self.checkpoints, self.heads):
+            for place in (self.path, self.checkpoints, self.heads, self.best):
                 sweep(place, ".*.tmp*", age=0)
             sweep(self.checkpoints, ".step-*", age=0)
             yield
