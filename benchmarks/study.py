@@ -22,6 +22,8 @@ from medusa.train.__main__ import main as train
 from medusa.train.recipe_file import RecipeError, parse_overrides, read_recipe
 from medusa.train.run_directory import RunDirectory
 
+RECIPE = Path(__file__).parents[1] / "train/recipes/embedded.yaml"
+"""That of the demo, which has made the data."""
 DECISIVE = ("base.", "data.", "heads.num_heads", "heads.feature_layers")
 """Keys that affect the base's hidden states that a run reads."""
 COLUMNS = [
@@ -124,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/study"), metavar="DIR", help="gets the runs, report.json and report.md")
-    add("--recipe", type=Path, default=Path("train/recipes/embedded.yaml"), metavar="FILE", help="what all share")
+    add("--recipe", type=Path, default=RECIPE, metavar="FILE", help="what all share")
     text = "variants: name -> recipe keys"
     add("--variants", type=Path, default=Path(__file__).with_name("variants.yaml"), metavar="FILE", help=text)
     add("--only", nargs="+", default=(), metavar="NAME", help="these variants alone")

@@ -51,8 +51,11 @@ class HeadsRecipe:
     own_lm_heads: bool = False
     """Train one vocabulary matrix per head (attention, block: for all) instead of sharing the base's frozen one."""
     feature_layers: int = _limits(0, low=0, high=8)
-    """Number of further layers of the base, spread evenly below the last, whose outputs heads read too; attention and
-    block read them instead of the last (3)."""
+    """Number of further layers of the base, spread evenly below the last, whose outputs heads read too."""
+    last_layer: bool = True
+    """Read the last layer, so that fresh heads predict what the base predicts. false: layers from the second to the
+    fourth from the end instead, as in EAGLE-3, for engines that read no other; architectures attention and block
+    only."""
     rank: int = _limits(64, low=1, high=4096)
     """Rank of the correction by the previous token; architectures markov and block only."""
     mask_token: int = _limits(-1, low=-1)

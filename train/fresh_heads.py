@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from medusa.base.model import BaseModel
+from medusa.base.taps import outer_layers, spread_layers
 from medusa.data import resolve_base_name
 from medusa.data.packing import PackedRows
 from medusa.formats import load_heads
 from medusa.heads import DraftHeads, HeadsConfig, build_heads
 from medusa.heads.layer import LayerConfig
 from medusa.io.hub import fetch_heads
-from medusa.train.config import REMEMBERING, Recipe
+from medusa.train.config import REMEMBERING, HeadsRecipe, Recipe
 from medusa.train.recipe_file import RecipeError
 from medusa.train.workers import Workers
 
@@ -25,6 +26,18 @@ SHAPE = (
     "own_correction",
 )  # fmt: skip
 """Fields that must be equal for heads to start from the weights of others, in addition to the sizes of tensors."""
+
+
+def feature_layers(shape: HeadsRecipe, num_layers: int) -> tuple[int, ...]:
+    """The layers, counted from 1, whose outputs heads read in addition to the last hidden state, or instead of it.
+
+    Raises:
+        ValueError: The base has fewer layers.
+    """
+    remembering = shape.architecture in REMEMBERING
+    if remembering and not shape.last_layer:
+        return outer_layers(shape.feature_layers, num_layers)
+    return spread_layers(shape.feature_layers, num_layers) + (num_layers,) * remembering
 
 
 def fresh_heads(recipe: Recipe, base: BaseModel, packed: PackedRows, workers: Workers) -> DraftHeads:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.base.taps import outer_layers, spread_layers
 from medusa.data.rows import open_rows
 from medusa.data.sources import Source
 from medusa.formats.native import save_heads
@@ -25,10 +24,10 @@ from medusa.loading.separation import choose_separation
 from medusa.model import MedusaModel
 from medusa.train.base import load_base
 from medusa.train.best import Best
-from medusa.train.config import REMEMBERING, Recipe
+from medusa.train.config import Recipe
 from medusa.train.engine import Engine
 from medusa.train.evaluate import accuracy_figures, head_accuracy, served_counts, served_figures
-from medusa.train.fresh_heads import fresh_heads
+from medusa.train.fresh_heads import feature_layers, fresh_heads
 from medusa.train.held_out import read_held_out
 from medusa.train.medusa1 import Medusa1
 from medusa.train.progress import Progress
@@ -97,8 +96,7 @@ class Trainer:
                 "without a row; raise it or start fewer processes"
             )
         base = choose_decoding(load_base(recipe.base, workers))  # heads are of no use if the base cannot verify drafts
-        choose_layers = outer_layers if recipe.heads.architecture in REMEMBERING else spread_layers
-        base = base.tapped(choose_layers(recipe.heads.feature_layers, base.num_layers))
+        base = base.tapped(feature_layers(recipe.heads, base.num_layers))
         if vocabulary > base.vocab_size:
             raise RecipeError(
                 f"heads.draft_vocab ({vocabulary}) is more than the vocabulary of the base ({base.vocab_size}); lower "

@@ -254,7 +254,7 @@ class BaseModel:
         Both share the model and everything else; this object does not change.
 
         Args:
-            layers: Counted from 1, all below the last; their outputs come in this order, without any norm.
+            layers: Counted from 1; their outputs come in this order, without any norm.
 
         Raises:
             ValueError: There are no such layers, or they cannot be found.

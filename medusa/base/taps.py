@@ -26,20 +26,21 @@ class DecoderPass:
 
     Args:
         decoder: The layers between token ids and the output layer.
-        layers: Layers to read, counted from 1; none = only the last hidden state.
+        layers: Layers to read, counted from 1; none = only the last hidden state, which is the output of the last layer
+            after the last norm.
         num_layers: Number of layers of the decoder.
 
     Raises:
-        ValueError: A layer is not below the last one, or the decoder's layers cannot be found.
+        ValueError: The decoder has no such layers, or they cannot be found.
     """
 
     def __init__(self, decoder: nn.Module, layers: Sequence[int] = (), num_layers: int = 0) -> None:
         self._decoder = decoder
         self._project: nn.Module | None = getattr(decoder, "project_out", None)
-        if len(set(layers)) < len(layers) or not set(layers) <= set(range(1, num_layers)):
+        if len(set(layers)) < len(layers) or not set(layers) <= set(range(1, num_layers + 1)):
             raise ValueError(
-                f"feature layers ({', '.join(map(str, layers))}) must be different layers below the last one of the"
-                f" base ({num_layers}), counted from 1; load heads that were trained on this base"
+                f"feature layers ({', '.join(map(str, layers))}) must be different layers of the base, from 1 to"
+                f" {num_layers}; load heads that were trained on this base"
             )
         stack = find_layers(decoder, num_layers)[1] if layers else ()
         self._tapped = [stack[layer - 1] for layer in layers]
@@ -82,7 +83,7 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def outer_layers(count: int, num_layers: int) -> tuple[int, ...]:
-    """Layers that heads read instead of the last one, from the second to the fourth from the end, as in EAGLE-3.
+    """``count`` layers from the second to the fourth from the end, as in EAGLE-3.
 
     Raises:
         ValueError: There are fewer layers.

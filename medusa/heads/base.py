@@ -65,7 +65,8 @@ class HeadsConfig:
     """Directory of the adapter that joint training (Medusa-2) added to the base; "" = the base was frozen."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the base, counted from 1, whose outputs heads read in addition to the last hidden state ("attention",
-    "block": instead of it). 0 = the middle one, -3 = the last but three; see ``layers_of``."""
+    "block": instead of it; the last layer may be one of them). 0 = the middle one, -3 = the last but three; see
+    ``layers_of``."""
     rank: int = 64
     """Rank of the correction by the previous drafted token; architectures "markov" and "block" only."""
     draft_vocab_size: int = 0

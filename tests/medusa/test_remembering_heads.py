@@ -254,6 +254,18 @@ def test_blocks_read_the_output_layer_once(base, make_heads, monkeypatch):
     assert all(draft.depth == 4 for _, draft, _ in drafter.seen)
 
 
+@pytest.mark.parametrize("architecture", ["attention", "block"])
+@torch.inference_mode()
+def test_fresh_heads_that_read_the_last_layer_predict_what_the_base_predicts(base, architecture):
+    layers, layer = (1, base.num_layers), LayerConfig.of(base.config)
+    config = HeadsConfig(32, base.vocab_size, 3, architecture=architecture, feature_layers=layers, layer=layer)
+    heads = build_heads(config).to(base.dtype)
+    heads.init_from_base(base.lm_head_weight, base.last_norm)
+    hidden = base.tapped(layers).hidden_states(torch.tensor([TEXTS[0]]))[0]
+    for features in heads(hidden, torch.randint(1, 90, (len(hidden), 3)), base):
+        torch.testing.assert_close(features, hidden[:, : base.hidden_size], atol=1e-5, rtol=1e-5)
+
+
 def test_fresh_blocks_say_what_the_state_names(base):
     """And layers are different layers."""
     sizes = []

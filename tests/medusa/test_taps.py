@@ -59,6 +59,15 @@ def llama() -> BaseModel:
     return tiny("llama")[0]
 
 
+@torch.inference_mode()
+def test_the_last_layer_is_read_before_the_last_norm(llama):
+    base = llama.tapped((2, 3))
+    state = prefill(base, PROMPTS, chunk=4)[1]
+    for hidden in (base.hidden_states(torch.tensor(PROMPTS[:1]))[0], state.hidden):
+        last, _, layer = hidden.split(base.hidden_size, dim=-1)
+        torch.testing.assert_close(llama.model.model.norm(layer), last)
+
+
 def test_a_base_without_taps_stays_as_it_is(llama):
     ids = torch.tensor(PROMPTS[:1])
     assert llama.tapped(()) is llama
@@ -106,7 +115,7 @@ def test_passes_of_two_threads_do_not_mix(llama):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((1, 3), r"feature layers \(1, 3\) must be different layers below the last one of the base \(3\)"),
+        ((1, 4), r"feature layers \(1, 4\) must be different layers of the base, from 1 to 3"),
         ((0,), "must be different layers"),
         ((1, 1), "must be different layers"),
         (("1",), "must be different layers"),
